@@ -1,4 +1,16 @@
-"""Averaging: AVERAGING_DOC"""
+"""Averaging of iterates: the contract, averages that never feed back, and averages that do.
+
+`EMA` and `LAWA` never feed back: training is the same as without them, and evaluation uses the average.
+`ScheduleFree` and `PrimalAveraging` take gradients between the base iterate z and its average x:
+
+    y = mu_y x + (1 - mu_y) z      the parameter in training: gradients are taken here
+    z <- z - lr U - lr alpha z     the step of the recipe without averaging
+    x <- (1 - c) x + c z           the parameter in evaluation
+
+Only z is stored: with D the step of z, the same sequences are  y <- y + c (z - y) + (1 - mu_y (1 - c)) D,  z <- z + D,
+and x = y + (1 / mu_y - 1) (y - z). A step D = 0 from z = y then changes nothing, bit for bit. Parameters stored with
+less precision than they are computed in also keep y.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +33,19 @@ from .constraints import ParameterUpdate
 
 Mode = Literal["train", "eval"]
 MODES: tuple[Mode, ...] = ("train", "eval")
-"""Which iterate the parameters of an optimizer hold: the one to train, or the one to evaluate."""
+"""The iterates that the parameters of an optimizer can hold: the one to train, and the one to evaluate."""
 
 
 @dataclass(frozen=True)
 class IterateBatch:
-    """n parameters that share an update and a dtype, with their iterates.
+    """n parameters of one dtype under the same part of the recipe, with their iterates.
 
-    parameters: n tensors, what training sees.
-    slots: n tensors by slot name.
-    steps: `[n]`, updates that each parameter has had, the one under way included.
-    lr, peak_lr: learning rate of the update under way, and the largest one of the run.
-    mask: n 0-d booleans, False where nothing may change; None: everything may change.
+    parameters: n tensors, the parameters of the model.
+    slots: n tensors by name of the slot.
+    steps: `[n]`, number of updates of each parameter, including the present one.
+    lr: learning rate of the present update.
+    peak_lr: largest learning rate of the run.
+    mask: n 0-d booleans, False for parameters that may not change, nor their slots. None: all may change.
     """
 
     parameters: Sequence[Tensor]
@@ -44,21 +57,21 @@ class IterateBatch:
 
     @property
     def y(self) -> Sequence[Tensor]:
-        """Where gradients are taken, in full precision: the slot `y`, or the parameters where these have it."""
+        """The iterates at which gradients are taken: the slot `y`, or the parameters if there is no such slot."""
         return self.slots.get("y", self.parameters)
 
     def begin(self) -> None:
-        """Begins the iterates z and y at the parameters."""
+        """Copy the parameters into the slots z and y, as far as they exist."""
         for name in self.slots.keys() & {"z", "y"}:
             torch._foreach_copy_(list(self.slots[name]), list(self.parameters))
 
     def show_y(self) -> None:
-        """Rounds y into the parameters, where it is a slot."""
+        """Copy y, rounded to the dtype of the parameters, into the parameters if it is a slot."""
         if self.y is not self.parameters:
             torch._foreach_copy_(list(self.parameters), list(self.y))
 
     def slice_rows(self, chosen: Sequence[int]) -> IterateBatch:
-        """The batch of the chosen parameters alone."""
+        """Return the batch of the parameters with the chosen indices."""
         slots = {name: [tensors[i] for i in chosen] for name, tensors in self.slots.items()}
         mask = None if self.mask is None else [self.mask[i] for i in chosen]
         parameters, steps = [self.parameters[i] for i in chosen], self.steps[list(chosen)]
@@ -66,37 +79,40 @@ class IterateBatch:
 
 
 class Averaging(Component, ABC, family="averaging"):
-    """Which iterate a parameter holds: one in training (gradients are taken there), one in evaluation.
+    """Rule for two iterates of a parameter: the one in training, where gradients are taken, and the one in evaluation.
 
-    Iterates are slots of role `iterate`, in the dtype they are computed in. A slot has the axes of the parameter last,
-    after any of its own, or is a number of shape (); anything else raises a ContractError. Iterates begin at the
-    parameter as its first update finds it, so that weights loaded after construction count. What is written into a
-    parameter between steps (`clamp_`, a checkpoint of the model) is its training iterate from then on, in every dtype;
-    the other iterates stay. Where a parameter has had no update, the evaluated iterate is the parameter.
+    Iterates are slots of role `iterate`, in the dtype they are computed in. The shape of a slot is (), or ends with the
+    axes of the parameter. Any other shape raises a ContractError. Iterates begin at the value of the parameter before
+    its first update, so that weights loaded after construction count. A value written into a parameter between steps
+    (`clamp_`, a checkpoint of the model) is its training iterate from then on, in every dtype. The other iterates stay.
+    As long as a parameter has had no update, its evaluated iterate is the parameter.
     """
 
     @abstractmethod
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
-        """The state of one parameter; low_precision: the parameter has less precision than its updates."""
+        """Return the slots of one parameter of this shape, by name.
+
+        low_precision: True if the parameter is stored with less precision than its updates are computed in.
+        """
 
     def follows_peak(self) -> bool:
-        """Whether a step depends on the peak of the learning rate."""
+        """Return True if a step depends on the peak of the learning rate."""
         return False
 
     def begin(self, batch: IterateBatch) -> None:
-        """Set the iterates that begin at the parameter; called before its first update."""
+        """Set the iterates that begin at the parameters. Called before the first update of each parameter."""
 
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """The tensors that weight decay acts on, one for each parameter. Default: the parameters."""
+        """Return the tensors that weight decay acts on, one for each parameter. The default is the parameters."""
         return batch.parameters
 
     @abstractmethod
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        """Apply `update` to the base iterate and let the other iterates follow."""
+        """Apply `update` to the base iterates, and bring the other iterates up to date."""
 
     @abstractmethod
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """The iterate to evaluate of each parameter, in any dtype; every parameter has had an update."""
+        """Return the iterate to evaluate of each parameter, in any dtype. Every parameter has had an update."""
 
 
 def blend(
@@ -105,7 +121,11 @@ def blend(
     weights: Sequence[float | Tensor],
     mask: Sequence[Tensor] | None = None,
 ) -> None:
-    """target <- target + weight (value - target), exactly the value for weight 1; masked targets stay."""
+    """Change n targets in place:  target <- target + weight (value - target), which is exactly the value for weight 1.
+
+    weights: n numbers or 0-d tensors.
+    mask: n 0-d booleans, False for targets that do not change. None: all change.
+    """
     if not targets:
         return
     values = [value.to(target.dtype) for target, value in zip(targets, values, strict=True)]
@@ -119,7 +139,10 @@ def blend(
 
 
 def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> None:
-    """target <- target + weight value."""
+    """Change n targets in place:  target <- target + weight value.
+
+    weights: n numbers or 0-d tensors.
+    """
     weight = shared(weights)
     if weight is not None:
         torch._foreach_add_(list(targets), list(values), alpha=weight)
@@ -132,19 +155,23 @@ def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Seq
 
 
 def shared(weights: Sequence[float | Tensor]) -> float | None:
-    """The one number that all weights are; None if they differ or are tensors."""
+    """Return the number that all weights are equal to. Return None if they differ or are tensors."""
     first = weights[0]
     return first if isinstance(first, float) and all(weight is first or weight == first for weight in weights) else None
 
 
 def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
-    """Iterates that have been averaged after so many updates: one at `start` and one every nu updates after it."""
+    """Return `[n]`, the number of averaged iterates after each of `steps` `[n]` updates.
+
+    every: updates between averaged iterates, nu.
+    start: update of the first averaged iterate. None: nu.
+    """
     first = every if start is None else start
     return np.where(steps >= first, (steps - first) // every + 1, 0)
 
 
 def pushed(batch: IterateBatch, every: int, start: int | None) -> list[int]:
-    """Indices of the parameters whose iterate enters the average with the update under way."""
+    """Return the indices of parameters whose iterate enters the average with the present update."""
     fresh = pushes(batch.steps, every, start) > pushes(batch.steps - 1, every, start)
     return [int(index) for index in np.flatnonzero(fresh)]
 
@@ -170,7 +197,7 @@ class EMA(Averaging):
     @model_validator(mode="after")
     def _inner_has_no_mean(self) -> Self:
         if self.inner is not None and "mean" in self.inner.slots((1,), True):
-            raise ValueError(f"inner: an averaging without a mean of its own is required, got {self.inner!r}")
+            raise ValueError(f"inner: an averaging that keeps a mean cannot be averaged again, got {self.inner!r}")
         return self
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
@@ -193,7 +220,7 @@ class EMA(Averaging):
         return batch.parameters if self.inner is None else self.inner.decaying(batch)
 
     def _below(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """W of each parameter."""
+        """Return W of each parameter: the parameter, or the evaluated iterate of the inner averaging."""
         return batch.parameters if self.inner is None else self.inner.evaluated(batch)
 
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
@@ -245,7 +272,7 @@ class LAWA(Averaging):
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
         queues = batch.slots["queue"]
-        # one iterate after the other: how `mean` adds them up depends on the shape, which shards have their own of
+        # `mean` would add in an order that depends on the shape, and shards have other shapes than full parameters
         sums = [
             queue[0].clone() if count else x for x, queue, count in zip(batch.parameters, queues, counts, strict=True)
         ]
@@ -256,10 +283,15 @@ class LAWA(Averaging):
 
 
 Decay = Literal["z", "y", "z_apart"]
-"""Where weight decay is taken. z: as part of the base step (the three sequences as above). y: z <- z - lr U - lr alpha
-y (Defazio et al. 2024, algorithm 1). z_apart: z decays first and y follows only the rest of the step, which is what
-Distributed Shampoo and GPA-AdamW do; y and x decay less than the three sequences say. The `placed` of a decay matters
-for z alone."""
+"""Iterate that weight decay is taken at.
+
+z: the decay is part of the base step, as in the three sequences of the module.
+y: z <- z - lr U - lr alpha y (Defazio et al. 2024, algorithm 1).
+z_apart: z decays first, and y follows only the rest of the step, as in Distributed Shampoo and GPA-AdamW. y and x then
+    decay less than in the three sequences.
+
+The field `placed` of a decay has an effect with z alone.
+"""
 _DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do not follow it, as Distributed Shampoo)"
 
 
@@ -296,7 +328,7 @@ class ScheduleFree(Averaging):
         return _average(batch, self.beta)
 
     def _mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
-        """The weight c of each parameter; adds w_t to its sum of weights."""
+        """Return the weight c of each parameter, and add w_t to its sum of weights."""
         sums = batch.slots["weight_sum"]
         before = torch.stack(list(sums))
         same = (batch.steps == batch.steps[0]).all()
@@ -342,16 +374,22 @@ class PrimalAveraging(Averaging):
 
 
 def _slots(shape: tuple[int, ...], low_precision: bool) -> dict[str, Slot]:
+    """Return the slot z, and the slot y of a parameter with less precision than its updates."""
     return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
 
 
 def _decaying(batch: IterateBatch, decay_at: Decay) -> Sequence[Tensor]:
+    """Return the iterates that weight decay is taken at, one for each parameter."""
     return batch.y if decay_at == "y" else batch.slots["z"]
 
 
 def _advance(
     batch: IterateBatch, update: ParameterUpdate, mu_y: float, mixing: Sequence[float | Tensor], decay_at: Decay
 ) -> None:
+    """Advance z and y by one update of the module's sequences.
+
+    mixing: the weight c of each parameter.
+    """
     y, z = batch.y, batch.slots["z"]
     if decay_at == "z_apart":
         update = update.decay(z)
@@ -365,4 +403,5 @@ def _advance(
 
 
 def _average(batch: IterateBatch, mu_y: float) -> Sequence[Tensor]:
+    """Return the averages x, computed from y and z."""
     return torch._foreach_lerp(list(batch.slots["z"]), list(batch.y), 1 / mu_y)

@@ -1,4 +1,7 @@
-"""Steps that call their closure again, for gradients at perturbed parameters or for the loss at a trial step."""
+"""Steps that call their closure again: `SharpnessAware` for gradients nearby, `LineSearch` for losses of trial steps.
+
+All calls of one step are of one function and have the side effects of one call (`Passes`).
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,21 @@ from eigengraft.distributed.layouts import is_dtensor, local
 from eigengraft.numerics import fake_mode
 
 BufferName = tuple[nn.Module, str]
-"""A module, and the name of one of its buffers in it."""
+"""A module, and the name of a buffer of this module."""
 
 
 class Passes:
-    """The calls of one closure, each of which begins with the buffers and the random numbers of the first.
+    """The calls of the closure of one step, which all begin with the same buffers and the same random numbers.
 
-    So dropout draws the same masks, and `spectral_norm` iterates from the same vectors. Afterwards buffers and random
-    numbers are as the first call left them: BatchNorm's statistics advance once for each step, from the forward at W,
-    as in the official code of SAM (google-research/sam, `get_sam_gradient`). Buffers that no call writes into are not
-    copied back.
+    Dropout draws the same masks in all calls, and `spectral_norm` iterates from the same vectors. Afterwards buffers
+    and random numbers are as the first call left them: BatchNorm's statistics advance once for each step, from the
+    forward at W, as in the official code of SAM (google-research/sam, `get_sam_gradient`). Buffers that no call writes
+    into are not copied back.
 
-    closure: returns the loss and leaves gradients. model: whose buffers are kept; None: of no model. parameters: on
-    whose devices random numbers are kept, beside those of the CPU; none: the closure is called once.
+    closure: function that returns the loss and leaves gradients.
+    model: model whose buffers are restored. None: no buffers are restored.
+    parameters: parameters on whose devices random numbers are restored, in addition to those of the CPU. If empty, the
+        closure may be called only once.
     """
 
     def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
@@ -38,12 +43,12 @@ class Passes:
         self._start: _Start | None = None
 
     def first(self) -> Any:
-        """What the closure returns where the parameters are."""
+        """Call the closure for the first time in this step, and return its result."""
         self._start = _Start(self._model, self._devices) if self._devices else None
         return self._call()
 
     def again(self) -> Any:
-        """What the closure returns where the parameters are now."""
+        """Call the closure again, with the buffers and random numbers of the first call, and return its result."""
         assert self._start is not None
         with self._start.repeated():
             return self._call()
@@ -54,19 +59,25 @@ class Passes:
 
 
 def require_closure(closure: object, repeated_by: str | None) -> None:
-    """Raises RuntimeError for a closure that is missing where a part of the recipe calls it again, TypeError for one
-    that is no function."""
+    """Check the closure of a step.
+
+    Raises RuntimeError if there is no closure and a part of the recipe calls it again, and TypeError if the closure
+    cannot be called.
+
+    repeated_by: field of the recipe that calls the closure again, `sam` or `line_search`. None: no part does.
+    """
     if closure is None and repeated_by is not None:
         times = "twice" if repeated_by == "sam" else "again"
         raise RuntimeError(
-            f"Optimizer.step: a closure is required by `{repeated_by}`, which calls it {times}, got none"
+            f"Optimizer.step: `{repeated_by}` needs a closure, which it calls {times}, got none; call step(closure) "
+            "with a function that computes the loss and its gradients, and returns the loss"
         )
     if closure is not None and not callable(closure):
-        raise TypeError(f"Optimizer.step: a function that returns the loss is required as closure, got {closure!r:.60}")
+        raise TypeError(f"Optimizer.step: the closure must be a function that returns the loss, got {closure!r:.60}")
 
 
 class _Start:
-    """Buffers and states of random numbers before the first call."""
+    """The buffers and the states of random number generators before the first call."""
 
     def __init__(self, model: nn.Module | None, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in devices if _has_generator(device)]
@@ -75,7 +86,7 @@ class _Start:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Inside everything is as it was before the first call, afterwards as it is now."""
+        """Restore the state before the first call inside the context, and the present state after it."""
         written = self._buffers.written()
         random, after = _random_states(self._devices), Buffers(written)
         self._buffers.restore(written)
@@ -93,7 +104,7 @@ class _Start:
 
 
 class Buffers:
-    """Buffers of modules, by module and name: which tensor each is, and a copy of its values."""
+    """A record of buffers by module and name: the tensor that each one is, and a copy of its values."""
 
     def __init__(self, names: Sequence[BufferName]) -> None:
         self._tensors = {(module, name): module._buffers[name] for module, name in names}
@@ -103,7 +114,7 @@ class Buffers:
 
     @classmethod
     def of(cls, model: nn.Module | None) -> Self:
-        """Return the buffers of all modules of a model; none if the model is None."""
+        """Return a record of the buffers of all modules of a model. It is empty if the model is None."""
         modules = () if model is None else model.modules()
         return cls([(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None])
 
@@ -115,22 +126,23 @@ class Buffers:
         return [key for key in self._tensors if _may_differ(*key, self._tensors[key], self._versions[key])]
 
     def restore(self, names: Iterable[BufferName]) -> None:
-        """Makes modules hold the same tensors with the same values again."""
+        """Put the recorded tensors with their recorded values back into the modules."""
         for key in (names := list(names)):
             key[0]._buffers[key[1]] = self._tensors[key]
         _copy((self._tensors[key], self._values[key]) for key in names)
 
 
 def _may_differ(module: nn.Module, name: str, tensor: Tensor | None, version: int | None) -> bool:
-    """Whether a buffer may be another one, or have other values, than at that version of that tensor."""
+    """Return True if a buffer may have been replaced or changed since it was `tensor` at the version `version`."""
     now = module._buffers.get(name)
     return isinstance(module, _NormBase) or now is not tensor or _version(now) != version
 
 
 def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
-    """Copies the second of each pair into the first, by few launches, and counts no version.
+    """Copy the second tensor of each pair into the first, in one launch for each device and dtype.
 
-    Autograd keeps the statistics of norms for backward and reads them in evaluation alone, where they stay as they are.
+    The version counters of tensors do not change, so that autograd does not object. This is safe: autograd saves the
+    statistics of norms for backward, but uses them in evaluation mode only, in which they do not change.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for to, values in pairs:
@@ -141,33 +153,34 @@ def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    """How often was written into a tensor, as far as torch counts; None for tensors of inference mode."""
+    """Return torch's version counter of a tensor. Return None for no tensor and for tensors of inference mode."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """The states of the CPU's generator and of the default generator of each device."""
+    """Return the states of the generator of the CPU and of the default generator of each device."""
     states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in devices]
     return [torch.get_rng_state(), *states]
 
 
 def _has_generator(device: torch.device) -> bool:
-    """Whether a device draws random numbers of its own here; that of a fake tensor may be another machine's."""
+    """Return True if a device has a generator of its own here. The device of a fake tensor may not exist here."""
     return device.type not in ("cpu", "meta") and bool(torch.get_device_module(device).is_available())
 
 
 def _at(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # of which there is one
+    """Return the arguments that select a device's generator. MPS has one device, and its functions take no argument."""
+    return () if device.type == "mps" else (device,)
 
 
 class SharpnessAware(Component):
     """g <- gradient at W + E,  E = rho G / ||G||,  G the gradient at W; norms over all parameters.
 
-    SAM (Foret et al. 2021, arXiv:2010.01412, equation 2), around any update: chain, decay and write see g and W alone.
-    Both gradients are of one function: dropout has the same masks, and buffers, such as BatchNorm's statistics, are
-    those of the first forward, where the optimizer was composed with the model.
-    adaptive: E = rho W^2 G / ||W G||, entry by entry (ASAM, Kwon et al. 2021, arXiv:2102.11600, algorithm 1), which is
-    blind to the scale of parameters. Where G has entries that are not finite E is 0.
+    SAM (Foret et al. 2021, arXiv:2010.01412, equation 2), around any update: chain, decay and write use g and W alone.
+    Both gradients are of one function: dropout has the same masks. If the optimizer was composed with the model,
+    buffers such as BatchNorm's statistics are those of the first forward.
+    adaptive: E = rho W^2 G / ||W G||, entry by entry (ASAM, Kwon et al. 2021, arXiv:2102.11600, algorithm 1), which
+    does not depend on the scale of parameters. If G has entries that are not finite, E is 0.
     """
 
     rho: float = Field(default=0.05, gt=0, description="length of E; of E / |W|, if adaptive")
@@ -175,7 +188,7 @@ class SharpnessAware(Component):
 
     @contextmanager
     def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """W + E in the parameters inside, without gradients; W again afterwards, bit for bit."""
+        """Set parameters to W + E without gradients inside the context, and back to W, bit for bit, after it."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [like(parameter) for parameter in moved]
         saved = [parameter.detach().clone() for parameter in moved]
@@ -195,7 +208,7 @@ class SharpnessAware(Component):
 
 
 def like(parameter: Tensor) -> Tensor:
-    """The gradient of a parameter, laid out as the parameter is."""
+    """Return the gradient of a parameter, with the placements of the parameter if both are DTensors."""
     gradient = parameter.grad
     assert gradient is not None
     if is_dtensor(gradient) and is_dtensor(parameter):
@@ -204,7 +217,7 @@ def like(parameter: Tensor) -> Tensor:
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Frobenius norm of all tensors together, 0-d float64, on however many ranks they lie."""
+    """Return the Frobenius norm of all tensors together, 0-d float64. DTensors count with all of their shards."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
@@ -221,9 +234,9 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 SCALE = "step_scale"
-"""Key of param groups: the part of the last step that was taken."""
+"""Key of param groups for the fraction s of the whole step that the last line search accepted."""
 Average = Callable[[Tensor], Tensor]
-"""A number of this rank -> its mean over all ranks."""
+"""A function that returns the mean over all ranks of a number of this rank."""
 
 
 class LineSearch(Component):
@@ -232,35 +245,43 @@ class LineSearch(Component):
 
     Armijo's condition with backtracking, on the batch of the step (Vaswani et al. 2019, arXiv:1905.09997, equation 1
     and Algorithm 1). D is the whole step of the recipe at its learning rate, decay included, G the gradient and f the
-    loss that the closure returns, its mean over ranks. s_0 = min(1, grow s') with the s' of the step before: the
-    learning rate is the largest step, which schedules may move. A loss that is not finite is too high; after `trials`
-    the last s is taken. Every trial is a call of the closure, whose gradients are dropped. All calls are of one
-    function: dropout has the same masks, and buffers, such as BatchNorm's statistics, are those of the first forward,
-    where the optimizer was composed with the model.
+    loss that the closure returns, averaged over ranks. s_0 = min(1, grow s') with the s' of the step before: the
+    learning rate is the largest step, and schedules may change it. A loss that is not finite is too high. After
+    `trials` calls the last s is used. Every trial is a call of the closure, whose gradients are dropped. All calls are
+    of one function: dropout has the same masks. If the optimizer was composed with the model, buffers such as
+    BatchNorm's statistics are those of the first forward.
     """
 
-    sufficient: float = Field(default=0.1, ge=0, lt=1, description="share of the decrease along G that is required")
+    sufficient: float = Field(default=0.1, ge=0, lt=1, description="fraction of the decrease along G that is required")
     shrink: float = Field(default=0.5, gt=0, lt=1, description="factor from one trial to the next")
     grow: float = Field(default=2.0, ge=1, description="factor from the last step's s to the first trial")
     trials: int = Field(default=10, ge=1, description="most calls of the closure after the step")
 
     def require_line(self, recipe: Any) -> None:
-        """Raises ValueError for a part of a recipe that takes parameters off the line from W to W - D."""
+        """Raise ValueError for a recipe with a part that takes parameters off the line from W to W - D."""
         bent = any(update.constraints for update in recipe.updates().values())
         found = {"sam": recipe.sam is not None, "averaging": recipe.averaging is not None, "constraints": bent}
         what = next((name for name, there in found.items() if there), None)
         if what is not None:
-            raise ValueError(f"line_search: steps along a line are required, got a recipe with `{what}`")
+            raise ValueError(
+                f"line_search: cannot be combined with `{what}`, which takes parameters off the line of a step; "
+                "remove one of the two"
+            )
 
     def begin(self, parameters: Iterable[Tensor]) -> Search:
-        """Remembers where the parameters are, before the step."""
+        """Return a search that holds a copy of the parameters with gradients, before the step."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
         return Search(self, moved, [local(parameter.detach()).clone() for parameter in moved])
 
 
 @dataclass(frozen=True)
 class Search:
-    """One step under way: parameters with gradients, and what this rank held of each before the step."""
+    """The line search of one step.
+
+    rule: the line search of the recipe.
+    parameters: parameters with gradients.
+    start: values of these parameters before the step, as far as this rank holds them.
+    """
 
     rule: LineSearch
     parameters: Sequence[Tensor]
@@ -273,9 +294,14 @@ class Search:
         groups: Sequence[MutableMapping[str, Any]],
         average: Average,
     ) -> None:
-        """Takes back the part of the step that the condition does not allow; loss: that of the start, of this rank.
+        """Shorten the step until Armijo's condition holds, and store the accepted fraction in the param groups.
 
-        Of fake tensors, which have no numbers, the whole step is taken.
+        Fake tensors have no values, and keep the whole step.
+
+        passes: the calls of the closure in this step.
+        loss: loss before the step, of this rank.
+        groups: param groups.
+        average: function that averages losses over ranks.
         """
         if any(fake_mode(parameter) is not None for parameter in self.parameters):
             return
@@ -299,7 +325,10 @@ class Search:
             group[SCALE] = scale
 
     def _products(self, ends: Sequence[Tensor]) -> tuple[float, float]:
-        """<G, D> and <D, D> over all entries of all parameters, on however many ranks they lie."""
+        """Return <G, D> and <D, D> over all entries of all parameters, including shards of other ranks.
+
+        ends: values of the parameters after the whole step, as far as this rank holds them.
+        """
         sums: dict[Any, Tensor] = {}
         for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
             step, gradient = (start - end).double(), local(like(parameter)).double()
@@ -314,7 +343,7 @@ class Search:
 
 
 def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    """The sums over all shards of tensors that lie like that."""
+    """Return numbers summed over all shards of tensors that are placed on a mesh as given."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
@@ -322,8 +351,8 @@ def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
 
 
 def _number(loss: Any, like_these: Sequence[Tensor]) -> Tensor:
-    """A loss as float64, where the parameters are."""
+    """Return a loss as 0-d float64 tensor on the device of the first parameter, or on the CPU without parameters."""
     if not isinstance(loss, (Tensor, float)):
-        raise TypeError(f"line_search: a closure that returns the loss is required, got {type(loss).__name__}")
+        raise TypeError(f"line_search: the closure must return the loss, a tensor or float, got {type(loss).__name__}")
     device = like_these[0].device if like_these else torch.device("cpu")
     return torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())

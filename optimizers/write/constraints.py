@@ -146,8 +146,7 @@ def _rounded_last(constraints: tuple[Constraint, ...]) -> tuple[Constraint, ...]
     early = [constraint.label for constraint in constraints[:-1] if constraint.rounds]
     if early:
         raise ValueError(
-            f"'{early[0]}' must be the last constraint, because it rounds parameters, got '{constraints[-1].label}' "
-            "after it; move it to the end of the list"
+            f"'{early[0]}' must be the last constraint, because it rounds the parameter; move it to the end of the list"
         )
     return constraints
 

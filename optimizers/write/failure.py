@@ -1,4 +1,4 @@
-"""Failure policy: what is done about numbers that are not finite and roots that fail."""
+"""Failure policy: how a step treats gradients that are not finite and roots that fail."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from eigengraft.component import Component
 
 
 class Failure(Component):
-    """What is done about numbers that are not finite and roots that fail."""
+    """Policy of a step for gradients that are not finite and for roots that fail."""
 
     nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default="skip",
-        description="a gradient with inf or nan, or too large for squares that the update takes: leave its parameter "
-        "and state as they are and count it, do so and raise, or do not look",
+        description="treatment of a gradient with inf or nan, or too large for an update that squares it: skip: leave "
+        "its parameter and state as they are, and count it; raise: do the same, then raise; ignore: do not check",
     )
     detect: Literal["auto", "host", "device"] = Field(
         default="auto",
-        description="where gradients are looked at: on the host (one read per step) or by masks on the device "
+        description="where gradients are checked: on the host (one read per step) or by masks on the device "
         "(no read, more traffic, counted one step later); auto: host",
     )
     roots: int = Field(

@@ -1,4 +1,4 @@
-"""Iterates and constraint slots of several parameters: the state that belongs to a parameter and not to a stage."""
+"""State that belongs to a whole parameter and not to a stage: iterates of an averaging, and slots of constraints."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from .constraints import BoundConstraint, Constraint, ConstraintContext, Paramet
 from .write import Hyper
 
 HELD = StateKey(None, AVERAGING, "train")
-"""Key of the training iterate, present while the parameter holds the evaluated one."""
+"""Key of the training iterate, which is in the state while the parameter holds the evaluated iterate."""
 
 
 class IterateStore:
     """Iterates and constraint slots of P parameters, addressed by position 0 .. P - 1.
 
-    averaging: the recipe's; None: no iterates.
-    constraints: those of every update, by the update's path in the recipe.
-    parameters: P tensors, what this rank holds of each parameter.
-    paths: P paths, the update of each parameter.
-    shard_sums: sums over ranks `[n]` of numbers of tensors at n positions, of which this rank holds shards; None: it
-        holds all of them.
-    paired: paths of updates that ask what their parameter's partner was, which is kept beside the partner.
-    tensors: P dicts of slots by name, by AVERAGING and by "<path>.constraints.<label>".
-    signals: what constraints ask for in the present step, by name and position.
-    held: P training iterates while the parameters hold the evaluated ones; None in training.
+    averaging: averaging of the recipe. None: no iterates.
+    constraints: constraints of each update, by the path of the update in the recipe.
+    parameters: P tensors, the entries of each parameter that this rank holds.
+    paths: P paths in the recipe, one for the update of each parameter.
+    shard_sums: function (n positions, numbers `[n]`) that returns the sums of the numbers over the ranks that hold
+        shards of these parameters. None: this rank holds whole parameters.
+    paired: paths of updates of paired parameters, each of which uses the value that its partner had at its own last
+        update. The value is stored with the partner.
+    tensors: P dicts: the slots by name, by AVERAGING and by "<path>.constraints.<label>".
+    signals: P tensors or None by name of the signal, for the constraints in the present step.
+    held: P training iterates while the parameters hold the evaluated ones. None in training.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class IterateStore:
         self._begin(range(len(parameters)), constrained=shard_sums is None)
 
     def __bool__(self) -> bool:
-        """Whether there are iterates or constraints."""
+        """Return True if there are iterates or constraints."""
         return self.averaging is not None or any(self.constraints.values())
 
     def _allocate(self, parameter: Tensor, path: str) -> dict[str, dict[str, Tensor]]:
@@ -80,20 +81,27 @@ class IterateStore:
         return declared
 
     def _slots_of(self, constraint: Constraint, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Slot]:
-        """The slots of a constraint for one parameter; raises ValueError if it rounds what an averaging holds."""
+        """Return the slots of a constraint for one parameter.
+
+        Raises ValueError for a constraint that rounds parameters beside an averaging.
+        """
         if constraint.rounds and self.averaging is not None:
             kind = getattr(self.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
             raise ValueError(
-                f"constraints: {constraint.label}: no averaging is required, whose iterates have 32 bits, got '{kind}'"
+                f"constraints: {constraint.label}: cannot be combined with the averaging '{kind}', whose iterates have "
+                "32 bits and lose no updates; remove the constraint"
             )
         return constraint.slots(shape) if constraint.keeps(dtype) else {}
 
     def begin(self, positions: Sequence[int]) -> None:
-        """Sets the slots that depend on where parameters are; called before their first update, by all ranks."""
+        """Set the slots that begin with values of parameters. All ranks call it before the first update of these."""
         self._begin(positions, constrained=True)
 
     def restart(self, position: int, stages: Container[str]) -> None:
-        """Lets the constraints of a parameter begin again whose stages are given and whose slots hold zeros."""
+        """Begin those constraints of a parameter again whose slots hold nothing but zeros.
+
+        stages: stages of constraints to begin again, as "<path>.constraints.<label>". Others stay.
+        """
         for bound in self._bound(self.paths[position], [position]):
             own = self.tensors[position].get(stage := _stage(self.paths[position], bound.constraint), {})
             if own and stage in stages and not any(bool(x.any()) for x in own.values()):
@@ -110,10 +118,11 @@ class IterateStore:
 
     @torch.no_grad()
     def adopt_writes(self, positions: Sequence[int]) -> None:
-        """Make the slot `y` follow what was written into parameters between steps:  y <- W where W is not round(y).
+        """Copy values that were written into parameters between steps into the slot `y`:  y <- W where W != round(y).
 
-        A parameter with less precision than its updates holds round(y). Entries that nobody wrote keep y, bit for bit.
-        On a CPU comparisons find where nothing was written; on a device every y is written, and the host asks nothing.
+        A parameter with less precision than its updates holds round(y). Entries that were not overwritten keep y, bit
+        for bit. On a CPU, tensors without overwritten entries are found by comparison and skipped. On a device all y
+        are written, so that the host need not wait.
         """
         kept = [position for position in positions if "y" in self.tensors[position].get(AVERAGING, {})]
         if not kept:
@@ -125,10 +134,11 @@ class IterateStore:
             y.copy_(torch.where(y.to(parameter.dtype) == parameter, y, parameter))
 
     def step(self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, hyper: Hyper) -> None:
-        """Applies an update to n parameters and their iterates.
+        """Apply an update to n parameters and their iterates.
 
-        positions, steps `[n]`: which parameters, and the updates each has had, this one included.
-        update: of the n parameters, without constraints, which are added here.
+        positions: positions of the n parameters.
+        steps: `[n]`, number of updates of each parameter, including this one.
+        update: update of the n parameters without constraints. This method adds the constraints.
         hyper: values of the param group.
         """
         place = {position: index for index, position in enumerate(positions)}
@@ -143,7 +153,7 @@ class IterateStore:
                 self.averaging.step(replace(batch, lr=lr, peak_lr=peak_lr, mask=mask), chosen_update)
 
     def _alike(self, positions: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-        """(path, positions) of parameters that share update and dtype, and so have the same slots."""
+        """Yield (path, positions) of parameters with the same update and dtype, which have the same slots."""
         groups: dict[tuple[str, torch.dtype], list[int]] = {}
         for position in positions:
             groups.setdefault((self.paths[position], self.parameters[position].dtype), []).append(position)
@@ -164,7 +174,7 @@ class IterateStore:
         return {name: [self.tensors[position][stage][name] for position in positions] for name in names}
 
     def decaying(self) -> Sequence[Tensor]:
-        """The tensors that weight decay acts on, by position."""
+        """Return the tensors that weight decay acts on, by position."""
         if self.averaging is None:
             return self.parameters
         found = list(self.parameters)
@@ -175,7 +185,10 @@ class IterateStore:
         return found
 
     def view(self, position: int, mode: Mode | None = None) -> dict[str, Tensor]:
-        """The state of a parameter in a mode, right in keys and shapes; default: the present mode."""
+        """Return the state of a parameter by key, with the keys and shapes that it has in a mode.
+
+        mode: iterate that the parameter holds. None: the present one. For the other mode values may be out of date.
+        """
         own = self.tensors[position].items()
         tensors = {str(StateKey(None, stage, name)): x for stage, slots in own for name, x in slots.items()}
         if self.held is not None and mode != "train":
@@ -185,7 +198,7 @@ class IterateStore:
         return tensors
 
     def hold(self, mode: Mode) -> None:
-        """Sets the mode without changing parameters: in "eval" a copy of them is held as the training iterate."""
+        """Set the mode without changing parameters. In "eval" a copy of the parameters becomes the training iterate."""
         if mode == "train":
             self.held = None
         elif self.held is None and self.averaging is not None:
@@ -193,7 +206,10 @@ class IterateStore:
 
     @torch.no_grad()
     def swap(self, mode: Mode, steps: NDArray[np.int64]) -> None:
-        """Makes the parameters hold the iterate of a mode; steps `[P]`: updates of each, those with 0 stay."""
+        """Copy the iterate of a mode into the parameters.
+
+        steps: `[P]`, number of updates of each parameter. Parameters with 0 do not change.
+        """
         if mode == "train" and self.held is not None:
             torch._foreach_copy_(list(self.parameters), self.held)
         self.hold(mode)
@@ -209,12 +225,12 @@ class IterateStore:
 def _require_form(
     declared: Mapping[str, Mapping[str, Slot]], other: Mapping[str, Mapping[str, Slot]], shape: tuple[int, ...]
 ) -> None:
-    """Raises ContractError for a slot that is neither a number nor has the axes of the parameter last.
+    """Raise ContractError for a slot that is neither a number nor ends with the axes of the parameter.
 
-    A rank that holds a shard has the same entries of such a slot, and checkpoints know nothing else of it.
+    Checkpoints rely on this form: a rank that holds a shard of the parameter holds the same entries of the slot.
 
-    declared, other: slots by stage and name, of a parameter of shape `shape` and of one that is longer by 1 on every
-        axis, so that no slot has the right shape by chance.
+    declared: slots by stage and name, of a parameter of shape `shape`.
+    other: the same of a parameter that is longer by 1 on every axis, so that no slot has the right shape by chance.
     """
     longer = tuple(n + 1 for n in shape)
     for stage, slots in declared.items():
@@ -223,10 +239,11 @@ def _require_form(
             follows = lead >= 0 and slot.shape[lead:] == shape and found == (*slot.shape[:lead], *longer)
             if slot.shape and not follows:
                 raise ContractError(
-                    f"{stage}: slot '{name}': a shape of () or one that ends with the axes of the parameter, "
-                    f"{shape}, is required, got {slot.shape}"
+                    f"{stage}: slot '{name}': the shape must be () or end with the axes of the parameter, {shape}, "
+                    f"got {slot.shape}"
                 )
 
 
 def _stage(path: str, constraint: Constraint) -> str:
+    """Return the stage of the state keys of a constraint."""
     return f"{path}.constraints.{constraint.label}" if path else f"constraints.{constraint.label}"

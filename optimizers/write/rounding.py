@@ -21,21 +21,25 @@ from .constraints import Constraint, ConstraintContext, Slots, Tensors
 class Rounding(Constraint):
     """W <- round(W' + r), r <- W' + r - W  with W' = W - lr alpha W - lr U, for parameters in bfloat16.
 
-    Rounded to nearest without r, an update with |lr U| < 2^-9 |W| is lost. compensated: r in bfloat16, 2 bytes a
-    parameter (Kahan 1965; Zamirai et al. 2020, arXiv:2010.06192, Algorithm 3). split: r in 2^-7 of half a unit in the
-    last place of W, 1 byte: a weight of 24 bits, of which the model sees 16. stochastic: no r, up with probability
-    (W' - low) / (high - low) of the two neighbours, so that W is W' on average (the same paper, Algorithm 2).
+    Rounded to nearest without r, an update with |lr U| < 2^-9 |W| is lost. There are three rules:
 
-    Random numbers are a hash of the bits of W' and of the number of the update, so that they are the same on all ranks
-    and for any shards; entries with one and the same W' move alike.
-    Decay acts on W, not on r. A weight that is written between steps counts as it is, up to half a unit in its last
-    place: a larger r is of the weight before it and is dropped. Parameters in other dtypes are written as they are and
-    have no state. The last constraint of a list; an averaging keeps its iterates in 32 bits already, and refuses it.
+    - compensated: r in bfloat16, 2 bytes a parameter (Kahan 1965; Zamirai et al. 2020, arXiv:2010.06192, Algorithm 3).
+    - split: r in 2^-7 of half a unit in the last place of W, 1 byte. W and r are a weight of 24 bits, and the model
+      uses the first 16.
+    - stochastic: no r. W' is rounded up with probability (W' - low) / (high - low), with low and high its neighbours in
+      bfloat16, so that W is W' on average (the same paper, Algorithm 2).
+
+    Random numbers are a hash of the bits of W' and of the number of the update. They are the same on all ranks and for
+    any shards, and entries with equal W' are rounded in the same direction.
+    Decay acts on W, not on r. If a weight is overwritten between steps, an r above half a unit in the last place of the
+    new weight is dropped, and a smaller r is still added. Parameters in other dtypes are written without rounding and
+    have no state. `rounding` is the last constraint of a list. It cannot be combined with an averaging, which keeps its
+    iterates in 32 bits.
     """
 
     kind: Literal["rounding"] = "rounding"
     rule: Literal["stochastic", "compensated", "split"] = Field(
-        default="compensated", description="random, or with a remainder of 16 or of 8 bits"
+        default="compensated", description="rounding at random, or with a remainder of 16 or of 8 bits"
     )
     rounds: ClassVar[bool] = True
 
@@ -83,25 +87,25 @@ class Rounding(Constraint):
 
 
 def _half_ulp(x: Tensor) -> Tensor:
-    """Half a unit in the last place of bfloat16 numbers, in float32; one size for zero and all subnormal ones."""
+    """Return half a unit in the last place of bfloat16 numbers, in float32, equal for zero and subnormal numbers."""
     exponent = x.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8
 
 
 _WINDOW = 5
-"""Steps over which a parameter is watched."""
+"""Number of steps between the two samples of a parameter that are compared."""
 _LEAST = 0.5
-"""Share of the entries that must move in that time for nothing to be said."""
+"""Fraction of the sampled entries that must change between the two samples. Below it there is a warning."""
 _SAMPLE = 65536
-"""Entries that are looked at."""
+"""Largest number of entries in a sample, which bounds memory and time."""
 
 
 class RoundingWatch:
-    """Warns once if the largest matrix in 16 bits hardly moves:  W + dW rounds to W where |dW| < |W| 2^-9 in bfloat16.
+    """A warning, given once, that the largest matrix in 16 bits hardly changes.
 
-    It looks twice, five steps apart, at no more than 65536 entries, and only while the learning rate is at
-    least half of its peak, so that a warm-up says nothing. Entries without a gradient
-    do not count. `look` is called after each step.
+    In bfloat16 W + dW rounds to W if |dW| < |W| 2^-9. Two samples of the matrix are compared, five steps apart. Samples
+    are taken only while the learning rate is at least half of its peak, so that a warm-up causes no warning. Entries
+    with a gradient of 0 do not count. `look` is called after each step.
     """
 
     def __init__(self) -> None:
@@ -110,7 +114,10 @@ class RoundingWatch:
         self._steps = 0
 
     def look(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take a sample of one parameter, or compare it with the one that was taken. Return True if all is known."""
+        """Take the first sample of the matrix, or compare the second one with it.
+
+        Return True if no further call is needed: there is no such matrix, or the samples were compared.
+        """
         self._chosen = self._chosen or _largest(optimizer)
         if self._chosen is None:
             return True
@@ -130,7 +137,7 @@ class RoundingWatch:
 
 
 def _largest(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """The param group and position of the largest matrix in 16 bits that is trained, the first of equal ones."""
+    """Return the param group and position of the first largest trained matrix in 16 bits, or None without one."""
     found = [
         (index, position)
         for index, group in enumerate(optimizer.param_groups)
@@ -154,7 +161,7 @@ def _warn(name: str, parameter: Tensor, before: Tensor, lr: float) -> None:
     if moved < _LEAST * count:
         dtype = str(parameter.dtype).removeprefix("torch.")
         warn_user(
-            f"{name}: only {moved / count:.1%} of its entries moved in {_WINDOW} steps at lr {lr:g}: smaller updates "
-            f"are lost to rounding in {dtype}. Keep parameters in float32 and run the model under torch.autocast, "
-            "or let `constraints: rounding` write them"
+            f"{name}: only {moved / count:.1%} of its entries changed in {_WINDOW} steps at lr {lr:g}, because smaller "
+            f"updates are lost to rounding in {dtype}; keep parameters in float32 and run the model under "
+            "torch.autocast, or add `constraints: rounding` to the recipe"
         )

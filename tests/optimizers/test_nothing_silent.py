@@ -205,7 +205,7 @@ class TestRounding:
 
     def test_parameters_that_stand_still_are_told_once(self) -> None:
         (message,) = self.warned(torch.bfloat16, 1e-4)  # bfloat16 has steps of 2^-8 below 1
-        assert message.startswith("w: only 0.0% of its entries moved in 5 steps at lr 0.0001: ")
+        assert message.startswith("w: only 0.0% of its entries changed in 5 steps at lr 0.0001, ")
 
     @pytest.mark.parametrize(
         "run",

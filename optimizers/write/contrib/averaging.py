@@ -21,8 +21,8 @@ class EMANesterov(Averaging):
     """y = W + ahead D;  W' = y - lr U(y);  D <- beta D + (1 - beta) (W' - W)
 
     The parameter is y in training, so that gradients and decay are taken there, and the base iterate W (the slot z) in
-    evaluation (the records of 2026 in track 3 of modded-nanogpt). Steps start from y and nothing moves back, so that D
-    holds its own look-ahead too. y = W but between the updates `start` and `stop`.
+    evaluation (the records of 2026 in track 3 of modded-nanogpt). Steps start from y and the look-ahead is not undone
+    before a step, so that D includes it. Outside of the updates `start` to `stop` there is no look-ahead, and y = W.
     """
 
     kind: Literal["ema_nesterov"] = "ema_nesterov"
@@ -35,7 +35,7 @@ class EMANesterov(Averaging):
     @model_validator(mode="after")
     def _some_look_ahead(self) -> Self:
         if self.stop is not None and self.stop <= self.start:
-            raise ValueError(f"stop: more than start, {self.start}, is required, got {self.stop}")
+            raise ValueError(f"stop: must be greater than start, which is {self.start}, got {self.stop}")
         return self
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
@@ -60,17 +60,17 @@ class EMANesterov(Averaging):
         if self.follow_lr:
             scale = self.ahead * (batch.lr / nonzero_peak(batch.lr, batch.peak_lr))
         open_now = (batch.steps >= self.start) & (batch.steps < (np.inf if self.stop is None else self.stop))
-        self._move(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
+        self._look_ahead(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
         batch.show_y()
 
-    def _move(
+    def _look_ahead(
         self,
         y: Sequence[Tensor],
         drift: Sequence[Tensor],
         scales: Sequence[float | Tensor],
         mask: Sequence[Tensor] | None,
     ) -> None:
-        """y <- y + scale drift, where the mask lets it."""
+        """Change y in place:  y <- y + scale drift, for tensors whose mask is True or None."""
         if mask is None:
             accumulate(y, drift, scales)
             return

@@ -16,12 +16,13 @@ from ..constraints import Constraint, ConstraintContext, Slots, Tensors
 class RadialBrake(Constraint):
     """U <- U - strength min(c, 0) W  with c = <U, W> / ||W||^2, over whole parameters.
 
-    c < 0 says that the step -lr U has a part along W that makes W longer; so much of it is taken away (the record of
-    2026 in track 3 of modded-nanogpt, with strength 1/2). A parameter of zeros is left alone.
+    If c < 0, the step -lr U has a component along W that makes W longer. The fraction `strength` of this component is
+    removed (the record of 2026 in track 3 of modded-nanogpt, with strength 1/2). A parameter of zeros is not
+    constrained.
     """
 
     kind: Literal["radial_brake"] = "radial_brake"
-    strength: float = Field(default=0.5, gt=0, le=1, description="how much of the outward part is taken away")
+    strength: float = Field(default=0.5, gt=0, le=1, description="fraction of the outward component that is removed")
 
     def shardable(self, whole_rows: bool) -> bool:
         return True
@@ -35,10 +36,10 @@ class RadialBrake(Constraint):
 
 
 class RowFloor(Constraint):
-    """U_i <- U_i max(1, ratio ||W_i|| / ||U_i||)  for every row i, all that has one index of the first axis.
+    """U_i <- U_i max(1, ratio ||W_i|| / ||U_i||)  for every row i, all entries with one index of the first axis.
 
-    No row moves by less than lr times ratio of its length (the record of 2026 in track 3 of modded-nanogpt, with ratio
-    0.3825). A row of U that is 0 stays 0, and tensors with one axis are left alone.
+    Each row changes by at least lr times ratio of its length (the record of 2026 in track 3 of modded-nanogpt, with
+    ratio 0.3825). A row of U that is 0 stays 0, and tensors with one axis are not constrained.
     """
 
     kind: Literal["row_floor"] = "row_floor"
@@ -56,10 +57,10 @@ class RowFloor(Constraint):
 
 
 class RadiusPin(Constraint):
-    """W' <- W' r / ||W'||  with r = <W', W> / ||W||,  W' = W - lr alpha W - lr U where the step has led from W.
+    """W' <- W' r / ||W'||  with r = <W', W> / ||W||,  W' = W - lr alpha W - lr U the parameter after the step.
 
-    Without decay r = ||W|| - lr <U, W> / ||W||: what is across W turns it and makes it no longer (the record of 2026 in
-    track 3 of modded-nanogpt). A parameter of zeros, or one whose U is 0, is where the step has led it.
+    Without decay r = ||W|| - lr <U, W> / ||W||: the component of U across W turns W and does not make it longer (the
+    record of 2026 in track 3 of modded-nanogpt). A parameter of zeros, or one whose U is 0, is not constrained.
     """
 
     kind: Literal["radius_pin"] = "radius_pin"
@@ -78,10 +79,10 @@ class RadiusPin(Constraint):
 
 
 class LateDecay(Constraint):
-    """W' <- W' (1 - lr rate [U W > 0])  with W from before the step and W' after it (cautious: where U points to zero).
+    """W' <- W' (1 - lr rate [U W > 0])  with W before the step and W' after it (cautious: where U points to zero).
 
-    In the order of the recipe's constraints: after `radius_pin` it acts on the pinned parameter (the record of 2026 in
-    track 3 of modded-nanogpt, with rate 0.025). The decay of the param group comes before the step.
+    It acts in the order of the recipe's constraints: behind `radius_pin` it decays the pinned parameter (the record of
+    2026 in track 3 of modded-nanogpt, with rate 0.025). The decay of the param group comes before the step.
     """
 
     kind: Literal["late_decay"] = "late_decay"
