@@ -34,27 +34,37 @@ from .write.write import Hyper
 
 
 class Optimizer(Reporting, torch.optim.Optimizer):
-    """W <- W - lr alpha W - lr U  with U what the recipe's update chain makes of the gradients.
+    """W <- W - lr alpha W - lr U  with the update U that the chain of the recipe computes from the gradients.
 
-    params: what torch optimizers take: tensors, (name, tensor) pairs, or groups, with their `lr` and `weight_decay`.
-    recipe: a shipped name, a YAML path, a mapping, a list of stages or a `Recipe`.
-    lr, weight_decay: default the recipe's.
-    overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
-    checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
-    options: `foreach`, `fused` and `capturable`, as torch's optimizers take them, which have no effect.
+    All state is allocated at construction. Parameters with `requires_grad=False` receive their state when they are
+    thawed.
 
-    All state is allocated here; parameters with `requires_grad=False` get theirs if they are thawed later.
+    Args:
+        params: parameters in any form that torch's optimizers accept: tensors, (name, tensor) pairs, or groups, which
+            may have their own `lr` and `weight_decay`.
+        recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
+        lr: learning rate of groups without their own. None: the recipe's.
+        weight_decay: decay rate of groups without their own. None: the recipe's.
+        overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
+        checked: True to check the contract of every stage at every step, which is slower. A stage that breaks it raises
+            a `ContractError` with its path.
+        options: `foreach`, `fused` and `capturable` of torch's optimizers. They are accepted and have no effect.
+
+    Raises:
+        RecipeError: the recipe or an override is not valid.
+        ValueError: a parameter or a param group does not fit the recipe.
     """
 
     _known: Mapping[int, ParamInfo] | None = None
-    """What the constructor knows of parameters, by id, while it adds the groups; None: all groups are there."""
+    """Descriptions of parameters by id, while the constructor adds the groups. None: all groups were added."""
     _model: weakref.ref[torch.nn.Module] | None = None
+    """The model that the optimizer was composed with. None: no model is known."""
     _unknown_buffers = False
-    """Whether the user was warned that no model, and so no buffers, are known."""
+    """True if there was a warning that buffers are not restored, because no model is known."""
     _rounding: RoundingWatch | None = None
-    """What watches for updates that rounding loses, until it has seen enough."""
+    """Watch for updates that are lost to rounding. None: its checks are finished, or the recipe rounds by itself."""
     _warned_of_peak = False
-    """Whether the user was warned that the peak of the learning rate rose."""
+    """True if there was a warning that the peak of the learning rate rose."""
 
     def __init__(
         self,
@@ -93,21 +103,26 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @property
     def known_model(self) -> torch.nn.Module | None:
-        """The model that the optimizer was composed with, if it is there; copies of the optimizer know none."""
+        """The model that the optimizer was composed with. None: there is none, or it was deleted, or this is a copy."""
         return None if self._model is None else self._model()
 
     @property
     def iterate(self) -> Mode:
-        """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
+        """The iterate that the parameters hold, "train" or "eval"."""
         return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group: `params`, optionally `lr`, `weight_decay` and `peak_lr`, and keys of the user's own.
+        """Add a param group, and allocate its state.
 
-        peak_lr: the largest learning rate of the run, which the decays `corrected` and `independent` are relative to.
-        Default: the group's `lr`, or the larger `max_lr` of a OneCycleLR; a larger `lr` in a step becomes the peak.
+        Args:
+            param_group: a dict with `params`, optionally `lr`, `weight_decay` and `peak_lr`, and any keys of the user.
+                `peak_lr` is the largest learning rate of the run, which the decays `corrected` and `independent` are
+                relative to. Without it the peak is the group's `lr`, or the larger `max_lr` of a OneCycleLR, and a
+                larger `lr` in a step becomes the peak.
 
-        An option of the recipe or of torch's optimizers is a ValueError, after which the optimizer is as it was.
+        Raises:
+            ValueError: the group has an option of the recipe or of torch's optimizers, or does not fit the recipe. The
+                optimizer does not change.
         """
         self._add_group(own_keys(param_group, self.param_sets.recipe_text))
 
@@ -128,20 +143,25 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @kept_from_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients, or makes them zero."""
+        """Set the gradients of all parameters to None, or to zero.
+
+        Args:
+            set_to_none: False to keep the tensors of the gradients, and fill them with zeros.
+        """
         without_dynamo(super().zero_grad)(set_to_none)
 
     @isolated
     def train(self) -> None:
-        """Makes the parameters hold the iterate that is trained again, bit for bit."""
+        """Copy the training iterate back into the parameters, bit for bit, after `eval()`."""
         self._swap_iterate("train")
 
     @isolated
     def eval(self) -> None:
-        """Makes the parameters hold the iterate to evaluate, where the recipe has an `averaging`.
+        """Copy the iterate to evaluate into the parameters. Without an `averaging` in the recipe nothing changes.
 
-        Until `train()` the training iterate is in the state, and what is written into the parameters is lost. Under
-        `fully_shard` call `model.reshard()` before `train()`: a forward leaves gathered parameters behind.
+        Until `train()` is called the training iterate is in the state, and `train()` discards values that were written
+        into the parameters. Under `fully_shard` call `model.reshard()` before `train()`, because a forward leaves
+        gathered parameters behind.
         """
         self._swap_iterate("eval")
 
@@ -154,9 +174,22 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @kept_from_compiler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns what the closure returns first, which `sam` and `line_search` call again.
+        """Update all parameters that have a gradient.
 
-        The update is the same in any surroundings. A closure runs in those of the caller, under autocast too.
+        The update does not depend on modes of the caller, such as autocast. A closure runs in the modes of the caller.
+
+        Args:
+            closure: function that computes the loss and its gradients, and returns the loss. `sam` and `line_search`
+                need it, and call it several times. None: the gradients are there already.
+
+        Returns:
+            The result of the first call of the closure, or None without a closure.
+
+        Raises:
+            RuntimeError: the parameters hold the evaluated iterate, or the recipe needs a closure and there is none.
+            FloatingPointError: a gradient is not finite, and the recipe has `failure: {nonfinite: raise}`.
+            ArithmeticError: roots or bases failed more often in a row than `failure.roots` tolerates.
+            DistributedError: ranks step with different gradients or numbers.
         """
         given = in_surroundings(closure) if callable(closure) else closure
         with isolation(self):
@@ -164,7 +197,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.iterate != "train":
-            held = "the parameters must hold the training iterate, got the evaluated one"
+            held = "the parameters hold the evaluated iterate, and steps need the training iterate"
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
         self.param_sets.consolidated = None
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
@@ -192,12 +225,12 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if search is not None and passes is not None:
             with self.param_sets.signals.listeners.pause():
                 search.finish(passes, loss, self.param_groups, self._mean_over_ranks)
-        if self._rounding is not None and self._rounding.look(self):
+        if self._rounding is not None and self._rounding.check(self):
             self._rounding = None
         return loss
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
-        """The calls of a closure in this step; None without one."""
+        """Return the calls of the closure in this step. Return None without a closure."""
         rule = next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
         if closure is None and rule is None:
             return None
@@ -206,14 +239,16 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if rule is not None and model is None and not self._unknown_buffers:
             self._unknown_buffers = True
             warn_user(
-                f"{rule}: the closure of a step is called again, and only an optimizer that was composed with the "
-                "model leaves its buffers (BatchNorm's statistics) as the first call did; use "
-                "`eigengraft.compose(recipe, model)`"
+                f"{rule}: each call of the closure changes buffers of the model (BatchNorm's statistics), and the "
+                "optimizer cannot restore them, because it knows no model; use `eigengraft.compose(recipe, model)`"
             )
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
     def _loss(self, passes: Passes, parameters: Iterable[Tensor]) -> Any:
-        """What the closure returns at the parameters; it leaves the gradients and the signals that the step takes."""
+        """Call the closure, and return its first result. It leaves the gradients and signals for the step.
+
+        With `sam` these are of a second call, at perturbed parameters.
+        """
         if self.recipe.sam is None:
             return passes.first()
         with self.param_sets.signals.listeners.pause():
@@ -223,18 +258,18 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         return loss
 
     def _keep_peak(self, group: dict[str, Any], hyper: Hyper) -> None:
-        """Keeps a peak of the learning rate that is higher than the group's; warns once if a step made it so."""
+        """Store a new peak of the learning rate in a group. Warn once if the learning rate of a step raised it."""
         known, group["peak_lr"] = group["peak_lr"], hyper.peak_lr
         rose = isinstance(hyper.lr, float) and hyper.peak_lr == hyper.lr != group.get("max_lr") and known > 0
         if rose and not self._warned_of_peak:
             self._warned_of_peak = True
             warn_user(
                 f"{self.param_sets.follows_peak}: it is relative to the peak of the learning rate, which rises from "
-                f"{known:g} to {hyper.peak_lr:g}; give the param group the largest lr of the run as 'peak_lr'"
+                f"{known:g} to {hyper.peak_lr:g}; set 'peak_lr' of the param group to the largest lr of the run"
             )
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
-        """The mean of a number over the ranks that share parameters, all of which call it."""
+        """Return the mean of a number over the ranks that share parameters. All of these ranks call it."""
         groups = [one.rank_group.all_ranks for one in self.param_sets if one.rank_group is not None]
         ranks = max(groups, key=lambda group: group.size, default=None)
         if ranks is None:
@@ -244,17 +279,26 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @isolated
     def provide(self, name: str, value: Given | SignalSource) -> bool:
-        """Gives a signal to the next step: a number, {parameter: number or tensor}, or a function asked in every step.
+        """Provide a signal.
 
-        Tensors of the shape of a parameter are the same wherever ranks hold the same entries; numbers, and matrices
-        over inputs, may differ. Returns whether anything asks.
+        Args:
+            name: name of the signal.
+            value: a number or a mapping {parameter: number or tensor} for the next step, or a function that is called
+                in every step. Ranks that hold the same entries of a parameter must provide the same tensor of its
+                shape. Numbers, and matrices over inputs, may differ between ranks.
+
+        Returns:
+            True if any part of the recipe requests the signal.
         """
         return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 
     def unprovided_signals(self) -> list[tuple[str, str, bool]]:
-        """(signal, path of what asks for it, whether steps are refused without it) of signals that have no source.
+        """Return the requested signals that have no source.
 
-        A number that `provide` was given for the next step counts as one, and so does the loss, which closures return.
+        A number that `provide` received for the next step is a source, and so is a closure for the loss.
+
+        Returns:
+            Triples (signal, path of the part that requests it, True if steps raise without it).
         """
         return self.param_sets.signals.unprovided(self.param_sets)
 
@@ -266,10 +310,12 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @isolated
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of torch, with state keys "<block>/<stage path>/<slot>" and, for iterates, "averaging/<slot>".
+        """Return the state dict of torch.
 
-        Every group holds the recipe as JSON text, and in `iterate` which iterate the parameters hold. Ranks that divide
-        parameters all call it: state comes as DTensors for torch.distributed.checkpoint, unlike `full_state_dict`.
+        Keys of state are "<block>/<stage path>/<slot>", and "averaging/<slot>" for iterates. Every param group has the
+        recipe as JSON text, and in `iterate` the iterate that the parameters hold. If ranks divide parameters, all of
+        them call it, and state consists of DTensors for torch.distributed.checkpoint. For plain tensors use
+        `full_state_dict`.
         """
         self._settle()
         with divided_state(self):
@@ -277,22 +323,32 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @isolated
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict with all state as plain tensors on the CPU, for torch.save; all ranks call it."""
+        """Return the state dict with all state as plain tensors on the CPU, for torch.save. All ranks call it."""
         return full_state(self)
 
     @isolated
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers all state on rank `to`, where `state_dict` returns it until it changes; all ranks call this."""
+        """Gather all state on one rank, where `state_dict` returns it until it changes. All ranks call this.
+
+        Args:
+            to: rank that receives the state.
+        """
         self._settle()
         consolidate(self, to)
 
     @isolated
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads state bit for bit, and the param groups.
+        """Load state, bit for bit, and the param groups.
 
-        A recipe with other settings applies from then on, and a parameter without saved state begins afresh: a
-        UserWarning names either. Raises one ValueError, and nothing changes, for missing, extra or misshapen state of a
-        parameter, and for a recipe by which the numbers mean something else.
+        If the recipe of this optimizer has other settings than the saved one, its settings apply. A parameter without
+        saved state begins with fresh state. A UserWarning names each of both.
+
+        Args:
+            state_dict: result of `state_dict` or `full_state_dict`.
+
+        Raises:
+            ValueError: state of a parameter is missing, extra or misshapen, or has another meaning under the recipe of
+                this optimizer. One error names all differences, and nothing changes.
         """
         self.param_sets.resolve_deferred()
         if adopt_parameters(self):

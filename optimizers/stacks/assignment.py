@@ -1,4 +1,7 @@
-"""ASSIGN"""
+"""Assignment of parameters to ranks: the ranks that share each parameter, and the rank that owns each of its blocks.
+
+Owners follow from the costs that stages declare. `distributed/balance.py` divides these costs among ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +47,20 @@ from .placement import (
 from .rank_checks import check_construction
 
 FACTORIZATION = 20.0
-"""Operations of a decomposition, in units of d^3: eigh takes 10 to 28, a power step with QR 5 (measured on CPUs)."""
+"""Cost of a decomposition of a d x d matrix, in operations per d^3: eigh needs 10 to 28, a power step with QR 5
+(measured on CPUs)."""
 
 LONGEST_INTERVAL = 1000
-"""Longest interval over which ranks are evened out step by step, in steps. Refreshes of longer periods count by their
-mean, because `Loads` stores a number for each step and rank."""
+"""Longest interval in steps over which work is balanced step by step. Refreshes of longer periods count with their mean
+cost per step, because `Loads` stores one number for each step and rank."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of one block.
 
-    constant: floating-point operations of every step, without refreshes.
-    refreshes: cadence of each stage that refreshes, and the operations of one refresh.
+    constant: floating-point operations of a step without refreshes.
+    refreshes: for each stage with refreshes, its cadence and the floating-point operations of one refresh.
     state: bytes of state.
     """
 
@@ -66,14 +70,19 @@ class Cost:
 
     @property
     def work(self) -> float:
-        """Mean operations of a step: those of a refresh are divided by its interval."""
+        """Mean floating-point operations of a step. A refresh counts with its operations divided by its interval."""
         return self.constant + sum(refresh / cadence.interval for cadence, refresh in self.refreshes)
 
 
 def block_cost(
     rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
 ) -> Cost:
-    """Return the cost of a block of that shape under the update at `path` of a recipe; nothing is allocated."""
+    """Return the cost of a block of a shape. No state is allocated.
+
+    rule: update of the block, at `path` in the recipe.
+    dtype: dtype that the block is computed in.
+    storage: quantizers of slots, by role or path.
+    """
     constant = sum((stage.work(block) for _, stage in rule.stages()), 0.0)
     rare = tuple((cadence, FACTORIZATION * cost) for cadence, cost in refreshes(rule, block))
     slots = slot_keys(rule, path, block).items()
@@ -82,7 +91,7 @@ def block_cost(
 
 @lru_cache(maxsize=4096)
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer | None) -> int:
-    """Return the bytes of a slot. A large quantized slot is extrapolated from fewer rows."""
+    """Return the bytes of a slot. The size of a large quantized slot is extrapolated from a slot with fewer rows."""
     numel = math.prod(shape)
     if quantizer is None:
         return numel * dtype.itemsize
@@ -93,8 +102,11 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer | No
 
 
 def common_interval(recipe: Recipe) -> int:
-    """Return the steps after which the refreshes of all updates are due again; if it is too long, of the longest
-    periods alone."""
+    """Return the number of steps after which the refreshes of all updates repeat.
+
+    Periods of cadences are combined from the longest to the shortest. A period that would make the number exceed
+    LONGEST_INTERVAL is left out.
+    """
     cadences = [stage.cadence() for rule in recipe.updates().values() for _, stage in rule.stages()]
     interval = 1
     for period in sorted({cadence.period or 1 for cadence in cadences if cadence is not None}, reverse=True):
@@ -104,7 +116,12 @@ def common_interval(recipe: Recipe) -> int:
 
 
 class _Owned(NamedTuple):
-    """Blocks of a parameter that have one owner: their keys, their cost, and the entries of them that ranks hold."""
+    """Blocks of a parameter that must have one owner.
+
+    keys: keys of the blocks.
+    item: their cost.
+    held: number of their entries that each rank holds.
+    """
 
     keys: tuple[int, ...]
     item: Item
@@ -112,11 +129,11 @@ class _Owned(NamedTuple):
 
 
 def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
-    """Fill in the owners of all blocks of parameters that the same ranks share, and add the blocks to the loads.
+    """Assign an owner to each block of parameters that the same ranks share, and add the cost of the blocks to `loads`.
 
-    The order of the parameters plays no role. Parameters that are updated in place are counted first. Blocks of a
-    parameter that a stage takes sums over have one owner. Frozen parameters come last: the others are even without
-    them, and the balance returned is that of the others.
+    The order of the parameters has no effect. The cost of parameters that are updated in place is added first. If a
+    stage needs sums over a parameter, all blocks of it have one owner. Frozen parameters are assigned last, so that the
+    work on the others is balanced without them. Return the balance of the parameters that are not frozen.
     """
     balances = [
         _assign([spec for spec in specs if spec.frozen is frozen], recipe, phases, loads) for frozen in (False, True)
@@ -125,7 +142,7 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
 
 def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
-    """Fill in the owners of the blocks of these parameters, and add the blocks to the loads."""
+    """Assign an owner to each block of these parameters, and add the cost of the blocks to `loads`."""
     owned, places = list[_Owned](), list[dict[int, int]]()
     known = dict[tuple[int, BlockGrid], list[Held]]()
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
@@ -159,9 +176,11 @@ def _blocks(
     interval: int,
     known: dict[tuple[int, BlockGrid], list[Held]],
 ) -> Iterator[_Owned]:
-    """Yield the blocks of a parameter, each by itself.
+    """Yield each block of a parameter with its cost.
 
-    known: entries that ranks hold of each block, by the layout and grid of the block; filled in.
+    phases: phases of the blocks, by block key.
+    interval: steps after which the refreshes repeat.
+    known: cache of the numbers of entries that ranks hold of each block, by layout and grid. It is added to.
     """
     assert spec.placement is not None
     layout = spec.placement.layout
@@ -175,12 +194,14 @@ def _blocks(
 
 
 def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) -> Iterator[Item]:
-    """Yield n blocks of one cost as items, each with its phase.
+    """Yield n blocks of one cost as items of the balance.
 
-    A refresh that is due at every step, or at no fixed steps, counts by its mean.
+    A refresh counts at the steps at which it is due. If it is due at every step, or at no fixed steps, it counts with
+    its mean cost per step.
 
     work: mean work of a step, measured or counted.
-    phases: `[n]`, the phase of each block.
+    phases: `[n]`, phase of each block.
+    interval: steps after which the refreshes repeat.
     """
     constant, scale = cost.constant, work / cost.work if cost.work else 0.0
     due: list[dict[int, float]] = [{} for _ in phases]
@@ -197,11 +218,15 @@ def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) 
 
 
 LEAST_SHARE = 1 / 16
-"""Fraction of a block's entries below which `_held` leaves a rank out: as its owner the rank would save little."""
+"""Smallest fraction of a block that a rank must hold for `_held` to list it. With less, the rank as owner of the block
+would save few messages."""
 
 
 def _held(layout: Layout, block: BlockGrid) -> Held:
-    """Return the number of entries of a block that each rank holds; empty if every rank holds all."""
+    """Return the number of entries of a block that ranks hold, by rank. Return {} if every rank holds all of them.
+
+    Ranks that hold less than LEAST_SHARE of the block are left out.
+    """
     if layout.replicated:
         return {}
     counts = holding(layout, block)
@@ -210,7 +235,7 @@ def _held(layout: Layout, block: BlockGrid) -> Held:
 
 
 def _joined(found: Sequence[_Owned]) -> _Owned:
-    """Return several blocks as blocks that have one owner."""
+    """Return several blocks joined into one entry, so that they have one owner."""
     due, held = dict[int, float](), dict[int, int]()
     for blocks in found:
         for step, work in blocks.item.due:
@@ -222,11 +247,11 @@ def _joined(found: Sequence[_Owned]) -> _Owned:
 
 
 class Advice(NamedTuple):
-    """Larger waves of refreshes, with which ranks wait less.
+    """A recommendation of larger waves of refreshes, with which ranks wait less for each other.
 
     fields: paths of the fields `at_once` in the recipe.
-    at_once: their value.
-    balance: the balance with this value.
+    at_once: recommended value of these fields.
+    balance: balance with this value.
     """
 
     fields: Sequence[str]
@@ -235,18 +260,18 @@ class Advice(NamedTuple):
 
 
 PER_RANK = 4
-"""Refreshes of the costliest block in one wave, for each rank. With 4 ranks differ by a quarter of their work at most,
-and shipped recipes on models of 16 to 6,656 blocks reach 0.92 of the least critical path or more."""
+"""Size of a recommended wave, in refreshes of the costliest block for each rank. With 4, ranks differ by at most a
+quarter of their work, and shipped recipes on models of 16 to 6,656 blocks have an efficiency of 0.92 or more."""
 WORTHWHILE = 0.05
-"""Efficiency that must be gained before larger waves are advised."""
+"""Smallest gain of efficiency for which larger waves are recommended."""
 
 
 def advise(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> Advice | None:
-    """Return the waves that keep ranks busy: PER_RANK refreshes for each. None if they would save little.
+    """Return waves with PER_RANK refreshes for each rank. Return None if they gain less than WORTHWHILE.
 
-    specs: parameters that the same ranks share; their owners stay.
+    specs: parameters that the same ranks share. Their owners do not change.
     keys: keys of all parameters of the optimizer.
     ranks: number of ranks that share the parameters.
     now: balance of the recipe as it is.
@@ -262,56 +287,58 @@ def advise(
 
 
 def at_once_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
-    """Return the paths of the fields that say how many refreshes are due at once, in the updates at these paths."""
+    """Return the paths of all fields `at_once`, which set the size of waves, in the updates at the given paths."""
     stages = [(name, stage.cadence()) for path in paths for name, stage in recipe.updates()[path].stages(path)]
     return [f"{name}.refresh.at_once" for name, cadence in stages if cadence is not None and cadence.spread]
 
 
 def _without_owners(spec: ParamSpec) -> ParamSpec:
+    """Return a copy of a parameter's specification whose blocks have no owners yet."""
     assert spec.placement is not None
     owners = None if spec.placement.owners is None else dict[int, int]()
     return replace(spec, placement=replace(spec.placement, owners=owners))
 
 
 LEAST_EFFICIENCY = 0.7
-"""Efficiency below which an optimizer warns."""
+"""Efficiency below which an optimizer warns of waiting ranks."""
 LEAST_WAITING = 1e10
-"""Operations that all ranks together wait in an interval before an optimizer warns: about a second of a CPU core."""
+"""Least waiting time of which an optimizer warns, in operations of all ranks together in an interval: about one second
+of one CPU core."""
 
 
 def warn_of_waiting(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> None:
-    """Warn if ranks spend much of an interval waiting for the one that refreshes, and say what would help."""
+    """Warn if ranks wait long for each other's refreshes and larger waves would help. Arguments are as of `advise`."""
     waiting = now.critical_path - now.least
     if now.efficiency >= LEAST_EFFICIENCY or (waiting < LEAST_WAITING and not recipe.distribution.work):
         return
     advice = advise(specs, recipe, keys, ranks, now)
     if advice is not None:
         warn_user(
-            f"{', '.join(advice.fields)}: {ranks} ranks wait for the one that refreshes, efficiency "
-            f"{now.efficiency:.2f} by counted work; with {advice.at_once} it is {advice.balance.efficiency:.2f}, and "
-            "the trajectory that of one process with the same value"
+            f"{', '.join(advice.fields)}: {ranks} ranks wait for each other's refreshes, with an efficiency of "
+            f"{now.efficiency:.2f} by counted work; set the value to {advice.at_once} for an efficiency of "
+            f"{advice.balance.efficiency:.2f}. The trajectory is that of one process with the same value"
         )
 
 
 REPLICATED = "replicated"
-"""The scope of plain parameters that every rank of the default process group holds."""
+"""Scope of plain parameters, which every rank of the default process group holds."""
 
 
 @dataclass(frozen=True)
 class Assignment:
     """The parameters of one param group, by position in the group.
 
-    specs: what each parameter is, where it lies, and who owns its blocks.
-    rank_groups: ranks that share each parameter; None: this process alone.
+    specs: specification of each parameter, with the owners of its blocks.
+    rank_groups: ranks that share each parameter. None: this process updates it alone.
     """
 
     specs: Sequence[ParamSpec]
     rank_groups: Sequence[RankGroup | None]
 
     def shared(self) -> dict[RankGroup, list[ParamSpec]]:
-        """Parameters by the ranks that share them."""
+        """Return the specifications of shared parameters, by the ranks that share them."""
         found: dict[RankGroup, list[ParamSpec]] = {}
         for spec, rank_group in zip(self.specs, self.rank_groups, strict=True):
             if rank_group is not None:
@@ -320,11 +347,11 @@ class Assignment:
 
 
 class Assignments:
-    """The assignment of every param group of an optimizer: what ranks carry of groups that were there before counts.
+    """The assignments of all param groups of an optimizer. The load of earlier groups counts for later ones.
 
-    recipe: declares the updates.
-    others: parameters of the same model that other optimizers have.
-    phases: where in a refresh interval each block of all groups is due.
+    recipe: recipe of the optimizer.
+    others: parameters of the same model that other optimizers update.
+    phases: phases of the blocks of all groups.
     """
 
     def __init__(self, recipe: Recipe, others: Sequence[ParamInfo] = ()) -> None:
@@ -337,13 +364,16 @@ class Assignments:
         self._balances: dict[RankGroup, Balance] = {}
 
     def __getitem__(self, index: int) -> Assignment:
-        """The assignment of one param group."""
+        """Return the assignment of one param group."""
         return self._groups[index]
 
     def add(
         self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], names: Sequence[str], frozen: Sequence[bool]
     ) -> None:
-        """Adds the next group, whose blocks have no owners and phases yet."""
+        """Add the next group. Its blocks have no owners and phases yet.
+
+        frozen: True for each parameter without gradients.
+        """
         specs, rank_groups = [], []
         for parameter, info, name, is_frozen in zip(parameters, infos, names, frozen, strict=True):
             try:
@@ -357,17 +387,17 @@ class Assignments:
         self._groups.append(Assignment(specs, rank_groups))
 
     def assign(self, index: int) -> None:
-        """Decides who owns which block of the groups from `index` on, and when the blocks of all groups are due.
+        """Assign owners to the blocks of the groups from `index` on, and set the phases of the blocks of all groups.
 
-        Frozen parameters count, so that nothing changes when one is thawed; their owners are decided last. Owners of
-        earlier groups stay, because state lies there.
+        Frozen parameters are included, so that nothing changes when one is thawed. They are assigned last. Owners of
+        earlier groups do not change, because they store state.
         """
-        self._spread()
+        self._set_phases()
         for rank_group, own in self._shared(index).items():
             self._balances[rank_group] = assign_owners(own, self.recipe, self.phases, self._loads[rank_group])
 
     def _shared(self, index: int) -> dict[RankGroup, list[ParamSpec]]:
-        """Parameters of the groups from `index` on, by the ranks that share them."""
+        """Return the shared parameters of the groups from `index` on, by the ranks that share them."""
         found: dict[RankGroup, list[ParamSpec]] = {}
         for assignment in self._groups[index:]:
             for rank_group, own in assignment.shared().items():
@@ -375,12 +405,12 @@ class Assignments:
         return found
 
     def warn_of_waiting(self) -> None:
-        """Warns, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
+        """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
         for rank_group, own in self._shared(0).items():
             if rank_group.all_ranks.rank == 0:
                 warn_of_waiting(own, self.recipe, self._keys(), rank_group.size, self._balances[rank_group])
 
-    def _spread(self) -> None:
+    def _set_phases(self) -> None:
         self.phases = refresh_phases(self.recipe, self._keys())
 
     def _keys(self) -> list[ParamKey]:
@@ -390,19 +420,20 @@ class Assignments:
         return ParamKey(info.name or "", self.recipe.route(info)[0], info.shape, self.recipe.view_of(info).matrices)
 
     def forget(self, index: int) -> None:
-        """Takes back all groups from that one on, after a failure."""
+        """Remove the groups from `index` on, after a failure."""
         self._loads = next(iter(self._loads_before[index:]), self._loads)
         del self._groups[index:], self._loads_before[index:]
-        self._spread()
+        self._set_phases()
 
     def _rank_group(self, parameter: Tensor) -> RankGroup | None:
+        """Return the ranks that share a parameter. Return None if this process updates it alone."""
         where = scope(parameter, self.recipe.distribution)
         if where is None:
             return None
         if fake_mode(parameter) is not None:
             raise ValueError(
-                "a parameter with numbers is required where ranks divide an optimizer, got a fake tensor, whose "
-                "messages nobody can read; `eigengraft plan` computes the memory of every rank without processes"
+                "a fake tensor has no values that ranks could send to each other; compose it in one process, or let "
+                "`eigengraft plan` compute the memory of every rank without processes"
             )
         if where not in self._rank_groups:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
@@ -414,7 +445,7 @@ class Assignments:
 
     def _spec(self, parameter: Tensor, info: ParamInfo, name: str, rank_group: RankGroup | None) -> ParamSpec:
         path, dtype, placement = self.recipe.route(info)[0], parameter.dtype, None
-        if dtype.is_complex:  # real pairs, of which no entries form a matrix
+        if dtype.is_complex:  # computed as real pairs, whose entries form no matrix
             info, dtype, matrices = replace(info, shape=(*info.shape, 2)), dtype.to_real(), ONE_TENSOR
         else:
             matrices = self.recipe.view_of(info).matrices
@@ -438,9 +469,9 @@ class Assignments:
             check_construction(f"param group {index}", rank_group, texts, specs, own)
 
     def require_same_owners(self, index: int) -> None:
-        """Raises ValueError on every rank if some ranks have more param groups than others, or other owners.
+        """Raise ValueError on every rank if ranks have different numbers of param groups, or different owners.
 
-        index: the first group that ranks may not agree on yet.
+        index: first group that was not checked yet.
         """
         shared = self._shared(index)
         for rank_group in shared if index else self._rank_groups.values():
@@ -449,26 +480,33 @@ class Assignments:
 
 
 def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
-    """What must be the same of a parameter on all ranks."""
+    """Return the properties of a parameter that must be the same on all ranks."""
     placements = parameter.placements if is_dtensor(parameter) else None
     return spec.name, spec.dtype, spec.shape, spec.matrices, placements
 
 
 def scope(parameter: Tensor, distribution: Distribution) -> Any:
-    """What parameters that are exchanged together have in common: a device mesh, or REPLICATED; None: no exchange.
+    """Return the scope of a parameter: the key of the ranks that exchange its blocks.
 
-    Raises ValueError if the recipe asks for parameters of the other kind, and for flat pieces of parameters.
+    It is the mesh of a DTensor, REPLICATED for a plain tensor, or None if this process updates the parameter alone.
+
+    Raises ValueError if the recipe excludes such a parameter, and for a flat piece of a parameter.
     """
     if piece := flat_piece(parameter):
-        raise ValueError(f"a parameter of its own shape is required, got {piece}")
+        raise ValueError(f"a parameter must have its own shape, got {piece}")
     sharded = is_dtensor(parameter)
     if distribution.mode in ("replicated", "local") and sharded:
-        raise ValueError(f"distribution.mode: '{distribution.mode}' takes plain tensors, got a DTensor")
+        raise ValueError(
+            f"distribution.mode: '{distribution.mode}' is for plain tensors, got a DTensor; use 'sharded' or 'auto'"
+        )
     if distribution.mode == "sharded" and not sharded:
-        raise ValueError("distribution.mode: 'sharded' takes DTensors, got a plain tensor")
+        raise ValueError(
+            "distribution.mode: 'sharded' is for DTensors, got a plain tensor; use 'replicated', 'local' or 'auto'"
+        )
     if sharded and distribution.group_size is not None:
         raise ValueError(
-            "distribution.group_size: plain tensors are required, got a DTensor, whose mesh says its ranks"
+            f"distribution.group_size: {distribution.group_size} cannot be combined with a DTensor, whose mesh defines "
+            "its ranks; remove it"
         )
     if sharded:
         return parameter.device_mesh  # type: ignore[attr-defined]

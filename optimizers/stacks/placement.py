@@ -1,4 +1,8 @@
-"""PLACEMENT"""
+"""Facts about each parameter that decide how it is computed: its specification, its placement on ranks, its phases.
+
+All of them follow from the recipe and from names, shapes and layouts. Values of parameters play no role, so that every
+rank computes the same.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ from ..recipe.routing import ParamInfo
 
 
 class ParamKey(NamedTuple):
-    """The properties of a parameter that its phases follow from.
+    """The properties of a parameter that determine its phases.
 
-    name: of the parameter.
-    path: of its update.
-    shape: of the full parameter.
-    matrices: which of its entries form a matrix.
+    name: name of the parameter.
+    path: path of its update in the recipe.
+    shape: shape of the full parameter.
+    matrices: division of its entries into matrices.
     """
 
     name: str
@@ -42,11 +46,18 @@ class ParamKey(NamedTuple):
 
 
 Phases = Mapping[ParamKey, NDArray[np.float64]]
-"""The phases of each parameter's blocks in [0, 1), by block key."""
+"""The phases of each parameter: an array of numbers in [0, 1), indexed by block key.
+
+The phase of a block is the fraction of a refresh interval at which the block is due for a refresh.
+"""
 
 
 class _Kind(NamedTuple):
-    """Blocks of one path and shape: the cost of a refresh of one, and the keys of the blocks of each parameter."""
+    """Blocks of one path and shape.
+
+    cost: cost of a refresh of one block.
+    blocks: each parameter with the keys of its blocks.
+    """
 
     cost: float
     blocks: list[tuple[ParamKey, tuple[int, ...]]]
@@ -67,12 +78,12 @@ def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Ca
 def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     """Return the phases of all blocks of all parameters of an optimizer.
 
-    The blocks are in one order: by path and shape, then by name and key. A block's phase is the cost of the refreshes
-    before it and of half its own, as a fraction of the cost of all: equal parts of an interval cost the same, as nearly
-    as indivisible blocks can. A cadence that has waves rounds it down to the beginning of a wave.
+    The blocks are sorted by path and shape, then by name and key. A block's phase is the cost of all refreshes before
+    its own plus half of its own, as a fraction of the total cost. Equal parts of an interval then cost the same, as
+    nearly as indivisible blocks allow. For a cadence with waves, phases are rounded down to the beginning of a wave.
 
-    Neither the order nor the grouping of the parameters, nor ranks, change a phase. Blocks of one path and shape that
-    are due together are neighbours.
+    Phases do not depend on the order or the grouping of parameters, nor on ranks. Blocks of one path and shape that are
+    due together are neighbours.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)
@@ -94,7 +105,7 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
 
 
 def refresh_units(recipe: Recipe, parameters: Iterable[ParamKey]) -> float:
-    """Return the work of all refreshes in an interval, in units of the costliest block; 0 if there are none."""
+    """Return the cost of all refreshes in an interval, in units of the costliest one. Return 0 without refreshes."""
     return _units(_kinds(recipe, set(parameters)).values())
 
 
@@ -115,25 +126,25 @@ def _units(kinds: Collection[_Kind]) -> float:
 
 
 def _waves(rule: Recipe | Route, units: float) -> int | None:
-    """Return the fewest waves that a cadence of an update asks for. None: no cadence asks for waves."""
+    """Return the smallest number of waves that a cadence of an update sets, or None if no cadence sets one."""
     cadences = [stage.cadence() for _, stage in rule.stages()]
     waves = [cadence.waves(units) for cadence in cadences if cadence is not None]
     return min((count for count in waves if count is not None), default=None)
 
 
 def natural_order(name: str) -> tuple[tuple[str, int], ...]:
-    """Return what names are sorted by: numbers in them count as numbers, so that `layers.2` precedes `layers.10`."""
+    """Return a sort key of a name in which digits are numbers, so that `layers.2` precedes `layers.10`."""
     return (*((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)), (name, 0))
 
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """Where one parameter lies and which ranks update it.
+    """The ranks that hold a parameter and the ranks that update it.
 
-    layout: what each rank holds of the parameter.
-    owners: rank that owns each block, by block key; None: every rank updates entries in place, and no block travels.
-    parts: what each rank updates in place of what several ranks hold, who are then sent each other's parts; None: a
-        rank updates in place what it holds.
+    layout: entries of the parameter that each rank holds.
+    owners: rank that owns each block, by block key. None: every rank updates entries in place, and sends no blocks.
+    parts: entries that each rank updates in place, if several ranks hold the same entries. After the update these ranks
+        send their parts to each other. None: a rank updates all entries that it holds.
     """
 
     layout: Layout
@@ -142,23 +153,23 @@ class ParamPlacement:
 
     @property
     def updated(self) -> Layout:
-        """What each rank updates in place, which is where the state of such an update lies."""
+        """The entries that each rank updates in place. A rank stores the state of these entries."""
         return self.layout if self.parts is None else self.parts
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What decides how a parameter is cut into blocks and where these are computed; values play no role.
+    """The properties of a parameter that decide how it is cut into blocks and where the blocks are computed.
 
-    name: what errors and counts call the parameter; random numbers are seeded by it.
-    path: path of the parameter's update in the recipe.
-    shape: shape of the full parameter, on however many ranks it lies; of a complex one as real pairs `[..., 2]`.
-    dtype: dtype of the parameter; of the real pairs of a complex one.
+    name: name of the parameter in errors and counts, and seed of its random numbers.
+    path: path of its update in the recipe.
+    shape: shape of the full parameter. A complex parameter has the shape `[..., 2]` of its real pairs.
+    dtype: dtype of the parameter, or of the real pairs of a complex one.
     device: device of the parameter.
-    placement: where it lies among ranks; None: this process updates all of it, whatever other ranks do.
-    matrices: which of its entries form a matrix.
-    frozen: whether it had no gradients when the optimizer was made.
-    lr_factors: what the directions of each of its matrices are multiplied by; (): by nothing.
+    placement: ranks that hold and update it. None: this process updates all of it, independently of other ranks.
+    matrices: division of its entries into matrices.
+    frozen: True if it had no gradients when the optimizer was made.
+    lr_factors: for each of its matrices the factor of the direction. (): there are no factors.
     group: number of its param group.
     """
 
@@ -175,22 +186,25 @@ class ParamSpec:
 
     @property
     def divided(self) -> bool:
-        """Whether some ranks hold only a part of the parameter, or nothing of it."""
+        """True if some ranks hold only a part of the parameter, or nothing of it."""
         return self.placement is not None and not self.placement.layout.replicated
 
     @property
     def in_place(self) -> bool:
-        """Whether every rank updates entries of the parameter in place, so that no block of it travels."""
+        """True if every rank updates entries of the parameter in place, so that its blocks are not sent."""
         return self.placement is not None and self.placement.owners is None
 
     @property
     def key(self) -> ParamKey:
-        """What the phases of its blocks follow from."""
+        """The properties of the parameter that determine the phases of its blocks."""
         return ParamKey(self.name, self.path, self.shape, self.matrices)
 
 
 def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
-    """What each rank of a group holds of a parameter."""
+    """Return the entries of a parameter that each rank of a group holds.
+
+    Raises ValueError if the local tensor of a DTensor has another shape than its placements say.
+    """
     shape = tuple(parameter.shape)
     if not is_dtensor(parameter):
         return Layout.replicate(shape, rank_group.size)
@@ -204,43 +218,54 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     if held != layout.boxes[rank_group.rank].shape:
         raise ValueError(
             f"placement: {parameter.placements} of a tensor of shape {shape} on a mesh of shape "
-            f"{tuple(mesh.mesh.shape)} should leave {layout.boxes[rank_group.rank].shape} here, got {held}"
+            f"{tuple(mesh.mesh.shape)} mean a shard of shape {layout.boxes[rank_group.rank].shape} here, got {held}"
         )
     return layout
 
 
 def lr_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
-    """What the directions of each matrix of a parameter are multiplied by, so that steps fit other widths too; (): by
-    nothing. Raises ValueError where such a factor would have no effect, or none is known."""
+    """Return the factors by which `lr_scale` multiplies the directions of each matrix of a parameter.
+
+    With them one learning rate fits all widths of a model. Return () without `lr_scale`. Raises ValueError if a factor
+    would have no effect, or if it is not known.
+    """
     if recipe.lr_scale is None or 0 in info.shape:
         return ()
     path = recipe.route(info)[0]
     rule, where = recipe.updates()[path], f"{path}." if path else ""
     if rule.after_decay:
-        raise ValueError(f"{where}after_decay: an update without it is required with lr_scale")
+        raise ValueError(f"{where}after_decay: cannot be combined with lr_scale; remove one of the two")
     for constraint in rule.constraints:
         if constraint.sets_length():
             label = f"{where}constraints.{constraint.label}"
-            raise ValueError(f"{label}: sets the length of every update, so that lr_scale has no effect; remove one")
+            raise ValueError(
+                f"{label}: cannot be combined with lr_scale, because it sets the length of every update; remove one of "
+                "the two"
+            )
     matrices = recipe.view_of(info).matrices
-    if rule.entrywise():  # their blocks are not cut by matrices, all of which have as many inputs
-        told = info.facts.convolution is not None and isinstance(rule.view, Batches)
-        matrices = (Modules(heads=False) if told else rule.view).of(info.shape, info.facts).matrices
+    if rule.entrywise():  # its blocks ignore the view, so take the matrices from the module: all have the same fan-in
+        convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
+        matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
     shapes = list(matrices.each(info.shape)) if info.shape else [()]
     found = {m: recipe.lr_scale.factor(rule.update, info.role, m, f"{where}update") for m in dict.fromkeys(shapes)}
     return tuple(found[shape] for shape in shapes)
 
 
 def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TENSOR) -> ParamPlacement:
-    """The placement of a parameter of that layout before its blocks have owners.
+    """Return the placement of a parameter with a given layout. Its blocks have no owners yet.
 
-    Raises ValueError where the update needs more of the parameter in one place than the layout gives.
+    path: path of the parameter's update in the recipe.
+
+    Raises ValueError if a constraint of the update needs whole parameters, or whole rows, and the layout shards them.
     """
     for constraint in recipe.updates()[path].constraints if not layout.replicated else ():
         if not constraint.shardable(layout.whole_rows):
             where = f"{path or 'recipe'}.constraints.{constraint.label}"
             kind = "rows" if constraint.shardable(True) else "parameters"
-            raise ValueError(f"{where}: whole {kind} are required, got a parameter whose {kind} are sharded")
+            raise ValueError(
+                f"{where}: the constraint needs whole {kind}, got a parameter whose {kind} are sharded; remove the "
+                "constraint or change the sharding"
+            )
     if not _updates_in_place(recipe, path, layout.shape, matrices):
         return ParamPlacement(layout, {})
     if layout.copies == 1:
@@ -251,10 +276,13 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
 
 
 def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrices: Matrices) -> bool:
-    """Whether a rank can update any entries alone: the update mixes no entries, and has one slot entry for each, so
-    that the state is divided as evenly as the parameter."""
+    """Return True if a rank can update any entries of the parameter alone.
+
+    It can if the update mixes no entries, and if each slot has one entry for each entry of the parameter. The state is
+    then divided as evenly as the parameter.
+    """
     rule = recipe.updates()[path]
-    if rule.constraints:  # the norms of which all ranks take together
+    if rule.constraints:  # all ranks compute their norms together
         return False
     if any(grid.shape != shape or not grid.is_parameter for grid in rule.blocking.grids(shape, matrices)):
         return False

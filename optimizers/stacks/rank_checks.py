@@ -1,4 +1,4 @@
-"""Checks of the ranks that share parameters: everything that the optimizer requires them to have in common.
+"""Checks that ranks which share parameters agree on everything that must be equal among them.
 
 At construction ranks check recipe, param groups and values. In every step they check gradients and their norms, failed
 roots, rates and numbers of steps, before anything changes.
@@ -40,19 +40,19 @@ from .placement import ParamSpec
 SUBJECT = "param groups"
 BROADCAST = ", or wrap the model in DistributedDataParallel, which broadcasts"
 NO_COPIES = (
-    "plain tensors that are no copies of each other (expert or pipeline parallel) need `distribution.mode: local`, or "
-    "to be DTensors on a mesh of the ranks that share them"
+    "for plain tensors that differ between ranks (expert or pipeline parallel) use `distribution.mode: local`, or make "
+    "them DTensors on a mesh of the ranks that share them"
 )
 STEPS, AGAIN = "number of steps", "number of steps since the gradients were written"
 NUMBERS = ("lr", "peak_lr", "weight_decay", STEPS, AGAIN)
-"""Names of the numbers that ranks must step with, for one param group."""
+"""Names of the numbers that must be equal on all ranks in a step, for one param group."""
 SQUARES, ABSENT, FAILED = "squares of gradients", "ranks without a gradient", "ranks with failed roots"
-"""Names of sums over ranks, each `[P]`."""
+"""Names of fields `[P]` that are summed over ranks."""
 FIRST, EVERY = 3, 100
-"""Steps in which copies of gradients are compared: the first ones, and every so many."""
+"""Steps in which ranks compare their copies of gradients: the first `FIRST` ones, and then one in `EVERY`."""
 TOLERANCE = 1e-4
-"""Standard deviation of norms over ranks, in units of their mean, up to which gradients count as the same: kernels that
-add in any order, run on every rank apart, are 1e-6 off; other data is 1e-2 off, or more."""
+"""Largest standard deviation of a gradient's norm over ranks, in units of its mean, for which copies count as equal.
+Kernels that add in varying order differ by 1e-6 between ranks, and gradients of other data by 1e-2 or more."""
 STEP_ALIKE = "all ranks must call step() equally often, with the same values in their param groups"
 AVERAGE_FIRST = (
     "all ranks hold the whole parameter: average gradients before step(), by the whole model in "
@@ -68,12 +68,12 @@ def check_construction(
     specs: Sequence[ParamSpec],
     parameters: Sequence[Tensor],
 ) -> None:
-    """Raise ValueError on every rank if ranks were not given the same; all ranks call it.
+    """Raise ValueError on every rank if ranks were given different recipes, param groups or values. All ranks call it.
 
-    subject: the param group that is checked; another one is a param group that some ranks do not have.
-    texts: by title, what must be the same on all ranks.
-    specs: the parameters that the ranks share.
-    parameters: their values, which ranks that hold the same entries must share.
+    subject: name of the param group that is checked. If it differs, some ranks have more param groups than others.
+    texts: texts that must be the same on all ranks, by title.
+    specs: specifications of the parameters that the ranks share.
+    parameters: the parameters. Ranks that hold the same entries must have the same values.
     """
     ranks, rank, checksums = rank_group.all_ranks, rank_group.rank, _checksums(specs, parameters, rank_group.rank)
     copies: dict[tuple[int, ...], list[Hashable]] = {}  # by the ranks that hold the same entries
@@ -83,7 +83,9 @@ def check_construction(
     mine |= {SUBJECT: subject, **{_digest(repr(holders)): _digest(repr(own)) for holders, own in copies.items()}}
     found = gather_differences(ranks, mine, "agreement on param groups")
     if SUBJECT in found:
-        raise ValueError(f"{SUBJECT}: all ranks must have equally many, got {by_value(found[SUBJECT])}")
+        raise ValueError(
+            f"{SUBJECT}: all ranks must have the same number of param groups, got {by_value(found[SUBJECT])}"
+        )
     for title in filter(found.__contains__, texts):
         others = [rank for rank, text in found[title].items() if text != found[title][0]]
         raise ValueError(
@@ -97,8 +99,8 @@ def check_construction(
         names = [spec.name for spec in specs if spec.name in apart]
         others = sorted({r for own in every.values() for r, values in own.items() if values != own[min(own)]})
         raise ValueError(
-            f"{subject}: ranks that hold the same entries of a parameter must hold the same values, got others than "
-            f"the lowest of them on {name_ranks(others)} for {name_some(names, 5)}; set the same seed or load "
+            f"{subject}: ranks that hold the same entries of a parameter must hold the same values, got other values "
+            f"on {name_ranks(others)} than on the lowest rank for {name_some(names, 5)}; set the same seed or load "
             f"the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
         )
 
@@ -118,7 +120,7 @@ def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: i
 
 
 def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
-    """Say what may be done about plain tensors, if any of the parameters is one."""
+    """Return a text with a remedy for plain tensors, or "" if all parameters are DTensors."""
     return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
 
 
@@ -132,14 +134,20 @@ def _digest(text: str) -> str:
 
 
 def numbers_sent(parameters: int, plain: bool) -> int:
-    """Return how many numbers a rank adds to the all-reduce of a step; plain: whether copies are compared."""
+    """Return the number of float64 numbers in the all-reduce of a step.
+
+    parameters: number of parameters.
+    plain: True if copies of gradients are compared.
+    """
     return 1 + (5 if plain else 3) * parameters + BITS * len(NUMBERS)
 
 
 def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
-    """Return the numbers that all ranks must step with, by name; tensors on a device as copies there.
+    """Return the numbers that must be equal on all ranks in a step, by name. Tensors on a device are copied there.
 
-    hypers: values of param groups, by number. steps: steps before this one. again: steps with the present gradients.
+    hypers: values of param groups, by number.
+    steps: number of steps before this one.
+    again: number of steps with the present gradients.
     """
     found: dict[str, float | Tensor] = {}
     for group, own in hypers.items():
@@ -150,11 +158,12 @@ def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[st
 
 
 class RankChecks:
-    """Checks and sums of P parameters in every step, between all ranks that do the same.
+    """Checks and sums of P parameters in every step, among all ranks that update them.
 
-    rank_group: ranks that divide the work on the parameters, among all ranks that do the same.
-    linear: P, parameters whose updates square nothing, whose gradients must be finite alone; None: none of them.
-    failed: positions of parameters whose roots have failed on this rank too often; all ranks raise at the next step.
+    rank_group: ranks that divide the work on the parameters. `all_ranks` of it include other groups with the same work.
+    linear: P flags, True for parameters whose updates square no gradient. Their gradients need only be finite, while
+        others must have finite squares. None: all are False.
+    failed: positions of parameters whose roots failed too often on this rank. All ranks raise at the next step.
     """
 
     def __init__(
@@ -179,20 +188,21 @@ class RankChecks:
         copied: bool,
         more: Mapping[str, Field],
     ) -> RankSurvey:
-        """Check gradients and numbers on all ranks, all of which call it. Return what they know together.
+        """Check gradients and numbers on all ranks, and return their sums over ranks. All ranks call it.
 
-        Each rank checks all entries that it holds, those too that another rank updates: a nan in the copy of one rank
-        is found whatever the recipe. That reads R times as many entries as a rank updates, for R copies, which is
-        fewer than the parameters it receives in the same step.
+        Each rank checks all entries that it holds, including entries that another rank updates, so that a nan in the
+        copy of one rank is found with every recipe. With R copies a rank reads R times as many entries as it updates.
+        These are fewer than the parameters that it receives in the same step.
 
-        gradients: the entries of each gradient that this rank holds, by position.
-        present: `[P]`, parameters that have a gradient on this rank.
-        copied: whether all ranks must have the same gradients. Nothing but DistributedDataParallel, or code in its
-            place, makes gradients of plain tensors the same.
-        more: other fields that are summed.
+        gradients: the entries of each gradient that this rank holds, by position. None: the parameter has no gradient.
+        present: `[P]`, True for parameters that have a gradient on this rank.
+        numbers: numbers that must be equal on all ranks, by name.
+        copied: True if all ranks must have the same gradients. Gradients of plain tensors are averaged only by
+            DistributedDataParallel, or by code in its place.
+        more: other fields to sum.
 
-        Raises DistributedError if ranks step with other numbers or gradients than each other, and ArithmeticError if
-        roots had failed too often one step ago; on a device one step later still.
+        Raises DistributedError if gradients or numbers differ between ranks, and ArithmeticError if roots failed too
+        often in the step before. On a device both are raised one step later.
         """
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         norms, squares = self._norms(gradients, device)
@@ -216,24 +226,36 @@ class RankChecks:
         return RankSurvey(self.names, present, sums, self._largest, self.checked.ranks.size)
 
     def _check_roots(self, ranks: RankGroup, sums: Mapping[str, Tensor], outcome: str) -> None:
+        """Raise ArithmeticError if roots failed too often on any rank."""
         self.failed.clear()
         if bad := [name for name, count in zip(self.names, sums[FAILED].tolist(), strict=True) if count]:
             raise failed_roots("update", self.failure.roots, bad)
 
     def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
-        """Return the root mean square of each full parameter, `[P]`; local: the entries that this rank updates."""
+        """Return the root mean square `[P]` of each full parameter.
+
+        local: the entries of each parameter that this rank updates.
+        """
         _, squares = self._norms(local, local[0].device)
         self._updated, self._numels = self._updated.to(squares), self._numels.to(squares)
         squares = self.checked.ranks.all_reduce(squares / self._updated, "norms of parameters")
         return (squares / self._numels).sqrt()
 
     def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
-        """Return the sums over all entries of full tensors at n positions; local `[n]` float64: over this rank's."""
+        """Return sums over all entries of n full tensors.
+
+        positions: positions of their parameters.
+        local: `[n]` float64, sums over the entries that this rank updates.
+        """
         self._updated = self._updated.to(local)
         return self.checked.ranks.all_reduce(local / self._updated[list(positions)], "sums over constrained parameters")
 
     def _norms(self, local: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return norms and their squares, each `[P]` float64; squares are inf where their dtype overflows."""
+        """Return norms and their squares, each `[P]` float64. A square that overflows its dtype is inf.
+
+        local: the entries of each tensor on this rank. None counts as zeros.
+        device: device of the result.
+        """
         found = torch.zeros(2, len(local), dtype=torch.float64, device=device)
         here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
         for places, norms in norms_by_dtype([x for _, x in here], [self._dtypes[position] for position, _ in here]):
@@ -244,13 +266,15 @@ class RankChecks:
 
 @dataclass(frozen=True)
 class RankSurvey:
-    """Sums over all ranks of what they know of P gradients.
+    """Result of a survey: sums over all ranks for P gradients.
 
-    present: `[P]`, parameters that have a gradient on this rank.
-    sums: float64 on the device, by name.
-    largest: `[P]`, largest finite sum of squares, in the dtype in which a gradient is computed: float64 where nothing
-        squares it, in which squares of all numbers in 32 bits are finite.
-    ranks: how many there are.
+    names: names of the parameters.
+    present: `[P]`, True for parameters that have a gradient on this rank.
+    sums: float64 sums on the device, by name of the field.
+    largest: `[P]`, largest usable sum of squares: the largest finite number of the dtype in which the update is
+        computed. For an update that squares no gradient it is that of float64, in which squares of all numbers in 32
+        bits are finite.
+    ranks: number of ranks.
     """
 
     names: Sequence[str]
@@ -270,29 +294,39 @@ class RankSurvey:
         return self.squares.device
 
     def agreed(self) -> NDArray[np.bool_]:
-        """Return which parameters have a gradient on all ranks, read on the host; DistributedError if on some only."""
+        """Return `[P]`, True for parameters that have a gradient on all ranks. The sums are read on the host.
+
+        Raises DistributedError for a parameter with a gradient on some ranks only.
+        """
         counts = self.sums[ABSENT].tolist()
         some = [name for name, count in zip(self.names, counts, strict=True) if 0 < count < self.ranks]
         if some:
             raise DistributedError(
-                "gradients: all ranks or none must have one of a parameter, got some ranks for "
+                "gradients: a parameter must have a gradient on all ranks or on none, got a gradient on some ranks for "
                 f"{name_some(some, 5)}; {NOTHING}"
             )
         return np.array([count == 0 for count in counts]) & self.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
-        """Whether any of these gradients has an entry other than 0, read on the host."""
+        """Return True if any of the gradients at these positions is not 0. The sums are read on the host."""
         return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
-        """Return which gradients can be used, `[n]` on the device; finite: whether they must be finite."""
+        """Return `[n]` booleans on the device, True for gradients that can be used.
+
+        finite: True if gradients, or their squares, must be finite.
+        """
         usable = self.sums[ABSENT] == 0
         usable = usable & (self.squares <= self.largest) if finite else usable
         return usable[torch.tensor(list(positions), dtype=torch.int64, device=usable.device)]
 
 
 def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticError:
-    """Return the error of roots that failed too often."""
+    """Return the error for parameters whose roots failed too often.
+
+    path: path of the update in the recipe.
+    tolerated: number of failures in a row that are tolerated.
+    """
     return ArithmeticError(
         f"{path}: at most {tolerated} failed roots in a row are tolerated (failure.roots), got more for "
         f"{name_some(names, 5)}; a larger ridge or a lower lr may help"

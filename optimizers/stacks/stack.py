@@ -1,4 +1,8 @@
-"""STACK"""
+"""Stacks: the state of a stack, the blocks of it that take part in a step, and how blocks are put into stacks.
+
+Equal blocks of many parameters form a stack `[N, *block]`. Between ranks, equal blocks form block groups, which all
+ranks compute and send in one order. The blocks of a group that a rank owns are one stack there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from ..recipe.recipe import Recipe, Route, require_slots, slot_keys
 from .placement import ParamSpec, Phases
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
-"""Codes `[1, ...]` of fresh slots, by what they follow from: the quantizer, the slot, dtype and device."""
+"""Codes `[1, ...]` of fresh slots, by (JSON of the quantizer, slot, dtype, device), which determine them."""
 
 
 @dataclass
@@ -37,19 +41,19 @@ class StackState:
     """A stack of N blocks under one update of a recipe, with the state of its stages.
 
     path: path of the update in the recipe, "" or "routes.<name>".
-    rule: the update at that path.
+    rule: update at this path.
     stack: the blocks.
-    storage: how slots are stored, by role or by path.
-    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
-    seeds: `[N]`, what the random numbers of each block are made of.
-    number: which of the stacks of its parameter set it is.
-    block_group: number of the block group whose owned blocks these are; None: no block of the stack travels.
-    lr_factors: `[N]`, what the direction of each block is multiplied by; None: nothing.
-    tensors: state by "<stage path>/<slot>", `[N, ...]`.
-    encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
-    checks: what checks the contract of every stage in checked mode; None: nothing does.
-    step_watch: what measures the present step, in front of the checks; None: nothing does.
-    fresh: codes of one block of fresh slots that other stacks have encoded, to be used again, and to be added to.
+    storage: quantizers of slots, by role or path.
+    phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
+    seeds: `[N]`, seed of the random numbers of each block.
+    number: index of the stack in its parameter set.
+    block_group: number of the block group of the blocks. None: no block of the stack is sent between ranks.
+    lr_factors: `[N]`, factor of the direction of each block. None: there are no factors.
+    tensors: state `[N, ...]` by "<stage path>/<slot>".
+    encoded: slots that a quantizer stores. Their tensors are "<stage path>/<slot>/<code>".
+    checks: checks of the contract of every stage, in checked mode. None: there are none.
+    step_watch: measurement of the present step, which also runs the checks. None: there is none.
+    fresh: cache of the codes of fresh slots, shared between stacks and added to. None: no cache.
     """
 
     path: str
@@ -75,21 +79,22 @@ class StackState:
             self._allocate(key, slot, known)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:
-        """(key, slot) of all state that the stages declare; the keys name no block."""
+        """Yield (key, slot) of all slots that the stages declare. The keys have no block."""
         yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
     def stored(self, key: StateKey) -> list[Tensor]:
-        """The tensors that a slot is stored in: one, or its codes."""
+        """Return the tensors that a slot is stored in: one tensor, or the codes of a quantizer."""
         return [tensor for own, tensor in self.tensors.items() if StateKey.parse(own).name == key.name]
 
     def _allocate(self, key: StateKey, slot: Slot, fresh: FreshCodes) -> None:
+        """Add the tensors of a slot to the state, with the values that it begins with."""
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         quantizer = choose(self.storage, key, slot)
         if quantizer is None:
             self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return
         same = (quantizer.model_dump_json(), slot, dtype, device)
-        if same not in fresh:  # a fresh slot is the same for every block, and to encode it may take a decomposition
+        if same not in fresh:  # encoding may need a decomposition, and a fresh slot is the same for every block
             fresh[same] = quantizer.encode(slot.allocate(1, dtype, device))
         codes = {part: code.repeat(blocks, *[1] * (code.ndim - 1)) for part, code in fresh[same].items()}
         self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), slot.dtype or dtype)
@@ -100,18 +105,22 @@ class StackState:
         self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
 
     def names(self, key: StateKey) -> list[str]:
-        """The names of the tensors that a slot is stored in, `FORMAT` included."""
+        """Return the names of the tensors that a slot is stored in, including `FORMAT` of a coded one."""
         how = self.encoded.get(str(key))
         return [str(key)] if how is None else [str(key._replace(part=part)) for part in (*how.names, FORMAT)]
 
     def format_of(self, name: str) -> int:
-        """The format of a coded slot, by "<stage path>/<slot>"."""
+        """Return the number of the storage format of a coded slot.
+
+        name: "<stage path>/<slot>".
+        """
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Gives slots of one block that hold zeros the values that they begin with, where these are others.
+        """Reset slots of one block that hold nothing but zeros to the values that they begin with.
 
-        changed: names of the tensors that something else than a step has written; other slots stay.
+        row: row of the block.
+        changed: names of tensors that were written outside of a step. Other slots do not change.
         """
         for key, slot in self.slots():
             names, how = self.names(key), self.encoded.get(str(key))
@@ -124,7 +133,7 @@ class StackState:
                 continue
             stored.pop().fill_(self.format_of(str(key)))
             parts = dict(zip(how.names, stored, strict=True))
-            floats = [part for part in stored if part.is_floating_point()]  # scales of zero make any codes zero
+            floats = [part for part in stored if part.is_floating_point()]  # codes with scales of 0 are 0
             if any(part.float().any() for part in floats or stored) and how.codec.decode(parts, slot, how.dtype).any():
                 continue
             fresh = how.codec.encode(slot.allocate(1, self.stack.dtype, self.stack.device))
@@ -133,48 +142,48 @@ class StackState:
 
     @cached_property
     def signals(self) -> frozenset[str]:
-        """What the stages of this stack ask for."""
+        """Names of the signals that the stages of this stack request."""
         return frozenset(name for _, stage in self.rule.stages() for name in requested(stage))
 
     @cached_property
     def totals(self) -> tuple[str, ...]:
-        """The slots whose sums over all blocks of all parameters the stages read."""
+        """Names of the slots of which stages read sums over all blocks of all parameters."""
         return tuple(key.name for key, slot in self.slots() if slot.total)
 
     @property
     def watched(self) -> bool:
-        """Whether something follows how stages use their state: checked mode, or the measures of a step."""
+        """True if the use of state by stages is checked or measured."""
         return self.checks is not None or self.step_watch is not None
 
     @cached_property
     def failure_counts(self) -> tuple[str, ...]:
-        """The slots in which stages count failures of their roots and bases."""
+        """Names of the slots in which stages count failures of roots and bases."""
         return tuple(str(key) for key, slot in self.slots() if slot.role == "failures")
 
     @cached_property
     def step_sizes(self) -> tuple[StateKey, ...]:
-        """The slots of the update by which weight decay is multiplied."""
+        """Keys of the slots with step sizes, which also multiply the weight decay."""
         update = f"{self.path}.update." if self.path else "update."
         return tuple(key for key, slot in self.slots() if slot.step_size and str(key.stage).startswith(update))
 
     @property
     def adds_decay(self) -> bool:
-        """Whether directions have their weight decay before they are written."""
+        """True if weight decay is added to directions before the write."""
         return bool(self.rule.after_decay or self.step_sizes)
 
     @cached_property
     def lagging(self) -> bool:
-        """Whether a block's first gradient only primes its statistics."""
+        """True if the first gradient of a block only initializes its statistics."""
         return self.rule.lagging()
 
     @cached_property
     def spans(self) -> bool:
-        """Whether a stage takes sums over all blocks of a parameter."""
+        """True if a stage needs sums over all blocks of a parameter."""
         return self.rule.spans()
 
     @cached_property
     def entries(self) -> list[list[Tensor]]:
-        """The state of each row, slot by slot, as compiled kernels take it: views `[1, numel, 1, ...]`."""
+        """State of each row for compiled kernels: for each slot a view `[1, numel, 1, ...]`."""
         shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
         slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
         return [[slot[row] for slot in slots] for row in range(len(self.stack.param_ids))]
@@ -185,9 +194,11 @@ class StackState:
         return ActiveBlocks(self, self.stack, None)
 
     def select(self, active: NDArray[np.bool_]) -> ActiveBlocks | None:
-        """Return the blocks of active parameters, None if there are none.
+        """Return the blocks of active parameters, or None if there are none.
 
-        active: `[P]`, by position of the parameter. The last selection is kept, so that its indices are uploaded once.
+        The last selection is kept, so that its indices are uploaded once.
+
+        active: `[P]`, True for parameters that take part in the step.
         """
         own = active[self.stack.param_ids]
         if own.all():
@@ -201,7 +212,11 @@ class StackState:
     def context(
         self, blocks: ActiveBlocks, counts: NDArray[np.int64], signals: Mapping[str, Tensor | float]
     ) -> StepContext:
-        """Return the context of active blocks; counts: gradients that each parameter has had, this one included."""
+        """Return the context in which the stages compute active blocks.
+
+        counts: number of gradients of each parameter, including the present one.
+        signals: signals of the blocks, by name.
+        """
         cut: slice | NDArray[np.int64] = slice(None) if blocks.places is None else blocks.places
         steps = counts[blocks.stack.param_ids] - int(self.lagging)
         return StepContext(
@@ -209,15 +224,18 @@ class StackState:
         )
 
     def note_failures(self, tolerated: int) -> None:
-        """Ask which blocks have a root or basis that failed more often in a row than tolerated."""
+        """Begin to copy to the host which blocks have a root or basis that failed too often. `failing` returns them.
+
+        tolerated: number of failures in a row that are tolerated.
+        """
         if self.failure_counts:
             found = torch.stack([self.tensors[key] > tolerated for key in self.failure_counts]).any(0)
             self._failing = HostCopy(found)
 
     def failing(self, wait: bool) -> NDArray[np.int64]:
-        """Return, once, positions of the parameters of blocks that `note_failures` found.
+        """Return positions of parameters with blocks that `note_failures` found. Each finding is returned once.
 
-        wait: whether to wait for a device; if not, a device is asked at the next call.
+        wait: True to wait for a device. If False, findings on a device are left to a later call.
         """
         if self._failing is None or not (wait or self.stack.device.type == "cpu"):
             return np.zeros(0, dtype=np.int64)
@@ -226,20 +244,26 @@ class StackState:
         return positions
 
     def check(self) -> None:
-        """Checks the contract of every stage from now on, at every step."""
+        """Check the contract of every stage at every step from now on."""
         self.checks = Checks({str(key): slot for key, slot in self.slots()})
 
     def state(
         self, chain: Literal["update", "after_decay"], rows: Tensor | None, mask: Tensor | None, context: StepContext
     ) -> State:
-        """The state that a chain reads and writes in one call, for the selected rows (None: all)."""
+        """Return the state that a chain reads and writes in one call.
+
+        chain: field of the update that holds the chain.
+        rows: rows of the blocks on the device. None: all rows.
+        mask: `[n]`, False for rows whose state must not change. None: all may change.
+        context: context of the same blocks.
+        """
         counters = (lambda: (context.seed, context.step)) if self.encoded else None
         path = f"{self.path}.{chain}" if self.path else chain
         storage = Storage(self.encoded, counters, self.step_watch or self.checks)
         return State(self.tensors, self.stack.block, path, rows, mask, storage)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """(row, parameter position, block key) of every block."""
+        """Yield (row, position of the parameter, block key) of every block."""
         for row, (position, key) in enumerate(zip(self.stack.param_ids.tolist(), self.stack.keys, strict=True)):
             yield row, position, key
 
@@ -248,9 +272,9 @@ class StackState:
 class ActiveBlocks:
     """The n blocks of a stack that take part in a step.
 
-    stack_state: the stack with its state.
+    stack_state: the whole stack with its state.
     stack: the active blocks as a stack of their own.
-    places: `[n]` on the host, rows of the active blocks in `stack_state`; None: all of them.
+    places: `[n]` on the host, rows of the active blocks in `stack_state`. None: all rows are active.
     """
 
     stack_state: StackState
@@ -264,7 +288,7 @@ class ActiveBlocks:
 
     @cached_property
     def param_index(self) -> Tensor:
-        """`[n]` on the device of the stack, position of the parameter that each block belongs to."""
+        """`[n]` on the device of the stack, position of the parameter of each block."""
         return kept_on_device(self.stack.param_ids, self.stack.device)
 
     @property
@@ -274,11 +298,11 @@ class ActiveBlocks:
 
 
 class BlockKind(NamedTuple):
-    """What equal blocks have in common.
+    """The properties that equal blocks share.
 
-    path: path of their update.
+    path: path of their update in the recipe.
     dtype: dtype that they are computed in.
-    of_numbers: whether their parameters are single numbers, without an axis. Ranks cannot divide these.
+    of_numbers: True if their parameters are single numbers without an axis, which ranks cannot divide.
     """
 
     path: str
@@ -290,10 +314,10 @@ class BlockKind(NamedTuple):
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """N blocks of one kind, those that are due together next to each other.
+    """N blocks of one kind. Blocks that are due for a refresh together are neighbours.
 
-    grids: blocks of one parameter, with the position of the parameter.
-    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
+    grids: (position of a parameter, its blocks), in order.
+    phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     """
 
     kind: BlockKind
@@ -302,15 +326,15 @@ class EqualBlocks:
 
     @property
     def positions(self) -> set[int]:
-        """Positions of the parameters that the blocks are of."""
+        """Positions of the parameters of the blocks."""
         return {position for position, _ in self.grids}
 
     def single(self) -> list[tuple[int, BlockGrid]]:
-        """Every block as a grid of its own."""
+        """Return (position, grid) for every block, each as a grid of one block."""
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
-        """Lists of at most `most` blocks; blocks of a parameter that a stage takes sums over stay in one list."""
+        """Yield the blocks in lists of at most `most`. Blocks of a parameter that a stage sums over stay together."""
         together = recipe.updates()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
         if len(ranges) == 1:
@@ -324,7 +348,7 @@ class EqualBlocks:
 def cut_blocks(
     specs: Sequence[ParamSpec], recipe: Recipe, positions: Iterable[int]
 ) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """(kind, position, grid) of the blocks of some parameters, but of those that every rank updates in place."""
+    """Yield (kind, position, grid) of the blocks of parameters, without parameters that every rank updates in place."""
     for position in positions:
         spec = specs[position]
         if spec.in_place:
@@ -335,7 +359,7 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """(kind, position, grid) of what a rank holds of the parameters that every rank updates in place."""
+    """Yield (kind, position, grid) of the entries that a rank updates of parameters that are updated in place."""
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.in_place:
             box = spec.placement.updated.boxes[rank]
@@ -347,7 +371,7 @@ def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[Blo
 def equal_blocks(
     cut: Iterable[tuple[BlockKind, int, BlockGrid]], specs: Sequence[ParamSpec], phases: Phases
 ) -> list[EqualBlocks]:
-    """Blocks by kind, in the order in which kinds are met, by phase within each."""
+    """Return the blocks by kind, sorted by phase within each kind. Kinds are in the order of their first blocks."""
     found: dict[BlockKind, list[tuple[int, BlockGrid]]] = {}
     for kind, position, grid in cut:
         found.setdefault(kind, []).append((position, grid))
@@ -362,7 +386,7 @@ def equal_blocks(
 
 
 def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
-    """Numbers of the sets in lists, those together that share a member with one another, in order of the first."""
+    """Return lists of the indices of sets that are connected by shared members, in the order of their first index."""
     found: list[tuple[set[int], list[int]]] = []
     for index, members in enumerate(sets):
         joined = [own for own in found if own[0] & members]
@@ -373,7 +397,7 @@ def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def stack_length(kind: BlockKind, recipe: Recipe) -> int:
-    """The largest number of blocks in one stack."""
+    """Return the largest number of blocks of a kind in one stack."""
     slots = slot_keys(recipe.updates()[kind.path], kind.path, kind.shape).values()
     return max_blocks(max([math.prod(kind.shape), *(math.prod(slot.shape) for slot in slots)]), kind.dtype, kind.device)
 
@@ -381,16 +405,16 @@ def stack_length(kind: BlockKind, recipe: Recipe) -> int:
 def divide(
     specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, ranks: int
 ) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
-    """The block groups with the owner of each block, and the phases `[N]` of their blocks.
+    """Yield all block groups, with the owner of each block, and the phases `[N]` of their blocks.
 
-    No block group is larger than a round of messages or than one stack on every rank, if its blocks may be parted.
-    Block groups of parameters that stages take sums over follow each other, and are joined.
-    Block groups of neighbouring parameters follow each other, so that a parameter is complete a few rounds after its
-    first block.
+    No block group is larger than a round of messages, or than one stack on every rank, unless its blocks must stay
+    together. If stages need sums over a parameter, its block groups follow each other and are marked as joined.
+    Block groups of neighbouring parameters also follow each other, so that a parameter is complete a few rounds after
+    its first block.
     """
     limit = round_bytes(specs, recipe, ranks)
     runs = list(_runs(specs, limit))
-    if recipe.distribution.overlap_backward:  # backward comes to the last parameters first
+    if recipe.distribution.overlap_backward:  # backward computes the gradients of the last parameters first
         runs.reverse()
     for positions in runs:
         lists = list[EqualBlocks]()
@@ -407,16 +431,16 @@ def divide(
 
 
 def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
-    """Bytes of updates that all ranks together send in one round of messages.
+    """Return the bytes of updates that all ranks together send in one round of messages.
 
-    A rank receives those of its part of each parameter: all of them if every rank holds the whole parameter.
+    A rank receives the updates of the entries that it holds: all of them if every rank holds the whole parameter.
     """
     copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
     return recipe.distribution.message * ranks // max(copies, default=1)
 
 
 def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
-    """Whether owners write the parameters of their blocks and send these."""
+    """Return True if owners send the written parameters of their blocks, False if they send updates."""
     return recipe.distribution.gather == "parameters" and _replicated(specs)
 
 
@@ -426,7 +450,7 @@ def _replicated(specs: Sequence[ParamSpec]) -> bool:
 
 
 def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
-    """Positions of neighbouring parameters, in lists of at most `limit` bytes of updates or of one parameter."""
+    """Yield positions of neighbouring parameters, in lists of at most `limit` bytes of updates or of one parameter."""
     run, size = list[int](), 0
     for position, spec in enumerate(specs):
         nbytes = math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize
@@ -442,7 +466,10 @@ def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
 def _place(
     blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, ranks: int, dtypes: Set[torch.dtype]
 ) -> BlockGroup:
-    """The block group of equal blocks: the owner of each, and its row in the owner's stack; dtypes: of parameters."""
+    """Return the block group of equal blocks, with the owner of each block and its row in the owner's stack.
+
+    dtypes: dtypes of the parameters. If there is one, gradients or parameters are sent in it.
+    """
     path, shape, dtype, device, _ = blocks.kind
     rows = [0] * ranks
     placed = []
@@ -463,7 +490,10 @@ def _place(
 def build(
     specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, rank_group: RankGroup | None = None
 ) -> tuple[list[StackState], list[BlockGroup]]:
-    """The stacks that this rank computes, and the block groups that are exchanged (none without a rank group)."""
+    """Return the stacks that this rank computes, and the block groups that ranks exchange.
+
+    rank_group: ranks that share the parameters. None: this process computes all stacks, and there are no block groups.
+    """
     if rank_group is None:
         found = equal_blocks(cut_blocks(specs, recipe, range(len(specs))), specs, phases)
         require_slots(recipe, [(blocks.kind.path, blocks.kind.shape) for blocks in found])
@@ -485,7 +515,10 @@ def build(
 def _stack_states(
     lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe, limit: int | None = None
 ) -> list[StackState]:
-    """Stacks of blocks that are all on this rank; limit: their bytes, if several blocks are in one."""
+    """Return stacks of blocks that this rank computes without messages.
+
+    limit: largest size in bytes of a stack with several blocks. None: no such limit.
+    """
     found, fresh = [], FreshCodes()
     for blocks in lists:
         most = stack_length(blocks.kind, recipe) if len(blocks.phases) > 1 else 1
@@ -498,7 +531,7 @@ def _stack_states(
 def _stack_state(
     blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes, block_group: int | None = None
 ) -> StackState:
-    """One stack with its state; fresh, block_group: as of `StackState`."""
+    """Return one stack with its state. `fresh` and `block_group` are as of `StackState`."""
     path, shape, dtype, device, _ = blocks.kind
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
@@ -512,6 +545,6 @@ def _stack_state(
 
 
 def _seed(name: str, key: int) -> int:
-    """A number made of a parameter's name and a block's key."""
+    """Return the seed of a block, a hash of its parameter's name and its key."""
     digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

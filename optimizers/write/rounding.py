@@ -105,7 +105,7 @@ class RoundingWatch:
 
     In bfloat16 W + dW rounds to W if |dW| < |W| 2^-9. Two samples of the matrix are compared, five steps apart. Samples
     are taken only while the learning rate is at least half of its peak, so that a warm-up causes no warning. Entries
-    with a gradient of 0 do not count. `look` is called after each step.
+    with a gradient of 0 do not count. `check` is called after each step.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class RoundingWatch:
         self._seen: tuple[Tensor, Tensor] | None = None
         self._steps = 0
 
-    def look(self, optimizer: torch.optim.Optimizer) -> bool:
+    def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the first sample of the matrix, or compare the second one with it.
 
         Return True if no further call is needed: there is no such matrix, or the samples were compared.

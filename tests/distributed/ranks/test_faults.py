@@ -40,13 +40,14 @@ DIFFERENT = {
     "other_lr": GROUP,
 }
 COPIES = "ValueError: param group 0: ranks that hold the same entries of a parameter must hold the same values, got "
-COPIES += "others than the lowest of them on rank 1 for "
+COPIES += "other values on rank 1 than on the lowest rank for "
 SEED = "; set the same seed or load the same weights on all ranks before composing"
-DDP = f"{SEED}, or wrap the model in DistributedDataParallel, which broadcasts; plain tensors that are no copies"
-LOCAL = r"; plain tensors that are no copies .* need `distribution.mode: local`, or to be DTensors on a mesh of"
-FLAT = "a parameter of its own shape is required, got a flat one of .* \\(FSDP1\\); use .*fully_shard \\(FSDP2\\)$"
+DDP = f"{SEED}, or wrap the model in DistributedDataParallel, which broadcasts; for plain tensors that differ"
+LOCAL = r"; for plain tensors that differ .* use `distribution.mode: local`, or make them DTensors on a mesh of"
+FLAT = "a parameter must have its own shape, got a flat one of .* \\(FSDP1\\); use .*fully_shard \\(FSDP2\\)$"
 MORE = (
-    "ValueError: param groups: all ranks must have equally many, got no more param groups on rank 0, param group 1 on"
+    "ValueError: param groups: all ranks must have the same number of param groups, "
+    "got no more param groups on rank 0, param group 1 on"
 )
 
 
@@ -157,7 +158,7 @@ def test_a_rank_that_takes_no_part_is_missed(outcomes: dict[str, list[Outcome]],
     if place == "plain":
         assert second.code == 0
     else:
-        assert second.error == "ValueError: scale: distribution.mode: 'local' takes plain tensors, got a DTensor"
+        assert second.error.startswith("ValueError: scale: distribution.mode: 'local' is for plain tensors, got a ")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -214,26 +215,23 @@ def test_large_finite_gradients_are_used_where_nothing_squares_them(
 
 def test_groups_of_ranks_agree_with_each_other(outcomes: dict[str, list[Outcome]]) -> None:
     gradients = "DistributedError: gradients: all ranks must have the same norm of scale, got "
-    values = "the same values, got others than the lowest of them on ranks 2, 3 for up.weight; set the same seed"
+    values = "the same values, got other values on ranks 2, 3 than on the lowest rank for up.weight; set the same seed"
     for outcome in outcomes["groups_apart"]:
         found = outcome.result
         assert re.match(
             rf"{gradients}.* on ranks 0, 1, .* on ranks 2, 3; .*; and 10 more; nothing was changed", found["said"]
         )
         assert found["changed"] == [] and values in found["values"]
-        size, kind = (
-            "must divide the number of ranks, 4, got 3",
-            "plain tensors are required, got a DTensor",
-        )
-        assert f"distribution.group_size: {size}" in found["size"]
-        assert f"distribution.group_size: {kind}" in found["kind"]
+        assert "distribution.group_size: must divide the number of ranks, 4, got 3" in found["size"]
+        assert re.search(r"distribution\.group_size: \d cannot be combined with a DTensor", found["kind"])
     parameters = [outcome.result["parameters"] for outcome in outcomes["groups_apart"]]
     assert all(torch.equal(value, parameters[0][name]) for own in parameters for name, value in own.items())
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_gradient_on_some_ranks_only_is_refused_by_all(outcomes: dict[str, list[Outcome]], place: str) -> None:
-    said = "DistributedError: gradients: all ranks or none must have one of a parameter, got some ranks for up.weight"
+    said = "DistributedError: gradients: a parameter must have a gradient on all ranks or on none, "
+    said += "got a gradient on some ranks for up.weight"
     for outcome in outcomes[f"one_sided {place}"]:
         assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; nothing was changed"
 
