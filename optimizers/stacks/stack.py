@@ -297,6 +297,23 @@ class ActiveBlocks:
         return range(len(self.stack.param_ids)) if self.places is None else self.places.tolist()
 
 
+def active_blocks(
+    states: Sequence[StackState], active: NDArray[np.bool_], counts: NDArray[np.int64]
+) -> Iterator[tuple[list[ActiveBlocks], bool]]:
+    """Yield (active blocks of stacks of one update, True if this gradient only initializes their statistics).
+
+    active: `[P]`, True for parameters that take part in the step.
+    counts: `[P]`, number of gradients of each parameter, including the present one.
+    """
+    selections = [(active, False)]
+    if states[0].lagging and (first := active & (counts == 1)).any():
+        selections = [(first, True), (active & ~first, False)]
+    for chosen, priming in selections:
+        found = [blocks for state in states if (blocks := state.select(chosen)) is not None]
+        if found:
+            yield found, priming
+
+
 class BlockKind(NamedTuple):
     """The properties that equal blocks share.
 

@@ -5,12 +5,10 @@ It is written here once. `execution.py` decides how it runs: on the whole stack,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
@@ -184,22 +182,6 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
     """
     shared = connected([set(state.stack.param_ids.tolist()) if state.spans else set() for state in states])
     return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
-
-
-def active_blocks(
-    states: Sequence[StackState], active: NDArray[np.bool_], counts: NDArray[np.int64]
-) -> Iterator[tuple[list[ActiveBlocks], bool]]:
-    """(active blocks of stacks of one update, whether this gradient only primes their statistics).
-
-    active, counts: `[P]`, parameters that take part and gradients that each has had.
-    """
-    selections = [(active, False)]
-    if states[0].lagging and (first := active & (counts == 1)).any():
-        selections = [(first, True), (active & ~first, False)]
-    for chosen, priming in selections:
-        found = [blocks for state in states if (blocks := state.select(chosen)) is not None]
-        if found:
-            yield found, priming
 
 
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:

@@ -21,7 +21,7 @@ from eigengraft.step_context import StepContext
 from ..recipe.recipe import Recipe, Route
 from ..stacks.placement import ParamSpec, Phases
 from ..stacks.rank_checks import RankChecks
-from ..stacks.stack import ActiveBlocks, StackState, build
+from ..stacks.stack import ActiveBlocks, StackState, active_blocks, build
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
@@ -29,7 +29,7 @@ from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_sig
 from .execution import Execution, choose_execution
 from .fused import FusedStep
 from .gradients import FiniteCheck, GivenGradients
-from .program import StackStep, active_blocks, run_together, sharing_sums
+from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
 
 
