@@ -88,7 +88,7 @@ def answer(ours: Connection) -> list[list[float]]:
 
 def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
     """Run all jobs as one rank and send the times. This is the main function of a process."""
-    warnings.filterwarnings("ignore", message=".*ranks wait for the one that refreshes")  # this waiting is measured
+    warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")  # this waiting is measured
     try:
         torch.set_num_threads(1)
         if ranks > 1:
