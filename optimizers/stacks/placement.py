@@ -261,10 +261,11 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
     for constraint in recipe.updates()[path].constraints if not layout.replicated else ():
         if not constraint.shardable(layout.whole_rows):
             where = f"{path or 'recipe'}.constraints.{constraint.label}"
-            kind = "rows" if constraint.shardable(True) else "parameters"
+            whole, got = "whole parameters", "a sharded parameter"
+            if constraint.shardable(True):
+                whole, got = "whole rows", "a parameter with sharded rows"
             raise ValueError(
-                f"{where}: the constraint needs whole {kind}, got a parameter whose {kind} are sharded; remove the "
-                "constraint or change the sharding"
+                f"{where}: the constraint needs {whole}, got {got}; remove the constraint or change the sharding"
             )
     if not _updates_in_place(recipe, path, layout.shape, matrices):
         return ParamPlacement(layout, {})
