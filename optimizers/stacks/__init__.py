@@ -1,1 +1,1 @@
-"""From routes to owners: parameters into blocks, blocks into stacks, and a rank for each block."""
+"""From parameters to stacks: placement of each parameter, owners of its blocks, and stacks with their state."""

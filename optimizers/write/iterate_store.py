@@ -70,7 +70,7 @@ class IterateStore:
         }
 
     def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
-        """The slots of a parameter of that shape and dtype, by stage and name."""
+        """Return the slots of a parameter of this shape and dtype, by stage and name."""
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:
             declared[AVERAGING] = self.averaging.slots(shape, compute_dtype(dtype) != dtype)
