@@ -137,6 +137,8 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
     parameter = param_set.parameters[position]
     lead = leading_axes(tensor, parameter)
     mesh, placements = _division(param_set, position, lead)
+    if _cut_in_shards(param_set, position):
+        tensor = _even_rows(_full(tensor, param_set, position, lead), _rank_group(param_set), lead)
     own, size = tuple(tensor.shape[:lead]), parameter.numel()
     strides = [math.prod(own[axis + 1 :]) * size for axis in range(lead)]
     from torch.distributed.tensor import DTensor
@@ -155,19 +157,50 @@ def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh
     """Return the mesh and placements of state that has an entry for each entry of a parameter.
 
     Such state is sharded as the parameter is. If replicas divide the update of a parameter, its state is sharded over
-    the replicas.
+    the replicas too. If they divide rows of a shard, no placement describes that, and the state is sharded evenly along
+    its first axis over all ranks.
 
     lead: number of axes of the state before those of the parameter.
     """
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
-    if is_dtensor(parameter) and not (placement.parts and placement.layout.replicated):
+    replicated = placement.parts is not None and placement.layout.replicated
+    if is_dtensor(parameter) and not replicated and not _cut_in_shards(param_set, position):
         mesh, placements = parameter.device_mesh, parameter.placements
         cut = None if placement.parts is None else divided(tuple(parameter.shape), tuple(mesh.mesh.shape), placements)
         return mesh, [_after(lead, one) for one in cut or placements]
     from torch.distributed.tensor import Shard
 
     return _rank_group(param_set).mesh(parameter.device), [Shard(lead)]
+
+
+def _cut_in_shards(param_set: ParamSet, position: int) -> bool:
+    """Return True if replicas divide the rows of each shard of a parameter, which no DTensor placement describes."""
+    parameter, placement = param_set.parameters[position], param_set.specs[position].placement
+    if placement is None or placement.parts is None or placement.layout.replicated or not is_dtensor(parameter):
+        return False
+    return divided(tuple(parameter.shape), tuple(parameter.device_mesh.mesh.shape), parameter.placements) is None
+
+
+def _full(tensor: Tensor, param_set: ParamSet, position: int, lead: int) -> Tensor:
+    """Return the full tensor of state of which each rank has a box, the part of the parameter that it updates."""
+    boxes, ranks = layout_of_parameter(param_set, position).boxes, _rank_group(param_set)
+    own, what = tuple(tensor.shape[:lead]), f"state of {param_set.names[position]}"
+    flat = tensor.new_zeros(math.prod(own) * max(box.numel for box in boxes))
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    ranks.synchronize(what, device=tensor.device)
+    full = tensor.new_empty(*own, *param_set.specs[position].shape)
+    for part, box in zip(ranks.all_gather(flat, what).wait(), boxes, strict=True):
+        index: tuple[Any, ...] = (..., *map(slice, box.start, box.stop))
+        full[index] = part[: math.prod(own) * box.numel].view(*own, *box.shape)
+    return full
+
+
+def _even_rows(full: Tensor, rank_group: RankGroup, axis: int) -> Tensor:
+    """Return this rank's rows of a tensor that `Shard(axis)` divides over all ranks of a group."""
+    rows = -(-full.shape[axis] // rank_group.size)
+    start = min(rank_group.rank * rows, full.shape[axis])
+    return full.narrow(axis, start, min(rows, full.shape[axis] - start))
 
 
 def _after(lead: int, placement: Placement) -> Placement:
@@ -195,7 +228,8 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
         return local(value)
     if is_dtensor(value):
         mesh, placements = _division(param_set, position, leading_axes(like, param_set.local[position]))
-        if (value.device_mesh, list(value.placements)) == (mesh, placements):
+        same = (value.device_mesh, list(value.placements)) == (mesh, placements)
+        if same and not _cut_in_shards(param_set, position):
             return value.to_local()
         value = value.full_tensor()
     box = layout_of_parameter(param_set, position).boxes[_rank_group(param_set).rank]

@@ -290,7 +290,7 @@ WRONG = {
     ),
     "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ("'saop'", "soap")),
     "fault in a recipe given in the file": (["train", "own.yaml"], ("recipe.update.rms.beta", 3)),
-    "missing recipe file": (["train", "lost.yaml"], ("lost/mine.yaml", "YAML")),
+    "missing recipe file": (["train", "lost.yaml"], ("lost/mine.yaml")),
     "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ("task.path", "gone'")),
     "missing import": (["train", "exp.yaml", "--import", "gone.py"], ("imports", "gone.py")),
     "broken import": (["train", "exp.yaml", "--import", "bad.py"], ("bad.py'", "line 2")),

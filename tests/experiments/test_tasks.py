@@ -74,7 +74,7 @@ def test_a_text_in_a_package_is_read_without_importing_it(
     found = ByteLM(path=path, context=8).load().fingerprint
     assert (found.sha256, found.source) == (hashlib.sha256(text).hexdigest(), path)
     assert ByteLM(path=path, context=8, max_bytes=4096).load().fingerprint.size == 4096  # of the text
-    for wrong, asked in (("package:nowhere_for_test/text", "an installed package"), (f"{path}x", "an existing text")):
+    for wrong, asked in (("package:nowhere_for_test/text", "package:"), (f"{path}x", "no file")):
         with refused(ValueError, "task.path", asked):
             ByteLM(path=wrong).load()
 

@@ -89,7 +89,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(
 def test_reading_state_moves_nothing_and_a_part_is_not_pickled(outcomes: dict[str, list[Outcome]], source: str) -> None:
     for rank in outcomes[f"save {source}"]:
         for found in rank.result.values():
-            assert found["moved"] == [] and "one rank's part of the state" in found["refused"]
+            assert found["moved"] == [] and "one rank's shard" in found["refused"]
             assert "full_state_dict()" in found["refused"]
 
 

@@ -59,9 +59,8 @@ def together(first: str, second: str, remedy: str = "") -> str:
 
 
 UNPROVIDED = (
-    r"ValueError: update\.diagonal_newton: the signal 'hessian_diagonal' is required in the first step, by .*, "
+    r"ValueError: update\.diagonal_newton: the signal 'hessian_diagonal' .* first step, got none (for|on a rank)"
 )
-UNPROVIDED += "got none (for|on a rank)"
 GRADIENTS = "agreement on gradients (scale and {} more)"
 SUMS = "redistribution of gradients (scale and {} more{})"
 REFUSED = {f"{fault} {place}": cause for fault, cause in DIFFERENT.items() for place in PLACES} | {

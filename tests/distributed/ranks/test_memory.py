@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from eigengraft.blocking.stacks import BYTES_ON_CPU
+
 from .launch import Outcome, Run, launch_once
 from .workers.memory import BUCKET, LAYERS
 
@@ -74,6 +76,9 @@ def test_state_is_divided_by_the_number_of_ranks(outcomes: dict[str, list[Outcom
 def test_no_step_makes_a_tensor_of_the_size_of_a_parameter(outcomes: dict[str, list[Outcome]], case: str) -> None:
     """48 blocks on 4 ranks. One process makes tensors for all of them at once (PSGD in float64), so the watch sees."""
     (one,), ranks = outcomes["watch1"], outcomes["watch4"]
+    if case == "adamw":  # a fused kernel makes no tensor for a block
+        assert all(rank.result[case] < PARAMETER / 2 for rank in (one, *ranks))
+        return
     assert one.result[case] >= PARAMETER
     assert all(0 < rank.result[case] < one.result[case] / 2 for rank in ranks)
     assert case == "psgd" or all(rank.result[case] < PARAMETER / 2 for rank in ranks)
@@ -83,6 +88,8 @@ def test_no_step_makes_a_tensor_of_the_size_of_a_parameter(outcomes: dict[str, l
 @pytest.mark.parametrize("place", ["plain", "fsdp"])
 def test_a_step_holds_at_most_two_buckets(outcomes: dict[str, list[Outcome]], place: str, case: str) -> None:
     """Sharded, a rank has 5 buckets of parameters, replicated 10; all that a step holds at once beside the state,
-    messages, gradients in blocks and the products of the recipe, is at most two, refreshes among the steps."""
+    messages, gradients in blocks and the products of the recipe, is at most two, refreshes among the steps. Small
+    parameters that a fused kernel updates are copied, at most `BYTES_ON_CPU` at a time."""
+    most = BYTES_ON_CPU if case == "adamw" else 2 * BUCKET
     assert LAYERS * 4 * 64 * 64 // 2 == 5 * BUCKET
-    assert all(0 < rank.result[case] <= 2 * BUCKET for rank in outcomes[f"hold {place}"])
+    assert all(0 < rank.result[case] <= most for rank in outcomes[f"hold {place}"])

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from eigengraft import Optimizer
 
-from ..laws.rows import Row
-from ..laws.table import TABLE
-from ..refusals import refused
-from ..trajectories import normal
+from ...laws.rows import Row
+from ...laws.table import TABLE
+from ...refusals import refused
+from ...trajectories import normal
 
 pytestmark = pytest.mark.slow
 
