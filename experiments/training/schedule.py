@@ -64,3 +64,36 @@ class Linear(LearningRateSchedule):
 
     def decay(self, t: float) -> float:
         return 1 - (1 - self.final) * t
+
+
+class Power(LearningRateSchedule):
+    """decay(t) = final + (1 - final) (1 - t^power)
+
+    With power 1 it is `linear`. A larger power keeps the learning rate high for longer, 1/2 lets it fall at once.
+    """
+
+    kind: Literal["power"] = "power"
+    power: float = Field(default=2.0, gt=0, description="exponent of t")
+    final: float = Field(default=0.0, ge=0, le=1, description="fraction of the learning rate left at the end")
+
+    def decay(self, t: float) -> float:
+        return self.final + (1 - self.final) * (1 - math.pow(t, self.power))
+
+
+class WarmupStableDecay(LearningRateSchedule):
+    """decay(t) = 1 if t <= 1 - f, else final + (1 - final) s(x), with f = decay_fraction and x = (t - 1 + f) / f
+
+    linear:  s(x) = 1 - x  (WSD, Hu et al. 2024, arXiv:2404.06395; f = 1 is `linear`)
+    sqrt:    s(x) = 1 - sqrt(x)  (Haegele et al. 2024, arXiv:2405.18392)
+    """
+
+    kind: Literal["wsd"] = "wsd"
+    decay_fraction: float = Field(
+        default=0.2, gt=0, le=1, description="fraction of the steps after the warm-up in which the rate falls"
+    )
+    shape: Literal["linear", "sqrt"] = Field(default="linear", description="how the rate falls")
+    final: float = Field(default=0.0, ge=0, le=1, description="fraction of the learning rate left at the end")
+
+    def decay(self, t: float) -> float:
+        x = max(0.0, (t - (1 - self.decay_fraction)) / self.decay_fraction)
+        return self.final + (1 - self.final) * (1 - (x if self.shape == "linear" else math.sqrt(x)))

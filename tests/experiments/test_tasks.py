@@ -20,7 +20,14 @@ from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
 from eigengraft.experiments.tasks.byte_lm import standard_library_files
 from eigengraft.experiments.tasks.images import read_digits
 from eigengraft.experiments.training.imports import resolve_paths
-from eigengraft.experiments.training.schedule import Constant, Cosine, LearningRateSchedule, Linear
+from eigengraft.experiments.training.schedule import (
+    Constant,
+    Cosine,
+    LearningRateSchedule,
+    Linear,
+    Power,
+    WarmupStableDecay,
+)
 from eigengraft.testing.laws import Law
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
@@ -221,6 +228,48 @@ def test_schedules_follow_their_formulas() -> None:
     assert rates(Constant(warmup_steps=4), 6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert rates(Linear(), 4) == [2.0, 1.5, 1.0, 0.5]
     assert rates(Linear(warmup_steps=2, final=0.5), 6) == [1.0, 2.0, 2.0, 1.75, 1.5, 1.25]
+
+
+@pytest.mark.parametrize(("power", "final"), [(0.5, 0.0), (1.0, 0.25), (3.0, 0.1)])
+def test_power_is_its_formula(power: float, final: float) -> None:
+    t = torch.arange(10, dtype=torch.float64) / 10
+    expected = 2 * (final + (1 - final) * (1 - t.pow(power)))
+    assert rates(Power(power=power, final=final, warmup_steps=5), 15)[5:] == pytest.approx(expected.tolist(), rel=1e-12)
+    assert rates(Power(power=power, final=final, warmup_steps=5), 15)[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt"])
+@pytest.mark.parametrize(("fraction", "final"), [(0.25, 0.0), (0.5, 0.1), (1.0, 0.0)])
+def test_warmup_stable_decay_is_its_formula(shape: str, fraction: float, final: float) -> None:
+    schedule = LearningRateSchedule.model_validate(
+        {"kind": "wsd", "shape": shape, "decay_fraction": fraction, "final": final, "warmup_steps": 4}
+    )
+    stable = round(20 * (1 - fraction))
+    x = torch.arange(20 - stable, dtype=torch.float64) / (20 - stable)
+    falling = 2 * (final + (1 - final) * (1 - (x if shape == "linear" else x.sqrt())))
+    expected = [0.5, 1.0, 1.5, 2.0, *[2.0] * stable, *falling.tolist()]
+    assert rates(schedule, 24) == pytest.approx(expected, rel=1e-12)
+    assert schedule.factor(24, 24) == pytest.approx(final, abs=1e-12)
+
+
+def test_schedules_that_are_others() -> None:
+    assert rates(Power(power=1.0, final=0.3), 9) == pytest.approx(rates(Linear(final=0.3), 9), rel=1e-12)
+    assert rates(WarmupStableDecay(decay_fraction=1.0), 9) == pytest.approx(rates(Linear(), 9), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fault", "path"),
+    [
+        ({"kind": "power", "power": 0.0}, "power"),
+        ({"kind": "power", "final": 1.5}, "final"),
+        ({"kind": "wsd", "decay_fraction": 0.0}, "decay_fraction"),
+        ({"kind": "wsd", "decay_fraction": 1.5}, "decay_fraction"),
+        ({"kind": "wsd", "shape": "cosine"}, "shape"),
+    ],
+)
+def test_schedules_refuse_values_out_of_range(fault: dict[str, object], path: str) -> None:
+    with refused(ValueError, path, list(fault.values())[-1]):
+        LearningRateSchedule.model_validate(fault)
 
 
 def test_cosine_equals_torch() -> None:
