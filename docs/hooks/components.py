@@ -10,13 +10,14 @@ from eigengraft.blocking import Blocking
 from eigengraft.component import Component, families
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.experiments.benches import Bench  # with the declarations it defines every family and member
+from eigengraft.experiments.cli.catalog import first_sentence
 from eigengraft.experiments.studies.study import Study
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
 from eigengraft.optimizers.recipe.routing import Match
 from eigengraft.optimizers.write.failure import Failure
 from fields import Links, field_table
-from markup import docstring, first_sentence, inline, table
+from markup import docstring, inline, table
 from recipes import members_in, used_by
 
 DECLARATIONS: dict[str, tuple[str, tuple[type[Component], ...]]] = {

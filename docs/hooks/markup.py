@@ -31,12 +31,6 @@ def prose(paragraph: str) -> str:
     return "<p>" + "<br>\n".join(map(inline, lines)) + "</p>"
 
 
-def first_sentence(text: str) -> str:
-    """The first line of a docstring, up to two spaces or a full stop."""
-    line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
-    return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
-
-
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table of cells that are Markdown already."""
     lines = [head, ["---"] * len(head), *rows]

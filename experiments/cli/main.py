@@ -1,4 +1,4 @@
-"""The commands train, show, schema, ablate, report, reproduce, track, demo, bench and plan of `eigengraft`.
+"""The commands train, show, list, schema, ablate, report, reproduce, track, demo, bench and plan of `eigengraft`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 import eigengraft
 
 from ..files import short_name
-from . import bench, papers, plan, study
+from . import bench, catalog, papers, plan, study
 from .arguments import Imports, override_argument
 from .console import (
     describe_result,
@@ -114,19 +114,35 @@ def train_command(
 
 @app.command("show")
 def show_command(
-    source: Annotated[str, typer.Argument(help="a shipped recipe's name, a recipe file or an experiment file")],
+    source: Annotated[
+        str, typer.Argument(help="a shipped recipe's name, a recipe file, an experiment file, KIND or FAMILY.KIND")
+    ],
     overrides: OverrideArguments = None,
     task: Annotated[
         str | None, typer.Option(help="task whose model a recipe is applied to", show_default="byte_lm")
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot."""
-    from eigengraft.optimizers.recipe.loading import read_yaml
+    """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
+
+    For the kind of a component, print its formula and its fields. A recipe of the same name comes first: FAMILY.KIND,
+    such as `stage.shampoo`, is always the component.
+    """
+    from eigengraft.optimizers.recipe.loading import read_yaml, shipped_recipes
 
     from ..training.experiment import load_experiment
+    from ..training.imports import import_component
 
     path = Path(source)
+    if not path.is_file() and source not in shipped_recipes():
+        for file in imports or ():
+            import_component(file)
+        if kinds := catalog.find_kinds(source):
+            if overrides or task is not None:
+                raise ValueError(f"show {source}: a component cannot be combined with overrides or --task")
+            for family, member in kinds:
+                catalog.print_kind(family, member)
+            return
     if path.is_file() and "task" in (read_yaml(path) or ()):
         if task is not None:
             raise ValueError(f"--task: cannot be combined with the experiment {source}, which has a task")
@@ -172,6 +188,7 @@ def schema_command(
     typer.echo(json.dumps(json_schema(kinds[of]), indent=2))
 
 
+app.command("list")(catalog.list_command)
 app.command("ablate")(study.ablate_command)
 app.command("report")(study.report_command)
 app.command("reproduce")(papers.reproduce_command)

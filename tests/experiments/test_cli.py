@@ -13,9 +13,11 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner, Result
 
 import eigengraft
+from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
+from eigengraft.preconditioners import RMS
 
 from ..processes import Process, start
 from ..refusals import check_said
@@ -194,6 +196,48 @@ class TestImports:
         assert "kind: sharpen_too" in succeeds("show", "mine.yaml", "--import", "sharpen.py")
         schema = json.loads(succeeds("schema", "recipe", "--import", "sharpen.py"))
         assert "power" in json.dumps(schema)
+
+
+class TestList:
+    def test_every_family_is_listed(self) -> None:
+        rows = [line.split()[0] for line in succeeds("list").splitlines() if line.strip()]
+        assert {"recipes", *families()} <= set(rows)
+
+    def test_every_recipe_and_every_kind_is_listed(self) -> None:
+        for what, names in (("recipes", eigengraft.shipped_recipes()), ("stage", eigengraft.Stage.members)):
+            rows = {line.split()[0] for line in succeeds("list", what).splitlines() if line.strip()}
+            assert set(names) <= rows
+
+    def test_words_select_by_name_and_by_text_in_any_case(self) -> None:
+        output = succeeds("list", "recipes", "MUON", "row")
+        check_said(output, "normuon", "arXiv:2510.05491")
+        assert "adamw" not in output and "polargrad" not in output
+
+    def test_kinds_of_an_imported_file_are_listed_and_shown(self) -> None:
+        file = write("sharpen.py", SHARPEN)
+        check_said(succeeds("list", "stage", "sharpen", "--import", file), "sharpen", "d |d|^(p - 1)")
+        check_said(succeeds("show", "sharpen", "--import", file), "power", "(0, ∞)", 1.5)
+
+    def test_an_unknown_family_and_words_without_an_entry_are_refused(self) -> None:
+        for arguments, data in ((("stagee",), ("stagee", "stage")), (("stage", "xyzzy"), ("stage", "xyzzy"))):
+            result = call("list", *arguments)
+            assert result.exit_code == 2
+            check_said(result.stderr, *data)
+
+
+class TestShowKind:
+    def test_a_kind_is_shown_with_its_formula_and_the_range_of_every_field(self) -> None:
+        output = succeeds("show", "rms")
+        check_said(output, "stage rms", "v <- b v + w x^2", "[0, 1]", "0.999", "decay of the second moment")
+        assert set(RMS.model_fields) - {"kind"} <= set(output.split())
+
+    def test_the_family_tells_a_kind_from_a_recipe_of_its_name(self) -> None:
+        check_said(succeeds("show", "stage.shampoo"), "stage shampoo", "solver")
+
+    def test_a_component_takes_no_overrides(self) -> None:
+        result = call("show", "rms", "beta=0.9")
+        assert result.exit_code == 2
+        check_said(result.stderr, "rms", "--task")
 
 
 class TestShow:

@@ -1,0 +1,210 @@
+"""The catalog of the library: shipped recipes, families and kinds, each with its formula and its fields.
+
+The commands `list` and `show` print it, and the reference pages of the documentation describe fields by the same texts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .arguments import Imports
+
+if TYPE_CHECKING:
+    from eigengraft.component import Component
+
+RECIPES = "recipes"
+"""The word that stands for the shipped recipes where otherwise the name of a family stands."""
+
+
+class FieldText(NamedTuple):
+    """One field of a component as text: its name in YAML, its JSON schema, its default and its meaning.
+
+    default: the default in YAML; None if the field is required.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    default: str | None
+    meaning: str
+
+
+def list_command(
+    what: Annotated[str | None, typer.Argument(help="`recipes` or a family; default all families")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
+    imports: Imports = None,
+) -> None:
+    """List the shipped recipes with what they follow, or the kinds of a family of components with what they compute."""
+    registered = _registered(imports or ())
+    if what is None:
+        rows = [
+            (RECIPES, "whole optimizers, by their papers"),
+            *((n, _about(f)) for n, f in sorted(registered.items())),
+        ]
+        _print_entries(("family", "members"), rows)
+        typer.echo("eigengraft list FAMILY [WORDS] lists its members, eigengraft show KIND prints one")
+        return
+    if what == RECIPES:
+        entries = list(recipe_entries())
+    elif what in registered:
+        entries = [(kind, _about(member)) for kind, member in sorted(registered[what].members.items())]
+    else:
+        near = get_close_matches(what, [RECIPES, *registered], n=1)
+        hint = f", did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"list: '{what}' is no family{hint} (families: {', '.join((RECIPES, *sorted(registered)))})")
+    sought = [word.lower() for word in words or ()]
+    found = [entry for entry in entries if all(word in " ".join(entry).lower() for word in sought)]
+    if not found:
+        raise ValueError(f"list: no entry of '{what}' contains {' and '.join(words or ())}; search with fewer words")
+    _print_entries(("recipe" if what == RECIPES else what, "about"), found)
+
+
+def recipe_entries() -> Iterator[tuple[str, str]]:
+    """Yield (name, text of its field `about`) for every shipped recipe."""
+    from eigengraft.optimizers.recipe.loading import raw_recipe, shipped_recipes
+
+    for name in shipped_recipes():
+        yield name, str(raw_recipe(name).get("about") or "")
+
+
+def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
+    """Return (family, component) for each kind that `source` names, as KIND or FAMILY.KIND."""
+    family, _, kind = source.rpartition(".")
+    found = ((name, own.members.get(kind)) for name, own in sorted(_registered(()).items()) if family in ("", name))
+    return [(name, member) for name, member in found if member is not None]
+
+
+def print_kind(family: str, member: type[Component]) -> None:
+    """Print a component: family and kind, its docstring with the formula, and a table of its fields."""
+    typer.echo(f"{family} {next(kind for kind, own in _registered(())[family].members.items() if own is member)}\n")
+    typer.echo(inspect.getdoc(member) or "")
+    table = _table("field", "values", "default", "meaning")
+    for field in fields_of(member):
+        table.add_row(*map(Text, (field.name, type_text(field.schema), field.default or "required", field.meaning)))
+    if table.row_count:
+        _print(table)
+
+
+def fields_of(cls: type[Component]) -> Iterator[FieldText]:
+    """Yield the fields of a component, without its kind."""
+    schema = cls.model_json_schema(by_alias=True)
+    for own, field in cls.model_fields.items():
+        name = field.alias or own
+        if own != "kind":
+            default = None if field.is_required() else "none" if field.default is None else flow(field.default)
+            yield FieldText(name, schema["properties"][name], default, field.description or "")
+
+
+def flow(value: Any) -> str:
+    """Return plain data or a component in YAML's flow style, without fields of a component that have their default."""
+    from eigengraft.component import Component
+
+    if isinstance(value, Component):
+        changed = {n: getattr(value, n) for n, f in type(value).model_fields.items() if getattr(value, n) != f.default}
+        kind = getattr(value, "kind", None)
+        return kind if kind and not changed else flow(({"kind": kind} if kind else {}) | changed)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def type_text(
+    schema: dict[str, Any],
+    link: Callable[[str], str] = str,
+    code: Callable[[str], str] = str,
+    escape: Callable[[str], str] = str,
+) -> str:
+    """Return the values that a field takes in words, with ranges, from its JSON schema.
+
+    link: maps the name of a family or of a component to text.
+    code: maps a literal value to text.
+    escape: maps a range to text.
+    """
+    from eigengraft.component import FAMILY_MARK
+
+    def text(inner: dict[str, Any]) -> str:
+        return type_text(inner, link, code, escape)
+
+    if FAMILY_MARK in schema:
+        return link(schema[FAMILY_MARK])
+    if "$ref" in schema:
+        return link(schema["$ref"].rsplit("/", 1)[1])
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(dict.fromkeys(map(text, schema.get("anyOf") or schema["oneOf"])))
+    if "allOf" in schema:
+        return text(schema["allOf"][0])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(code(flow(value)) for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type")
+    if kind == "array":
+        items = [schema["items"]] if schema.get("items") else schema.get("prefixItems", [])
+        return "list of " + " and ".join(map(text, items)) if items else "list"
+    if kind == "object":
+        values = schema.get("additionalProperties")
+        return f"mapping to {text(values)}" if isinstance(values, dict) else "mapping"
+    words = {"null": "none", "string": "text", "boolean": f"{code('true')}, {code('false')}"}
+    return words[kind] if kind in words else f"{kind or 'anything'}{escape(interval(schema))}"
+
+
+def interval(schema: dict[str, Any]) -> str:
+    """Return the range of a number as an interval, "" without bounds."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if low is high is above is below is None:
+        return ""
+    start = f"[{low:g}" if low is not None else f"({above:g}" if above is not None else "(-∞"
+    end = f"{high:g}]" if high is not None else f"{below:g})" if below is not None else "∞)"
+    return f" in {start}, {end}"
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring: its first paragraph, up to a full stop."""
+    line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
+    return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
+
+
+def _about(cls: type[Component]) -> str:
+    return first_sentence(inspect.getdoc(cls) or "")
+
+
+def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
+    """Return all families by name, with their members, those of imported files included."""
+    from eigengraft.component import families
+
+    from .. import benches  # noqa: F401  defines the families of benches
+    from ..studies import study  # noqa: F401  defines all other families
+    from ..training.imports import import_component
+
+    for source in imports:
+        import_component(source)
+    return families()
+
+
+def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = _table(*head)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    _print(table)
+
+
+def _table(*head: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for place, title in enumerate(head):
+        table.add_column(title, overflow="fold", no_wrap=place == 0)
+    return table
+
+
+def _print(table: Table) -> None:
+    Console().print(table)
