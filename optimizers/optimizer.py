@@ -18,7 +18,7 @@ from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters, require_values
-from .inspect.reached import require_expected, require_matches, require_partners
+from .inspect.reached import require_expected, require_matches, require_partners, unclear_heads
 from .inspect.reporting import Reporting
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
 from .param_groups import check_options, own_keys, read_hyper, warn_of_options
@@ -100,6 +100,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             require_partners(self.recipe, chain(*self.param_sets.infos))
         if self.recipe.expect:
             require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
+        if not isinstance(params, DescribedParameters):  # `compose` warns of the others, unless its id is silenced
+            for message in unclear_heads(self.recipe, self.param_sets, names_only=True):
+                warn_user(message)
 
     @property
     def known_model(self) -> torch.nn.Module | None:

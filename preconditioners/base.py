@@ -71,6 +71,9 @@ class Traits:
     spectral_norm: upper bound of the spectral norm of the stage's direction. None: no bound of its own is known.
     spectral_gain: upper bound of the ratio of the spectral norms of the outgoing and the incoming direction. None: no
         bound is known.
+    scale_free: True if the outgoing direction is the same for c d as for the incoming direction d, for every c > 0.
+    clip: largest Frobenius norm of a block that passes unchanged, if the stage is a clip: it multiplies a direction by
+        a number of at most 1, and does nothing else. None: the stage is no clip.
     moment: stage of Adam that `apply` computes exactly while none of its fields is scheduled. A chain of a first and a
         second moment runs by torch's fused kernels. None: `apply` computes something else.
     """
@@ -86,6 +89,8 @@ class Traits:
     left_out: tuple[str, ...] = ()
     spectral_norm: float | None = None
     spectral_gain: float | None = None
+    scale_free: bool = False
+    clip: float | None = None
     moment: FirstMoment | SecondMoment | None = None
 
 

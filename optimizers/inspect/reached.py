@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from eigengraft.blocking import Blocking, Pairs
@@ -12,6 +13,7 @@ from eigengraft.signals import PARTNER, asking
 from ..recipe.expect import expected_updates, parse_expectation
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
+from ..state.param_sets import ParamSets
 
 
 def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
@@ -110,3 +112,29 @@ def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
     chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
     named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
     return f"{'there' if upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
+
+
+def unclear_heads(recipe: Recipe, param_sets: ParamSets, names_only: bool) -> Iterator[str]:
+    """Yield a warning if the recipe routes output heads, and the last layer, perhaps a head, goes to its main update.
+
+    There is none if the head is found, frozen or tied, nor for adapters and stacks of equal blocks.
+
+    names_only: True if only names and shapes of the parameters are known, but not their model.
+    """
+    sets = zip(param_sets.parameters, param_sets.infos, strict=True)
+    rows = [row for own, infos in sets for row in zip(own, infos, strict=True)]
+    if not any("head" in route.match.role for route in recipe.routes) or any(info.facts.factor for _, info in rows):
+        return
+    give = (
+        "compose the recipe with its model"
+        if names_only
+        else ("return its module from a method `get_output_embeddings()` of the model")
+    )
+    why = "names and shapes do not show a head" if names_only else "other layers may consume its outputs"
+    for parameter, info in rows:
+        if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
+            yield (
+                f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
+                f"output head is found and {why}; if it is the head, {give}, or put a route with "
+                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'"
+            )

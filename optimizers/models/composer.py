@@ -63,15 +63,17 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         ValueError: the recipe does not fit the parameters.
     """
     described = grouped(model, None) if isinstance(model, nn.Module) else model
+    names_only = not isinstance(described, DescribedParameters)
+    described = DescribedParameters.of(described)
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
-    if isinstance(described, DescribedParameters) and described.model is not None:
+    if described.model is not None:
         optimizer.register_step_pre_hook(ModelLink(described.model, optimizer.param_groups).check)
         for signal, watch in _WATCHES.items():
             if signal in optimizer.param_sets.signals.listeners.asking:
                 watch(optimizer, described.model)
         if optimizer.recipe.averaging is not None:
             watch_evaluation(optimizer, described.model)
-    warn_of_faults(optimizer, steps, silence)
+    warn_of_faults(optimizer, steps, silence, names_only=names_only)
     return optimizer
 
 

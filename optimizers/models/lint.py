@@ -6,28 +6,38 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from eigengraft.errors import name_some, warn_user
 from eigengraft.numerics import active_fake_mode
+from eigengraft.preconditioners.algebra.products import matrix_shape
+from eigengraft.preconditioners.base import Inner, Stage, Stages, chain_slots
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import choose
 from eigengraft.schedules import schedules
 from eigengraft.slots import Slot, StateKey
 
+from ..inspect.reached import unclear_heads
 from ..optimizer import Optimizer
-from ..recipe.recipe import slot_keys
+from ..recipe.recipe import Recipe, Route, slot_keys
 from ..state.shown_state import own_state
+from ..write.constraints.base import Constraint, ConstraintContext
 
 _MOST = 256
 """Bytes of state per entry above which a parameter is reported as costly. Adam has 8, SOAP on square matrices 24."""
 _SMALL = 1e-4
 """A small second moment, relative to the largest of its block: of a gradient 100 times smaller, which is common."""
+
+_OVERSHOOT = 1.3
+"""Factor by which directions may exceed the bounds in traits of stages without state. Iterations for a polar factor
+give singular values of up to 1.2 in place of 1."""
+_WHITENING = frozenset(("second_moment", "root"))
+"""Roles of the slots by which a stage divides directions."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +46,35 @@ class Composition:
 
     optimizer: the composed optimizer, with its recipe and described parameters.
     steps: number of steps of the run; None if it is unknown.
+    names_only: True if only names and shapes of the parameters are known, but not their model.
     """
 
     optimizer: Optimizer
     steps: int | None
+    names_only: bool = False
 
     def slots(self) -> dict[StateKey, dict[Slot, None]]:
         """Return the slots of all blocks of the model, on all ranks, by a key without a block index."""
-        recipe, found = self.optimizer.recipe, dict[StateKey, dict[Slot, None]]()
-        rows = self.optimizer.routing_table()
-        for path, block in dict.fromkeys((row.route, block) for row in rows for block in row.blocks):
-            for key, slot in slot_keys(recipe.updates()[path], path, block).items():
+        found = dict[StateKey, dict[Slot, None]]()
+        for rule, path, block in self._blocks():
+            for key, slot in slot_keys(rule, path, block).items():
                 found.setdefault(key, {})[slot] = None
         return found
+
+    def chains(self) -> dict[str, tuple[Stages, list[tuple[int, ...]]]]:
+        """Return (stages, blocks that they see) for each chain of the model, chains inside stages included, by path."""
+        found = dict[str, tuple[Stages, list[tuple[int, ...]]]]()
+        for rule, path, block in self._blocks():
+            for name, stages in (("update", rule.update), ("after_decay", rule.after_decay)):
+                for at, chain_, seen in _chains(stages, block, f"{path}.{name}" if path else name):
+                    found.setdefault(at, (chain_, []))[1].append(seen)
+        return found
+
+    def _blocks(self) -> Iterator[tuple[Recipe | Route, str, tuple[int, ...]]]:
+        """Yield (update, its path, block) for all different blocks of the model, on all ranks."""
+        rows, updates = self.optimizer.routing_table(), self.optimizer.recipe.updates()
+        for path, block in dict.fromkeys((row.route, block) for row in rows for block in row.blocks):
+            yield updates[path], path, block
 
 
 RecipeCheck = Callable[[Composition], Iterable[str]]
@@ -71,8 +97,12 @@ def known_checks() -> tuple[str, ...]:
     return tuple(sorted(_CHECKS))
 
 
-def warn_of_faults(optimizer: Optimizer, steps: int | None = None, silence: Iterable[str] = ()) -> None:
+def warn_of_faults(
+    optimizer: Optimizer, steps: int | None = None, silence: Iterable[str] = (), *, names_only: bool = False
+) -> None:
     """Warn of every fault that the checks find.
+
+    names_only: True if only names and shapes of the parameters are known, but not their model.
 
     Raises:
         ValueError: `silence` contains an unknown id.
@@ -80,7 +110,7 @@ def warn_of_faults(optimizer: Optimizer, steps: int | None = None, silence: Iter
     silent = [silence] if isinstance(silence, str) else list(silence)
     if unknown := sorted(set(silent) - _CHECKS.keys()):
         raise ValueError(f"silence: there is no check '{unknown[0]}', the ids are {', '.join(known_checks())}")
-    composed = Composition(optimizer, steps)
+    composed = Composition(optimizer, steps, names_only)
     for name, check in _CHECKS.items():
         for message in check(composed) if name not in silent else ():
             warn_user(f"{message} [{name}]")
@@ -88,22 +118,9 @@ def warn_of_faults(optimizer: Optimizer, steps: int | None = None, silence: Iter
 
 @recipe_check("head-unclear")
 def _unclear_head(composed: Composition) -> Iterator[str]:
-    """Warn if the recipe routes output heads elsewhere, and the last layer, perhaps a head, goes to its main update.
-
-    There is no warning if the head is found, frozen or tied, nor for adapters and stacks of equal blocks.
-    """
-    recipe, sets = composed.optimizer.recipe, composed.optimizer.param_sets
-    rows = [row for own, infos in zip(sets.parameters, sets.infos, strict=True) for row in zip(own, infos, strict=True)]
-    if not any("head" in route.match.role for route in recipe.routes) or any(info.facts.factor for _, info in rows):
-        return
-    for parameter, info in rows:
-        if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
-            yield (
-                f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
-                "output head is found and other layers may consume its outputs; if it is the head, return its module "
-                "from a method `get_output_embeddings()` of the model, or put a route with "
-                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'"
-            )
+    """Warn if the last layer, perhaps the output head, goes to the recipe's main update."""
+    optimizer = composed.optimizer
+    yield from unclear_heads(optimizer.recipe, optimizer.param_sets, composed.names_only)
 
 
 @recipe_check("state-large")
@@ -176,6 +193,146 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
                 f"{path}: its schedule takes {length:g} steps and the run has {steps}, so that {schedule[-1].end:g} is "
                 "never reached; give its length as a `fraction` of the run"
             )
+
+
+@recipe_check("whitening-after-graft")
+def _whitening_after_graft(composed: Composition) -> Iterator[str]:
+    """Warn if a stage after a grafting divides by its own statistics or ignores the norm that the grafting has set.
+
+    A magnitude chain without state keeps the norm of the gradient. Second moments after it are no fault: the grafting
+    then preconditions gradients for Adam, as in 4-bit Shampoo.
+    """
+    for path, (stages, (block, *_)) in composed.chains().items():
+        graft: Stage | None = None
+        for stage in stages:
+            grafts = bool(_magnitudes(stage, block))
+            ignores = stage.cached_traits(block).scale_free
+            if graft is not None and not grafts and (ignores or (_adapts(graft, block) and _whitens(stage, block))):
+                yield (
+                    f"{path}.{stage.label}: it changes the norms that {path}.{graft.label} has set, because it divides "
+                    f"directions by a scale of its own; move '{stage.label}' before '{graft.label}' or into its "
+                    "`direction`"
+                )
+            graft = stage if grafts else graft
+
+
+@recipe_check("clip-unused")
+def _unused_clip(composed: Composition) -> Iterator[str]:
+    """Warn of a clip whose factor is lost in a later stage, and of one whose bound is above all possible directions."""
+    for path, (stages, blocks) in composed.chains().items():
+        for place, stage in enumerate(stages):
+            if stage.cached_traits(blocks[0]).clip is None:
+                continue
+            if (after := _ignores_scale(stages[place + 1 :], blocks[0])) is not None:
+                yield (
+                    f"{path}.{stage.label}: it has no effect, because the result of '{after.label}' after it does not "
+                    f"depend on the norm of a direction; remove '{stage.label}' or move it behind '{after.label}'"
+                )
+            elif all(_out_of_reach(stages[: place + 1], block) for block in blocks):
+                reach, bound = _largest(stages[:place], blocks[0]), stage.cached_traits(blocks[0]).clip
+                yield (
+                    f"{path}.{stage.label}: it never clips, because directions before it have norms of at most "
+                    f"{reach:.3g} and its bound is {bound:.3g}, for blocks of {list(blocks[0])}; lower the bound or "
+                    f"remove '{stage.label}'"
+                )
+
+
+@recipe_check("decay-twice")
+def _decay_twice(composed: Composition) -> Iterator[str]:
+    """Warn if parameters decay by the weight decay of their group or route, and by a constraint too."""
+    optimizer = composed.optimizer
+    recipe, found = optimizer.recipe, dict[str, tuple[str, str]]()
+    if active_fake_mode() is not None:  # fake parameters have no values that could shrink
+        return
+    for group, infos in zip(optimizer.param_groups, optimizer.param_sets.infos, strict=True):
+        for info in infos:
+            path = recipe.route(info)[0]
+            rule = recipe.updates()[path]
+            own = rule.weight_decay if isinstance(rule, Route) else None
+            rate = group["weight_decay"] if own is None else own.rate
+            for constraint in rule.constraints if isinstance(rate, Tensor) or rate > 0 else ():
+                if _decays(constraint):
+                    where = f"{path}.constraints.{constraint.label}".lstrip(".")
+                    rates = f"{path}.weight_decay" if own is not None else "weight_decay"
+                    found.setdefault(where, (f"{rates} {float(rate):g}", str(info.name)))
+    for where, (rates, name) in found.items():
+        yield (
+            f"{where}: {name} decays twice in a step, here and by {rates}; set that rate to 0 or remove the constraint"
+        )
+
+
+def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple[str, Stages, tuple[int, ...]]]:
+    """Yield (path, stages, block that they see) for a chain and for the chains inside its stages."""
+    if stages:
+        yield path, stages, block
+    for stage in stages:
+        for name, inner in stage.inner(block).items():
+            yield from _chains(inner.chain, inner.block, f"{path}.{stage.label}.{name}")
+
+
+def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
+    """Return the chains inside a stage whose second moments set the norm of its result."""
+    return [inner for inner in stage.inner(block).values() if inner.sensitive]
+
+
+def _adapts(graft: Stage, block: tuple[int, ...]) -> bool:
+    """Return True if a grafting takes its norms from a chain with state."""
+    return any(stage.keeps_state(inner.block) for inner in _magnitudes(graft, block) for stage in inner.chain)
+
+
+def _whitens(stage: Stage, block: tuple[int, ...]) -> bool:
+    """Return True if a stage, or a stage inside it, keeps a statistic by which it divides directions."""
+    return any(slot.role in _WHITENING and slot.shape for _, _, slot in chain_slots((stage,), block))
+
+
+def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
+    """Return the first stage behind clips if its result does not depend on the norm of its input, and if it has no
+    state. Return None otherwise.
+    """
+    for stage in stages:
+        own = stage.cached_traits(block)
+        if stage.keeps_state(block):
+            return None
+        if own.scale_free:
+            return stage
+        if own.clip is None:
+            return None
+    return None
+
+
+def _largest(stages: Stages, block: tuple[int, ...]) -> float:
+    """Return an upper bound of the Frobenius norm of the last direction of a chain, infinity if none is known."""
+    norm = math.inf
+    for stage in stages:
+        own = stage.cached_traits(block)
+        if own.clip is not None:
+            norm = min(norm, own.clip) if _of_blocks(stage, block) else norm
+        elif own.spectral_norm is not None and not stage.keeps_state(block):
+            norm = own.spectral_norm
+        else:
+            norm *= math.inf if own.spectral_gain is None else own.spectral_gain
+    return norm * math.sqrt(min(matrix_shape(block))) if norm else math.inf
+
+
+def _out_of_reach(stages: Stages, block: tuple[int, ...]) -> bool:
+    """Return True if the last stage of a chain, a clip, never changes a direction of the stages before it."""
+    clip = stages[-1].cached_traits(block).clip
+    return clip is not None and _of_blocks(stages[-1], block) and clip > _OVERSHOOT * _largest(stages[:-1], block)
+
+
+def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
+    """Return True if a clip limits the norm of each block by a constant."""
+    own = clip.cached_traits(block)
+    return not own.sums and not own.signals and not any(True for _ in schedules(clip))
+
+
+def _decays(constraint: Constraint) -> bool:
+    """Return True if a constraint without state makes parameters smaller, the more the larger the learning rate is."""
+    if constraint.requires_some or constraint.slots((2, 2)):
+        return False
+    ones = [torch.ones(2, 2, device="cpu")]
+    kept, less = (constraint.retract({}, ones, ones, ones, ConstraintContext(lr=lr))[0] for lr in (0.0, 0.5))
+    return bool((kept > less).all())
 
 
 def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:

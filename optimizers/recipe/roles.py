@@ -127,7 +127,7 @@ def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: Mode
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
     structure: facts about the modules; None if only named parameters are known, perhaps not all of a model. Then the
-        last position alone makes no head.
+        last position alone makes no head, and the last layer is unclear.
     """
     return _Search(layers, rows, structure).heads()
 
@@ -267,8 +267,10 @@ class _Search:
         if (numbered := self._numbered(last)) is not None:
             self.found[numbered.key] = "last of numbered layers"
             return None
-        if not self.known or last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
+        if last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
             return None
+        if not self.known:
+            return None if self.consumed(last) and self.repeated(last) else last
         ordered = all(
             last.path[:depth] in self.structure.sequentials for depth in range(len(self.root), len(last.path))
         )

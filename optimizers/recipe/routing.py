@@ -150,6 +150,8 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
     ]
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
     heads = output_heads(layers, {length for row in rows for length in row.rows})
+    if all(row.plain is None for row in rows):  # hidden layers of a model alone, selected for this optimizer
+        heads = replace(heads, unclear=None)
     return {id(row.parameter): row.info(heads) for row in rows}
 
 

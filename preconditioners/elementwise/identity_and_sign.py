@@ -31,7 +31,7 @@ class Sign(Stage):
     kind: Literal["sign"] = "sign"
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(entrywise=True, spectral_norm=math.sqrt(math.prod(block)))
+        return Traits(entrywise=True, spectral_norm=math.sqrt(math.prod(block)), scale_free=True)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction.sign()

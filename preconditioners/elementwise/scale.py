@@ -90,6 +90,9 @@ class Normalize(Stage):
     )
     factor: float = Field(default=1.0, gt=0, description="multiplies the rule")
 
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(scale_free=self.rule != "norm_preserving")
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         target = block_norm(gradient)
         if self.rule != "norm_preserving":
@@ -103,6 +106,9 @@ class ClipRMS(Stage):
 
     kind: Literal["clip_rms"] = "clip_rms"
     threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(clip=self.threshold * math.sqrt(math.prod(block)))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))
@@ -124,7 +130,8 @@ class ClipNorm(Stage):
     )
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits((Request("gradient_norm"),) if self.per == "model" else (), sums=self.per == "parameter")
+        signals = (Request("gradient_norm"),) if self.per == "model" else ()
+        return Traits(signals, sums=self.per == "parameter", clip=self.max_norm)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if self.per == "model":

@@ -25,6 +25,9 @@ class Standardize(Stage):
     kind: Literal["standardize"] = "standardize"
     center: bool = Field(default=True, description="subtract the mean of each row")
 
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(scale_free=True)
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         peak = direction.abs().amax(-1, keepdim=True)
         rows = direction / peak.clamp_min(tiny(direction.dtype))  # so that squares neither over- nor underflow
@@ -47,7 +50,7 @@ class Sinkhorn(Stage):
     rounds: int = Field(default=5, ge=1, le=100, description="how often rows and columns are normalized")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(matrices=True)
+        return Traits(matrices=True, scale_free=True)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)

@@ -152,7 +152,8 @@ class Spectral(Stage):
     def traits(self, block: tuple[int, ...]) -> Traits:
         m, n = matrix_shape(block)
         work = 30.0 * min(m, n) * m * n  # five iterations of three products, each with 2 operations
-        return Traits(matrices=True, work=work, spectral_norm=None if self.nuclear_norm else 1.0)
+        bounded = not self.nuclear_norm
+        return Traits(matrices=True, work=work, spectral_norm=1.0 if bounded else None, scale_free=bounded)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         polar = self.solver.of_blocks(direction)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from eigengraft import compose
+from eigengraft import Optimizer, compose, shipped_recipes
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.models import lint
 from eigengraft.optimizers.models.lint import Composition, known_checks, recipe_check
 
-from ..refusals import refused
+from ..refusals import check_said, refused
 
 
 def model(width: int = 64) -> nn.Module:
@@ -118,3 +119,154 @@ def test_a_check_of_ones_own_runs_beside_the_others(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("recipe", ["soap_int8", "adamw_8bit", "shampoo_4bit", "muon_8bit"])
 def test_shipped_storage_is_in_order_on_layers_of_usual_size(recipe: str) -> None:
     assert warned(recipe, model(256)) == []
+
+
+NEW = ("whitening-after-graft", "clip-unused", "decay-twice")
+
+
+def said(recipe: Any, name: str, *data: object, own: nn.Module | None = None) -> None:
+    """Check that one warning with this id and these data comes, or none if there are no data."""
+    found = [message for message in warned(recipe, own or model(32)) if message.endswith(f"[{name}]")]
+    assert len(found) == bool(data), found
+    if data:
+        check_said(found[0], *data)
+
+
+def grafted(magnitude: Any, *after: Any) -> dict[str, Any]:
+    return {"update": [{"kind": "graft", "direction": {"kind": "spectral"}, "magnitude": magnitude}, *after]}
+
+
+@pytest.mark.parametrize("after", ["rms", "shampoo", "sign", "spectral", "normalize", "standardize"])
+def test_what_whitens_after_a_graft_is_named(after: str) -> None:
+    recipe = grafted({"kind": "rms"}, {"kind": "momentum"}, {"kind": after, "name": "last"})
+    said(recipe, NEW[0], "update.last", "update.graft", "direction")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        grafted({"kind": "rms"}, {"kind": "momentum"}, {"kind": "scale", "factor": 2.0}),
+        grafted({"kind": "rms"}, {"kind": "normalize", "rule": "norm_preserving"}),
+        grafted({"kind": "rms"}, {"kind": "eigenbasis", "inner": [{"kind": "momentum"}]}),
+        grafted({"kind": "identity"}, {"kind": "momentum"}, {"kind": "rms"}),
+        {"update": [{"kind": "rms"}, {"kind": "sign"}, *grafted({"kind": "rms"})["update"]]},
+    ],
+)
+def test_what_keeps_the_norm_of_a_graft_is_not(recipe: Any) -> None:
+    said(recipe, NEW[0])
+
+
+def test_a_chain_inside_a_stage_is_checked_too() -> None:
+    inner = grafted({"kind": "rms"}, {"kind": "sign"})["update"]
+    said({"update": [{"kind": "eigenbasis", "inner": inner}]}, NEW[0], "update.eigenbasis.inner.sign")
+
+
+@pytest.mark.parametrize(
+    ("chain", "data"),
+    [
+        ([{"kind": "clip_norm"}, {"kind": "spectral"}], ("update.clip_norm", "spectral")),
+        ([{"kind": "clip_norm", "per": "model"}, {"kind": "sign"}], ("update.clip_norm", "sign")),
+        ([{"kind": "momentum"}, {"kind": "clip_rms"}, {"kind": "normalize"}], ("update.clip_rms", "normalize")),
+        ([{"kind": "spectral"}, {"kind": "clip_norm", "max_norm": 20.0}], ("update.clip_norm", "5.66", "20")),
+        ([{"kind": "spectral"}, {"kind": "scale", "factor": 4.0}, {"kind": "clip_norm", "max_norm": 20.0}], ()),
+        ([{"kind": "spectral"}, {"kind": "clip_norm", "max_norm": 5.0}], ()),
+        ([{"kind": "spectral"}, {"kind": "clip_norm", "max_norm": 20.0, "per": "parameter"}], ()),
+        ([{"kind": "clip_norm"}, {"kind": "momentum"}, {"kind": "spectral"}], ()),
+        ([{"kind": "clip_norm"}, {"kind": "spectral", "nuclear_norm": True}], ()),
+        ([{"kind": "clip_norm"}, {"kind": "momentum"}, {"kind": "rms"}], ()),
+        ([{"kind": "momentum"}, {"kind": "rms"}, {"kind": "clip_rms", "threshold": 3.0}], ()),
+    ],
+)
+def test_a_clip_that_cannot_clip_is_named(chain: list[Any], data: tuple[str, ...]) -> None:
+    said({"update": chain}, NEW[1], *data)
+
+
+def test_a_clip_of_which_one_block_is_in_reach_is_not() -> None:
+    """The norm of a polar factor is at most the root of the shorter side: 4 for one layer, 1 for the bias."""
+    wide = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64, bias=False))
+    chain = [{"kind": "spectral"}, {"kind": "clip_norm", "max_norm": 7.0}]
+    said({"update": chain}, NEW[1], own=wide)
+    said({"update": chain}, NEW[1], "update.clip_norm", own=wide[0])
+
+
+def test_a_clip_that_cannot_clip_changes_no_bit() -> None:
+    """The claim of the warnings, on gradients of several sizes."""
+    for chain in ([{"kind": "spectral"}], [{"kind": "momentum"}, {"kind": "sign"}]):
+        clip = {"kind": "clip_norm", "max_norm": 1e-2 if chain[0]["kind"] == "momentum" else 20.0}
+        place = -1 if chain[0]["kind"] == "momentum" else len(chain)
+        found = []
+        for update in (chain, [*chain[:place], clip, *chain[place:]]):
+            weight = nn.Parameter(torch.zeros(8, 8))
+            optimizer = Optimizer([("weight", weight)], {"update": update}, lr=0.1)
+            for step in range(3):
+                weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)) * 10.0**step
+                optimizer.step()
+            found.append(weight.detach().clone())
+        assert torch.equal(*found)
+
+
+LATE = {"update": [{"kind": "momentum"}], "constraints": [{"kind": "late_decay", "rate": 0.05}]}
+
+
+def test_decay_by_the_group_or_the_route_and_by_a_constraint_is_named() -> None:
+    decay = {"weight_decay": {"kind": "decoupled", "rate": 0.1}}
+    said(LATE | decay, NEW[2], "constraints.late_decay", "0.weight", "weight_decay", 0.1)
+    said(LATE | {"weight_decay": {"kind": "l2", "rate": 0.1}}, NEW[2], "constraints.late_decay")
+    said(LATE, NEW[2])
+    said({"update": [{"kind": "momentum"}], "constraints": [{"kind": "radius_pin"}]} | decay, NEW[2])
+    route = {"name": "head", "match": {"role": "head"}, **LATE, "weight_decay": {"kind": "cautious", "rate": 0.2}}
+    whole = {"update": [{"kind": "momentum"}], "routes": [route]}
+    said(whole, NEW[2], "routes.head.constraints.late_decay", "routes.head.weight_decay", 0.2)
+    assert any("decay-twice" in message for message in warned(LATE, model(), weight_decay=0.3))
+
+
+def test_no_shipped_recipe_has_these_faults() -> None:
+    pair = nn.Sequential()
+    for name, shape in (("lora_A", (4, 32)), ("lora_B", (32, 4))):
+        pair.add_module(name, nn.Linear(*shape[::-1], bias=False))
+    asked = 0
+    for name in shipped_recipes():
+        for own in (model(32), pair):
+            try:
+                found = warned(name, own)
+            except (RecipeError, ValueError):  # recipes for pairs alone, and a pair's views that a recipe refuses
+                continue
+            asked += 1
+            assert [message for message in found if message.endswith(tuple(f"[{own}]" for own in NEW))] == [], name
+    assert asked > len(shipped_recipes()) - 5
+
+
+def test_parameters_without_their_model_get_a_warning_of_a_head_that_is_not_found() -> None:
+    deep = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Optimizer(deep.named_parameters(), recipe="muon")
+    (message,) = (str(one.message) for one in caught if one.category is UserWarning)
+    check_said(message, "2.weight", "default")
+    (same,) = warned("muon", deep.named_parameters())  # type: ignore[arg-type]
+    assert same == f"{message} [head-unclear]"
+    assert warned("muon", deep.named_parameters(), silence="head-unclear") == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        ("adamw", {"0.weight": (8, 8), "0.bias": (8,), "2.weight": (4, 8)}),  # every layer has this update
+        ("muon", {"up.weight": (8, 8), "up.bias": (8,), "lm_head.weight": (4, 8)}),  # a name that says so
+        ("muon", {"blocks.0.up.weight": (16, 8), "blocks.1.up.weight": (16, 8)}),  # hidden layers that were selected
+        (
+            "muon",  # repeated, and the next block consumes it: the head is tied to the embedding
+            {
+                "wte.weight": (50, 8),
+                "blocks.0.up.weight": (16, 8),
+                "blocks.0.down.weight": (8, 16),
+                "blocks.1.up.weight": (16, 8),
+                "blocks.1.down.weight": (8, 16),
+            },
+        ),
+    ],
+)
+def test_parameters_without_their_model_whose_head_is_clear_get_none(recipe: str, names: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Optimizer([(name, nn.Parameter(torch.zeros(shape))) for name, shape in names.items()], recipe=recipe)
