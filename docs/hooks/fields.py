@@ -19,7 +19,7 @@ def field_table(cls: type[Component], links: Links, here: str = "") -> str:
 
     rows = []
     for field in fields_of(cls):
-        default = "required" if field.default is None else "none" if field.default == "none" else f"`{field.default}`"
+        default = "required" if field.required else "none" if field.default is None else f"`{field.default}`"
         kind = type_text(field.schema, link, "`{}`".format, _escaped)
         rows.append([f"`{field.name}`", kind, default, inline(field.meaning)])
     return table(["field", "values", "default", "meaning"], rows) if rows else "No fields."

@@ -30,11 +30,12 @@ RECIPES = "recipes"
 class FieldText(NamedTuple):
     """One field of a component as text: its name in YAML, its JSON schema, its default and its meaning.
 
-    default: the default in YAML; None if the field is required.
+    default: the default in YAML; None if the field is required, or if it has no value by default.
     """
 
     name: str
     schema: dict[str, Any]
+    required: bool
     default: str | None
     meaning: str
 
@@ -90,19 +91,22 @@ def print_kind(family: str, member: type[Component]) -> None:
     typer.echo(inspect.getdoc(member) or "")
     table = _table("field", "values", "default", "meaning")
     for field in fields_of(member):
-        table.add_row(*map(Text, (field.name, type_text(field.schema), field.default or "required", field.meaning)))
+        default = "required" if field.required else field.default or "none"
+        table.add_row(*map(Text, (field.name, type_text(field.schema), default, field.meaning)))
     if table.row_count:
         _print(table)
 
 
 def fields_of(cls: type[Component]) -> Iterator[FieldText]:
     """Yield the fields of a component, without its kind."""
+    from pydantic_core import PydanticUndefined
+
     schema = cls.model_json_schema(by_alias=True)
     for own, field in cls.model_fields.items():
         name = field.alias or own
         if own != "kind":
-            default = None if field.is_required() else "none" if field.default is None else flow(field.default)
-            yield FieldText(name, schema["properties"][name], default, field.description or "")
+            default = None if field.default in (None, PydanticUndefined) else flow(field.default)
+            yield FieldText(name, schema["properties"][name], field.is_required(), default, field.description or "")
 
 
 def flow(value: Any) -> str:

@@ -66,7 +66,7 @@ class Linear(LearningRateSchedule):
         return 1 - (1 - self.final) * t
 
 
-class Power(LearningRateSchedule):
+class PowerDecay(LearningRateSchedule):
     """decay(t) = final + (1 - final) (1 - t^power)
 
     With power 1 it is `linear`. A larger power keeps the learning rate high for longer, 1/2 lets it fall at once.

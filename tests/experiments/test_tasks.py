@@ -25,7 +25,7 @@ from eigengraft.experiments.training.schedule import (
     Cosine,
     LearningRateSchedule,
     Linear,
-    Power,
+    PowerDecay,
     WarmupStableDecay,
 )
 from eigengraft.testing.laws import Law
@@ -234,8 +234,12 @@ def test_schedules_follow_their_formulas() -> None:
 def test_power_is_its_formula(power: float, final: float) -> None:
     t = torch.arange(10, dtype=torch.float64) / 10
     expected = 2 * (final + (1 - final) * (1 - t.pow(power)))
-    assert rates(Power(power=power, final=final, warmup_steps=5), 15)[5:] == pytest.approx(expected.tolist(), rel=1e-12)
-    assert rates(Power(power=power, final=final, warmup_steps=5), 15)[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert rates(PowerDecay(power=power, final=final, warmup_steps=5), 15)[5:] == pytest.approx(
+        expected.tolist(), rel=1e-12
+    )
+    assert rates(PowerDecay(power=power, final=final, warmup_steps=5), 15)[:5] == pytest.approx(
+        [0.4, 0.8, 1.2, 1.6, 2.0]
+    )
 
 
 @pytest.mark.parametrize("shape", ["linear", "sqrt"])
@@ -253,7 +257,7 @@ def test_warmup_stable_decay_is_its_formula(shape: str, fraction: float, final: 
 
 
 def test_schedules_that_are_others() -> None:
-    assert rates(Power(power=1.0, final=0.3), 9) == pytest.approx(rates(Linear(final=0.3), 9), rel=1e-12)
+    assert rates(PowerDecay(power=1.0, final=0.3), 9) == pytest.approx(rates(Linear(final=0.3), 9), rel=1e-12)
     assert rates(WarmupStableDecay(decay_fraction=1.0), 9) == pytest.approx(rates(Linear(), 9), rel=1e-12)
 
 
