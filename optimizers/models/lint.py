@@ -26,7 +26,7 @@ from ..inspect.reached import unclear_heads
 from ..optimizer import Optimizer
 from ..recipe.recipe import Recipe, Route, slot_keys
 from ..state.shown_state import own_state
-from ..write.constraints.base import Constraint, ConstraintContext
+from ..write.constraints import Constraint, ConstraintContext
 
 _MOST = 256
 """Bytes of state per entry above which a parameter is reported as costly. Adam has 8, SOAP on square matrices 24."""
