@@ -270,7 +270,8 @@ class _Search:
         if last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
             return None
         if not self.known:
-            return None if self.consumed(last) and self.repeated(last) else last
+            tied = bool(self.rows)  # a head that is tied to an embedding has no name of its own
+            return None if self.consumed(last) and (tied or self.repeated(last)) else last
         ordered = all(
             last.path[:depth] in self.structure.sequentials for depth in range(len(self.root), len(last.path))
         )

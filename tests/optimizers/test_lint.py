@@ -254,6 +254,7 @@ def test_parameters_without_their_model_get_a_warning_of_a_head_that_is_not_foun
         ("adamw", {"0.weight": (8, 8), "0.bias": (8,), "2.weight": (4, 8)}),  # every layer has this update
         ("muon", {"up.weight": (8, 8), "up.bias": (8,), "lm_head.weight": (4, 8)}),  # a name that says so
         ("muon", {"blocks.0.up.weight": (16, 8), "blocks.1.up.weight": (16, 8)}),  # hidden layers that were selected
+        ("muon", {"wte.weight": (50, 8), "mlp.0.weight": (16, 8), "mlp.2.weight": (8, 16)}),  # so is one block's
         (
             "muon",  # repeated, and the next block consumes it: the head is tied to the embedding
             {
