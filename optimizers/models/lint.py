@@ -330,7 +330,7 @@ def _decays(constraint: Constraint) -> bool:
     """Return True if a constraint without state makes parameters smaller, the more the larger the learning rate is."""
     if constraint.requires_some or constraint.slots((2, 2)):
         return False
-    ones = [torch.ones(2, 2, device="cpu")]
+    ones = [torch.ones(2, 2, dtype=torch.float32, device="cpu")]
     kept, less = (constraint.retract({}, ones, ones, ones, ConstraintContext(lr=lr))[0] for lr in (0.0, 0.5))
     return bool((kept > less).all())
 
