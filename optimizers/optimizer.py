@@ -27,8 +27,9 @@ from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
 from .signals import Given, SignalSource, Steps, with_partners
 from .state.param_sets import ParamSets
+from .step.gradients import LossScale
 from .write.averaging import Mode
-from .write.closures import Passes, require_closure
+from .write.closures import Passes, require_closure, require_no_calls
 from .write.rounding import RoundingWatch
 from .write.write import Hyper
 
@@ -65,6 +66,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     """Watch for updates that are lost to rounding. None: its checks are finished, or the recipe rounds by itself."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
+    _step_supports_amp_scaling = True
+    """Mark by which `torch.amp.GradScaler` leaves `found_inf` and `grad_scale` to the step and reads nothing."""
 
     def __init__(
         self,
@@ -202,6 +205,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if self.iterate != "train":
             held = "the parameters hold the evaluated iterate, and steps need the training iterate"
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
+        loss_scale = LossScale.of(self)
+        if loss_scale is not None:
+            require_no_calls(closure, self._calls_again)
+            if loss_scale.stops:
+                return None
         self.param_sets.consolidated = None
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
         passes = self._passes(closure, parameters)
@@ -216,7 +224,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if self.param_sets.schedules.by_path:
             self.param_sets.schedules.follow(self.param_sets)
         hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
-        ready: Steps = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
+        ready: Steps = [(param_set, param_set.prepare(hypers, loss_scale)) for param_set in self.param_sets]
         if self.param_sets.asks_signals:
             ready = with_partners(self.param_sets, self.param_sets.signals.take(ready))  # all have prepared
         for group, hyper in zip(self.param_groups, hypers, strict=True):
@@ -232,9 +240,14 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self._rounding = None
         return loss
 
+    @property
+    def _calls_again(self) -> str | None:
+        """The part of the recipe that calls closures again; None: nothing does."""
+        return next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
+
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
         """Return the calls of the closure in this step. Return None without a closure."""
-        rule = next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
+        rule = self._calls_again
         if closure is None and rule is None:
             return None
         require_closure(closure, rule)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,10 +16,69 @@ from torch import Tensor
 from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.rank_group import HostCopy
 from eigengraft.errors import warn_user
-from eigengraft.numerics import compute_dtype, has_values, kept_on_device, norms_by_dtype, squares_are_finite
+from eigengraft.numerics import (
+    compute_dtype,
+    has_values,
+    kept_on_device,
+    may_branch_on_values,
+    norms_by_dtype,
+    squares_are_finite,
+)
 
 from ..write.failure import Failure
 from ..write.write import Rates
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What `torch.amp.GradScaler` leaves to the step of an optimizer that supports it.
+
+    scale: 0-d, factor of all gradients; None: they have been divided by it.
+    found_inf: 0-d, 0 unless some gradient of the optimizer holds inf or nan; None: nothing looked for them.
+    """
+
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: object) -> LossScale | None:
+        """Return what a scaler has put on an optimizer for this step; None: there is no scaler."""
+        given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+        scale, found = (x if x is None or isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in given)
+        return None if scale is found is None else cls(scale, found)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the host knows, without a wait, that the step must change nothing."""
+        found = self.found_inf
+        return found is not None and may_branch_on_values(found) and bool(found)
+
+    def usable(self, device: torch.device) -> Tensor | None:
+        """Return, 0-d on a device, whether the step may be taken; None: it may, as the host knows."""
+        if self.found_inf is None or self.found_inf.is_cpu:
+            return None
+        return self.found_inf.to(device, non_blocking=True) == 0
+
+    def unscale(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+        """Divide gradients by the scale in place, as `GradScaler.unscale_` does.
+
+        Raises ValueError for one in float16, in which small numbers would be lost.
+        """
+        if self.scale is None:
+            return
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is None or gradient.layout is not torch.strided:  # the finite check refuses other layouts
+                continue
+            if gradient.dtype == torch.float16:
+                raise ValueError(
+                    f"{name}: a gradient in float16 loses small numbers when it is divided by the scale of the loss; "
+                    "keep parameters in float32 and compute in float16 under torch.autocast"
+                )
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        inverse = self.scale.double().reciprocal().float()  # as the scaler rounds it
+        for (device, _), scaled in kinds.items():
+            torch._foreach_mul_(scaled, inverse.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -31,6 +90,7 @@ class GivenGradients:
     present: `[P]` on the host, parameters that have a gradient here.
     linear: `[P]`, parameters whose updates square nothing.
     rates, steps: what all ranks must step with: learning rates and decays, and the number of steps before this one.
+    allowed: 0-d on a device, whether the scaler of the loss found no inf and no nan; None: the step is allowed.
     """
 
     gradients: Sequence[Tensor | None]
@@ -38,6 +98,7 @@ class GivenGradients:
     linear: NDArray[np.bool_]
     rates: Rates
     steps: int
+    allowed: Tensor | None = None
 
 
 STALLED = 10
@@ -140,30 +201,32 @@ class FiniteCheck:
         present = present & ~idle
         positions = np.flatnonzero(present).tolist()
         usable = survey.usable(positions, self.failure.nonfinite != "ignore")
-        return (*self._decide(positions, usable, present, given.gradients), survey)
+        return (*self._decide(positions, usable, present, given), survey)
 
     def _decide(
         self,
         positions: list[int],
         usable: Tensor | None,
         present: NDArray[np.bool_],
-        gradients: Sequence[Tensor | None],
+        given: GivenGradients,
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
-        if usable is None:
+        if usable is None and (given.allowed is None or not positions):
             self._stalled *= not positions  # a step without gradients is none
             return present, None
-        if not self._on_host:
-            return present, self._defer(positions, usable, len(present))
-        bad = self._count(positions, usable, gradients)
-        self.raise_nonfinite(bad, "nothing was changed", gradients)
+        if not self._on_host or usable is None:  # of a scaler alone nothing is read on the host
+            return present, self._defer(positions, usable, given.allowed, len(present))
+        found = _answers(usable, given.allowed)
+        if found.stopped:
+            return np.zeros_like(present), None
+        bad = self._count(positions, found.usable, given.gradients)
+        self.raise_nonfinite(bad, "nothing was changed", given.gradients)
         present[bad] = False
         return present, None
 
     def _count(
-        self, positions: list[int], usable: Tensor, gradients: Sequence[Tensor | None] | None = None
+        self, positions: list[int], found: Sequence[bool], gradients: Sequence[Tensor | None] | None = None
     ) -> list[int]:
         """Positions of unusable gradients, which are counted by name; gradients: None where they are gone."""
-        found = usable.tolist() if has_values(usable) else [True] * len(positions)
         bad = [position for position, good in zip(positions, found, strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
@@ -185,12 +248,19 @@ class FiniteCheck:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise TypeError(f"{name}: a dense gradient is required, got layout {gradient.layout}")
 
-    def resolve_deferred(self) -> list[int]:
-        """Positions whose gradient, one step ago on the device, turned out to be unusable; they are counted now."""
+    def resolve_deferred(self) -> tuple[list[int], list[int]]:
+        """(positions that were not updated one step ago, those of unusable gradients, which are counted now).
+
+        They differ where the scaler of the loss stopped the step.
+        """
         if self._deferred is None:
-            return []
-        (positions, usable), self._deferred = self._deferred, None
-        return self._count(positions, usable.wait())
+            return [], []
+        (positions, answers), self._deferred = self._deferred, None
+        found = _read(answers.wait(), len(positions))
+        if found.stopped:
+            return positions, []
+        bad = self._count(positions, found.usable)
+        return bad, bad
 
     def raise_nonfinite(
         self, bad: Sequence[int], outcome: str, gradients: Sequence[Tensor | None] | None = None
@@ -206,13 +276,40 @@ class FiniteCheck:
         """Whether the host reads which gradients can be used."""
         return self.failure.detect != "device"
 
-    def _defer(self, positions: list[int], usable: Tensor, total: int) -> Tensor:
-        """The mask `[P]` of usable gradients; what it says is copied to the host meanwhile."""
-        self._deferred = (positions, HostCopy(usable))
+    def _defer(self, positions: list[int], usable: Tensor | None, allowed: Tensor | None, total: int) -> Tensor:
+        """The mask `[P]` of gradients that are usable and allowed; what it says is copied to the host meanwhile."""
+        if usable is None:
+            assert allowed is not None
+            usable = torch.ones(len(positions), dtype=torch.bool, device=allowed.device)
+        self._deferred = (positions, HostCopy(_with(usable, allowed)))
+        usable = usable if allowed is None else usable & allowed
         if len(positions) == total:
             return usable
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
         return mask.index_copy_(0, kept_on_device(np.array(positions, dtype=np.int64), usable.device), usable)
+
+
+class _Answers(NamedTuple):
+    """Which of n gradients are usable, and whether the scaler of the loss stopped the step, on the host."""
+
+    usable: list[bool]
+    stopped: bool
+
+
+def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
+    """Which gradients are usable `[n]`, followed by whether the step is allowed where a scaler says so."""
+    return usable if allowed is None else torch.cat([usable, allowed.view(1)])
+
+
+def _answers(usable: Tensor, allowed: Tensor | None) -> _Answers:
+    """Read answers on the host, in one copy."""
+    return _read(_with(usable, allowed), len(usable))
+
+
+def _read(answers: Tensor, gradients: int) -> _Answers:
+    """Take `_with` apart; of fake tensors, which have no values, everything is usable."""
+    found = answers.tolist() if has_values(answers) else [True] * len(answers)
+    return _Answers(found[:gradients], not all(found[gradients:]))
 
 
 def _fault(gradient: Tensor | None) -> str:

@@ -28,7 +28,7 @@ from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
 from .fused import FusedStep
-from .gradients import FiniteCheck, GivenGradients
+from .gradients import FiniteCheck, GivenGradients, LossScale
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
 
@@ -108,9 +108,9 @@ class ParamSet:
         return [*map(as_pairs, self.parameters)] if self._complex else self.parameters
 
     def resolve_deferred(self) -> None:
-        """Takes back the count of parameters whose last gradient turned out, on the device, to be unusable."""
-        bad = self.finite_check.resolve_deferred()
-        for position in bad:
+        """Takes back the count of parameters that were not updated, as it turned out on the device."""
+        left, bad = self.finite_check.resolve_deferred()
+        for position in left:
             if self.step_counts[position]:  # a host may have set it to 0
                 self.step_counts[position] -= 1
                 self._begun[position] = self.step_counts[position] > 0
@@ -159,16 +159,23 @@ class ParamSet:
         rank = self.rank_group.rank
         return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
-    def prepare(self, hypers: Sequence[Hyper]) -> Step | None:
-        """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
+    def prepare(self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None) -> Step | None:
+        """Checks the gradients and changes nothing else; None if there is nothing to do. Raises as the check does.
+
+        loss_scale: scale of the loss, by which gradients are divided in place first; None: there is no scaler.
+        """
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
         if self._complex:
             found = [None if gradient is None else as_pairs(gradient) for gradient in found]
+        allowed = None
+        if loss_scale is not None:
+            loss_scale.unscale(self.names, found)
+            allowed = loss_scale.usable(self.parameters[0].device)
         present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
         own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
-        given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()))
+        given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()), allowed)
         active, mask, survey = self.finite_check.check(given)
         if not active.any() and mask is None:
             return None

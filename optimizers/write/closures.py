@@ -76,6 +76,19 @@ def require_closure(closure: object, repeated_by: str | None) -> None:
         raise TypeError(f"Optimizer.step: the closure must be a function that returns the loss, got {closure!r:.60}")
 
 
+def require_no_calls(closure: object, repeated_by: str | None) -> None:
+    """Raise RuntimeError for a closure, or a part of the recipe that calls one, in a step of a `GradScaler`.
+
+    repeated_by: as of `require_closure`.
+    """
+    found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again"
+    if closure is not None or repeated_by is not None:
+        raise RuntimeError(
+            f"Optimizer.step: {found} cannot be combined with a GradScaler, whose scale and search for inf are of the "
+            "gradients before the call; train in bfloat16, which needs no scaler"
+        )
+
+
 class _Start:
     """The buffers and the states of random number generators before the first call."""
 

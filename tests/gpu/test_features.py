@@ -138,8 +138,7 @@ def test_addresses_of_state_never_move(recipe: str, device: torch.device) -> Non
 
 
 def addresses(run: Run) -> list[int]:
-    held = [x for own in run.optimizer.stack_states() for x in own.tensors.values()]
-    return [x.data_ptr() for x in (*run.model.parameters(), *held)]
+    return [x.data_ptr() for x in (*run.model.parameters(), *addressed(run))]
 
 
 @pytest.mark.parametrize("detect", ["host", "device"])
@@ -180,6 +179,46 @@ def test_parameters_of_bfloat16_and_of_two_devices(device: torch.device) -> None
             optimizer.step()
         runs.append([p.detach().cpu() for p in own])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "soap"])
+@pytest.mark.parametrize(
+    "failure",
+    [{}, {"detect": "device"}, {"nonfinite": "ignore"}, {"nonfinite": "raise"}],
+    ids=["host", "device", "ignore", "raise"],
+)
+def test_a_scaler_of_the_loss_costs_no_wait(recipe: str, failure: dict[str, Any], device: torch.device) -> None:
+    """A step that it stops is none, whatever the gradients; others are those of gradients that were divided before."""
+    given = gradients(6)
+    plain, scaled = (Run(recipe, place, failure=failure) for place in (device, device))
+    waits = []
+    for number, own in enumerate(given):
+        stopped = number == 2
+        if not stopped:
+            plain.give(own)
+            with accelerator("cuda") as counts:
+                plain.optimizer.step()
+            waits.append(counts.waits)
+        scaled.give([x * 8 for x in own])
+        scaled.optimizer.grad_scale = torch.full((), 8.0, device=device)
+        scaled.optimizer.found_inf = torch.full((), float(stopped), device=device)
+        if stopped:
+            next(scaled.model.parameters()).grad.fill_(torch.nan)
+            before = [*scaled.values(), *map(Tensor.cpu, addressed(scaled))]
+        with accelerator("cuda") as counts:
+            scaled.optimizer.step()
+        if stopped:
+            assert all(map(torch.equal, [*scaled.values(), *map(Tensor.cpu, addressed(scaled))], before))
+            waits.append(waits[-1])
+        assert counts.waits <= waits[-1] and not counts.uploads, counts.by_line("waits", "uploads")
+    states = [run.optimizer.state_dict()["state"] for run in (plain, scaled)]
+    assert largest_difference(plain, scaled) == 0.0 and not scaled.optimizer.skipped
+    assert all(torch.equal(x.cpu(), states[1][i][key].cpu()) for i, own in states[0].items() for key, x in own.items())
+
+
+def addressed(run: Run) -> list[Tensor]:
+    """The tensors that state is stored in."""
+    return [x for own in run.optimizer.stack_states() for x in own.tensors.values()]
 
 
 @pytest.mark.parametrize("recipe", ["adamw", "muon"])

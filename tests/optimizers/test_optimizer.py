@@ -155,6 +155,39 @@ def test_a_gradient_scaler_skips_an_infinite_step(recipe: str) -> None:
     assert equal(list(plain.parameters()), list(scaled.parameters()))
 
 
+def test_a_gradient_scaler_refuses_closures_and_gradients_in_float16() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for recipe in ({"base": "adamw", "sam": {}}, {"base": "adamw", "line_search": {}}, "adamw"):
+        optimizer = Optimizer([("w", weight)], recipe)
+        scaler.scale(weight.sum()).backward()
+        with pytest.raises(RuntimeError, match="GradScaler"):
+            scaler.step(optimizer, lambda: weight.sum())
+        assert torch.equal(weight.detach(), torch.ones(3)) and float(optimizer.state[weight]["step"]) == 0
+        del optimizer.grad_scale, optimizer.found_inf
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = Optimizer([("half", half)], "adamw")
+    scaler.scale(half.sum()).backward()
+    with pytest.raises(ValueError, match=r"^half: .*float16"):
+        scaler.step(optimizer)
+
+
+def test_a_step_divides_gradients_as_the_scaler_does() -> None:
+    """By a scale that is no power of two, of which the reciprocal is rounded."""
+    given = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    weights, grads = [nn.Parameter(torch.zeros(100)) for _ in range(2)], []
+    for number, weight in enumerate(weights):
+        optimizer, scaler = Optimizer([("w", weight)], "sgd"), torch.amp.GradScaler("cpu", init_scale=1000.0)
+        scaler.scale((weight * given).sum()).backward()
+        if number:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert weight.grad is not None
+        grads.append(weight.grad)
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+    assert equal(weights[:1], weights[1:]) and equal(grads[:1], grads[1:])
+
+
 def test_groups_have_their_own_lr_and_weight_decay() -> None:
     shapes = [(4, 3), (5,), (3, 2, 2)]
     ours, alone = parameters(shapes), parameters(shapes)
