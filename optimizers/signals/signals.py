@@ -264,11 +264,12 @@ class Schedules:
         """Set the scheduled numbers of the next step in the stages and constraints of all parameters."""
         if not self.by_path:
             return
-        updates = component_at(self.recipe, steps_taken(param_sets) + 1, self.recipe.total_steps).updates()
+        step = steps_taken(param_sets) + 1
+        updates = component_at(self.recipe, step, self.recipe.total_steps).updates()
         for param_set in param_sets:
             param_set.iterates.constraints = {path: update.constraints for path, update in updates.items()}
             for stack_state in param_set.stack_states:
-                stack_state.rule = updates[stack_state.path]
+                stack_state.rule, stack_state.run_step = updates[stack_state.path], step
 
     def values(self, step: int) -> dict[str, float]:
         """Return the scheduled numbers of a step by dotted path; for step 0, those of the first step."""

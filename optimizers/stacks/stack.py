@@ -46,6 +46,7 @@ class StackState:
     storage: quantizers of slots, by role or path.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     seeds: `[N]`, seed of the random numbers of each block.
+    run_step: step of the run that the scheduled numbers of the update are of, 1 at the first.
     number: index of the stack in its parameter set.
     block_group: number of the block group of the blocks. None: no block of the stack is sent between ranks.
     lr_factors: `[N]`, factor of the direction of each block. None: there are no factors.
@@ -63,6 +64,7 @@ class StackState:
     phases: NDArray[np.float64]
     seeds: NDArray[np.int64]
     block_group: int | None = None
+    run_step: int = 1
     number: int = 0
     lr_factors: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)

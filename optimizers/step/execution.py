@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import parameter_index
-from eigengraft.numerics import active_fake_mode, number_like
-from eigengraft.schedules import schedules
+from eigengraft.numerics import active_fake_mode, cached_tensors, number_like
 from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
 
@@ -28,7 +28,7 @@ from ..write.write import StepScale, WeightDecay
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .program import StackStep, move
-from .traced import BlockProgram, EntryProgram, Program, WriteNumbers, program_of
+from .traced import BlockProgram, EntryProgram, Program, Schedules, WriteNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
 """Entries of a chunk (measured): fewer keep more of a chain in a cache, but each chunk costs a run of the chain."""
@@ -73,7 +73,8 @@ class Execution:
         held: P tensors, what this rank holds of each parameter.
         """
         own = blocks.stack_state
-        if not (self.chunks or self.entries) or step.mask is not None or own.watched:
+        masked = all(program.source.masked for program in self.entries.values()) and not self.chunks
+        if not (self.chunks or self.entries) or own.watched or (step.mask is not None and not masked):
             return False
         positions = blocks.stack.param_ids.tolist()
         if not all(held[at].is_contiguous() and step.gradients[at].is_contiguous() for at in positions):
@@ -120,6 +121,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         return Execution()
     apart = next(not_in_place(own, recipe), None)
     if own.rule.compile:
+        run = _RunOfPrograms(recipe.total_steps, recipe.failure.leaves_masks)
         if active_fake_mode() is not None:
             return Execution(reason="fake tensors have no numbers to compute with")
         if apart is None and math.prod(own.stack.block) < 2:
@@ -132,8 +134,8 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         if shared:
             return Execution(reason="stages take sums over parameters, of which other stacks hold blocks too")
         if apart is None:
-            return Execution(entries={dtype: _entry_program(own, decay, dtype) for dtype in stored})
-        return Execution(blocks=_block_program(own, decay))
+            return Execution(entries={dtype: _entry_program(own, decay, dtype, run) for dtype in stored})
+        return Execution(blocks=_block_program(own, decay, run))
     if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
         apart = f"its size is no multiple of {_VECTOR}, and others share its stack"
     return Execution(reason=apart) if apart else Execution(chunks=True)
@@ -167,8 +169,6 @@ def _require_traceable(own: StackState) -> None:
     for name, path in asking(own.rule.stages(own.path)).items():
         if known[name].extent not in _SHAPES_OF_SIGNALS:
             raise ValueError(f"{at}compile: {path} asks for the signal '{name}', which no compiled program takes")
-    for name, _ in schedules(own.rule):
-        raise ValueError(f"{at}compile: {at}{name} is scheduled, and a compiled program would keep its first value")
 
 
 _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
@@ -179,13 +179,21 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
 """Shapes of the signals that compiled programs take, by extent."""
 
 
-def _entry_program(own: StackState, decay: WeightDecay, stored: torch.dtype) -> Program:
+class _RunOfPrograms(NamedTuple):
+    """What programs of all stacks have in common: steps of the run, and whether steps have masks."""
+
+    total_steps: int | None
+    masked: bool
+
+
+def _entry_program(own: StackState, decay: WeightDecay, stored: torch.dtype, run: _RunOfPrograms) -> Program:
     _require_traceable(own)
     axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
-    return program_of(EntryProgram(own.rule, own.path, decay, axes, keys, stack.dtype, stored, stack.device))
+    kind, schedules = (axes, keys, stack.dtype, stored, stack.device), Schedules.of(own.rule, run.total_steps)
+    return program_of(EntryProgram(own.rule, own.path, decay, *kind, schedules, run.masked))
 
 
-def _block_program(own: StackState, decay: WeightDecay) -> Program:
+def _block_program(own: StackState, decay: WeightDecay, run: _RunOfPrograms) -> Program:
     _require_traceable(own)
     known, stack = known_signals(), own.stack
     signals = {
@@ -205,7 +213,9 @@ def _block_program(own: StackState, decay: WeightDecay) -> Program:
             decay if own.adds_decay else None,
             own.step_sizes,
             signals,
+            Schedules.of(own.rule, run.total_steps),
             parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
+            run.masked,
         )
     )
 
@@ -213,10 +223,13 @@ def _block_program(own: StackState, decay: WeightDecay) -> Program:
 def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     """Return the inputs of a compiled program of a stack. None: the step is not one of those that it is of.
 
-    Those are steps of all blocks at once, at the same update, without a refresh, a mask or a watch, at one rate.
+    Those are steps of all blocks at once, at the same update, without a refresh or a watch, at one rate. A step with a
+    mask is only one of a program that takes masks.
     """
     own, context = step.blocks.stack_state, step.context
-    if step.blocks.places is not None or step.mask is not None or own.watched or context.uniform is None:
+    if step.blocks.places is not None or own.watched or context.uniform is None:
+        return None
+    if step.mask is not None and not program.source.masked:
         return None
     if not program.suits(context.steps) or any(stage.due(context) for _, stage in own.rule.stages()):
         return None
@@ -237,7 +250,15 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
             return None
         decaying = torch.zeros_like(like) if step.decaying is None else step.decaying
         inputs += [decaying.contiguous(), _contiguous(alphas[0], like)]
-    return [*inputs, *program.numbers(context.uniform)]
+    if source.masked:
+        inputs.append(_all_usable(len(like), like.device) if step.mask is None else step.mask)
+    return [*inputs, *program.numbers(context.uniform, own.run_step)]
+
+
+@cached_tensors(maxsize=64)
+def _all_usable(blocks: int, device: torch.device) -> Tensor:
+    """A mask of blocks that are all written: not to be written to."""
+    return torch.ones(blocks, dtype=torch.bool, device=device)
 
 
 def _contiguous(value: Tensor | float, like: Tensor) -> Tensor:
@@ -285,17 +306,23 @@ def _run_entries(
     positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step)
     parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
     alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
+    masks: Sequence[Tensor] = ()
+    if programs[parameters[0].dtype].source.masked:
+        device = own.stack.device
+        masks = [_all_usable(len(ids), device) if step.mask is None else step.mask[blocks.param_index]]
     if alike and math.prod(own.stack.block) < _SMALL and len(parameters) > 1:
         program = programs[parameters[0].dtype]
-        _run_together(own, parameters, gradients, program, _numbers(program, steps[0], writes[0]))
+        numbers = [*program.write_numbers(writes[0]), *masks, *program.numbers(steps[0], own.run_step)]
+        _run_together(own, parameters, gradients, program, numbers)
         return
-    shape = _shape(own)
-    for row, parameter, gradient, at, write in zip(
-        blocks.row_numbers, parameters, gradients, steps, writes, strict=True
+    shape, rows = _shape(own), [[row.view(1)] for row in masks[0].unbind()] if masks else [[]] * len(parameters)
+    for row, parameter, gradient, at, write, mask in zip(
+        blocks.row_numbers, parameters, gradients, steps, writes, rows, strict=True
     ):
         program = programs[parameter.dtype]
         entries = [parameter.view(shape), gradient.view(shape), *own.entries[row]]
-        program.compiled([*entries, *_numbers(program, at, write)])
+        numbers = [*program.write_numbers(write), *mask, *program.numbers(at, own.run_step)]
+        program.compiled([*entries, *numbers])
 
 
 def _run_together(
@@ -306,16 +333,12 @@ def _run_together(
     numbers: Sequence[Tensor],
 ) -> None:
     """Move all blocks of a stack in one call, on copies of their parameters."""
-    shape = _shape(own, len(parameters))
+    shape = _shape(own, len(parameters), rows=program.source.masked)
     parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))
     slots = [tensor.view(shape) for tensor in own.tensors.values()]
     program.compiled([parameter, gradient, *slots, *numbers])
     after = parameter.view(len(parameters), *own.stack.block).unbind()
     torch._foreach_copy_([x.view(own.stack.block) for x in parameters], list(after))
-
-
-def _numbers(program: Program, step: int, write: WriteNumbers) -> list[Tensor]:
-    return [*program.write_numbers(write), *program.numbers(step)]
 
 
 def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
@@ -335,6 +358,7 @@ def _write_numbers(scale: StepScale) -> WriteNumbers:
     return WriteNumbers(lr, 1 - lr * alpha, alpha, float(scale.gradient_rate), 1.0)
 
 
-def _shape(own: StackState, blocks: int = 1) -> tuple[int, ...]:
-    """The shape in which a program of entries takes those of some blocks."""
-    return (1, blocks * math.prod(own.stack.block), *[1] * (len(own.stack.block) - 1))
+def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
+    """The shape in which a program of entries takes those of some blocks; rows: whether a block is a row of its own."""
+    entries = math.prod(own.stack.block)
+    return (*((blocks, entries) if rows else (1, blocks * entries)), *[1] * (len(own.stack.block) - 1))

@@ -78,7 +78,8 @@ def move(
 ) -> None:
     """Make one whole step of some entries of a parameter, in place: decay of the gradient, direction, write.
 
-    entries: parameter and gradient, `[1, *block]`.
+    Where state has a mask `[n]` of blocks, parameters are written under it too.
+    entries: parameter and gradient, `[n, *block]`.
     scale: numbers of the write. factors: as of `direction`.
     """
     parameter, dtype = entries[0], compute_dtype(entries[0].dtype)
@@ -88,7 +89,8 @@ def move(
     found = direction(update, state_of, gradient, context, factors)
     if context.numbers is None:  # a traced program looks at nothing
         require_finite(found, gradient, state_of("update").path, context)
-    write([parameter], [found], scale)
+    mask = state_of("update").mask
+    write([parameter], [found], scale, None if mask is None else [per_block(mask, found)])
 
 
 def add_decay(

@@ -9,7 +9,9 @@ one kind of stack. Equal programs are compiled once in a process. Two forms exis
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -19,11 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from eigengraft.blocking.parameter_sums import sums_over
 from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
 from eigengraft.numerics import upload
+from eigengraft.schedules import NO_POWER, Schedule, extremes, value_at, with_numbers
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
@@ -57,6 +61,14 @@ class ProgramSource(Protocol):
     def path(self) -> str: ...
 
     @property
+    def schedules(self) -> Schedules:
+        """The scheduled numbers of its stages, which are the last of `samples`."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask says which blocks are written."""
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
     @property
@@ -80,6 +92,95 @@ class ProgramSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Schedules:
+    """The scheduled numbers of the stages of an update, which are inputs of its programs.
+
+    ramps: of each number, in the order of `with_numbers`. total_steps: of the run.
+    """
+
+    ramps: tuple[Schedule, ...]
+    total_steps: int | None
+
+    @classmethod
+    def of(cls, update: Update, total_steps: int | None) -> Schedules:
+        """Return the scheduled numbers of an update."""
+        found: list[Schedule] = []
+        _with_numbers(update, lambda ramps: found.append(ramps))
+        return cls(tuple(found), total_steps if found else None)
+
+    def samples(self, device: torch.device) -> list[Tensor]:
+        """One number for each, in float64: 1 - b loses the bits of b in 32."""
+        return [torch.zeros((), dtype=torch.float64, device=device) for _ in self.ramps]
+
+    def at(self, step: int) -> list[float]:
+        """The numbers at a step of the run."""
+        return [float(value_at(ramps, step, self.total_steps)) for ramps in self.ramps]
+
+
+def _with_numbers(update: Update, number: Callable[[Schedule], Any]) -> Update:
+    """Return an update whose stages have other values in place of their scheduled numbers."""
+    chains = {
+        name: tuple(with_numbers(stage, number) for stage in getattr(update, name))
+        for name in ("update", "after_decay")
+    }
+    return update.model_copy(update=chains)
+
+
+class _TracedNumbers(TorchFunctionMode):
+    """Lets stages compute with 0-d tensors where their fields are floats.
+
+    An operation that takes a number of the host takes the tensor in a product instead. A comparison has the answer
+    that all values of the schedule give. Any other reading on the host is refused.
+    """
+
+    def __init__(self, schedules: Schedules, numbers: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._numbers = list(numbers)  # an id is of one tensor as long as it is held
+        self._bounds = {id(x): extremes(ramps) for x, ramps in zip(self._numbers, schedules.ramps, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = func.__name__, dict(kwargs or {})
+        if args and (bounds := self._bounds.get(id(args[0]))) is not None:
+            if name in ("__pow__", "pow"):
+                raise ValueError(NO_POWER)
+            if name in _ON_THE_HOST:
+                answer = _answer(name, *bounds, *(args[1:] or (0.0,)))
+                if answer is None:
+                    raise ContractError("a scheduled number is read on the host, where a program would keep its value")
+                return answer
+        if name in _WITH_ALPHA and isinstance(alpha := given.get("alpha"), Tensor):
+            args, given = (args[0], args[1] * alpha), {}
+        if name in _WITH_VALUE and isinstance(value := given.get("value"), Tensor):
+            args, given = (args[0], args[1] * value, args[2]), {}
+        if name in ("lerp", "lerp_") and isinstance(args[2], Tensor) and args[2].ndim == 0:
+            args = (args[0], args[1], args[2].to(args[0].dtype))
+        if name == "clamp" and sum(isinstance(x, Tensor) for x in args[1:]) == 1 and len(args) == 3:
+            return args[0].clamp_min(args[1]).clamp_max(args[2])
+        return func(*args, **given)
+
+
+_WITH_ALPHA = frozenset({"add", "add_", "sub", "sub_"})
+_WITH_VALUE = frozenset({"addcmul", "addcmul_", "addcdiv", "addcdiv_"})
+_ON_THE_HOST = frozenset(
+    f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "float", "int", "index")
+) | {"item", "tolist", "lt", "le", "gt", "ge", "eq", "ne"}
+
+
+def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
+    """Return the answer of a comparison with all numbers between two; None: they differ, or it is no comparison."""
+    name = name.strip("_")
+    if not isinstance(other, (int, float)):
+        return None
+    if name in ("eq", "ne", "bool"):
+        apart = not low <= other <= high
+        return (apart if name != "eq" else False) if apart else None
+    if name not in ("lt", "le", "gt", "ge"):
+        return None
+    answers = {bool(getattr(operator, name)(bound, other)) for bound in (low, high)}
+    return answers.pop() if len(answers) == 1 else None
+
+
+@dataclass(frozen=True)
 class EntryProgram:
     """Entries of parameters and of their state, moved in place by an entry-wise chain and its write.
 
@@ -88,6 +189,8 @@ class EntryProgram:
     axes: number of axes of a block of which the stages keep state.
     keys: state keys of the slots.
     dtype: to compute in. stored: dtype of parameters and gradients.
+    schedules: scheduled numbers of the stages.
+    masked: whether a mask `[n]` of blocks follows the numbers of the write. Then entries are `[n, numel, 1, ...]`.
     """
 
     update: Update
@@ -98,11 +201,13 @@ class EntryProgram:
     dtype: torch.dtype
     stored: torch.dtype
     device: torch.device
+    schedules: Schedules
+    masked: bool = False
     symbolic = True
 
     def same(self) -> tuple[Any, ...]:
-        decay = self.decay.model_dump_json()
-        return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device)
+        decay, run = self.decay.model_dump_json(), (self.schedules.total_steps, self.masked)
+        return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device, run)
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -110,19 +215,25 @@ class EntryProgram:
         return (64, *[1] * (self.axes - 1))
 
     def samples(self) -> list[Tensor]:
-        """A parameter, its gradient and slots, `[1, 64, 1, ...]`, and the numbers of a write, all 0."""
-        shape = (1, *self.block)
+        """A parameter, its gradient and slots `[n, 64, 1, ...]`, numbers of a write, a mask `[n]`, scheduled ones."""
+        shape = (2 if self.masked else 1, *self.block)
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
         numbers = numbers_of(WriteNumbers(*[0.0] * len(WriteNumbers._fields)), self.dtype, self.device)
-        return [*(torch.zeros(shape, dtype=own, device=self.device) for own in dtypes), *numbers]
+        numbers += [torch.ones(2, dtype=torch.bool, device=self.device)] * self.masked
+        entries = (torch.zeros(shape, dtype=own, device=self.device) for own in dtypes)
+        return [*entries, *numbers, *self.schedules.samples(self.device)]
 
     def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
         parameter, gradient, *rest = tensors
         held = dict(zip(self.keys, rest, strict=False))
-        lr, shrink, alpha, rate, factor = rest[len(held) :][: len(WriteNumbers._fields)]
+        given = iter(rest[len(held) :])
+        lr, shrink, alpha, rate, factor = (next(given) for _ in WriteNumbers._fields)
+        mask = next(given) if self.masked else None
         scale = StepScale(lr, alpha, self.decay, rate, shrink)
-        state = State(held, self.block, self.path)
-        move(self.update, state.scope, (parameter, gradient), tracing_context(ask, questions), scale, factor)
+        state = State(held, self.block, self.path, mask=mask)
+        context, entries = tracing_context(ask, questions), (parameter, gradient)
+        with _scheduled(self, given) as update:
+            move(update, state.scope, entries, context, scale, factor)
         return ()
 
 
@@ -138,7 +249,9 @@ class BlockProgram:
     decay: weight decay that is added to directions; None: the write decays.
     sizes: slots by which that decay is multiplied.
     signals: shape and dtype of the signals that stages ask for, by name.
+    schedules: scheduled numbers of the stages.
     parameters: number of parameters that the blocks are of, if stages take sums over each; None: they take none.
+    masked: whether a mask `[N]` says which blocks have their state written.
     """
 
     update: Update
@@ -153,7 +266,9 @@ class BlockProgram:
     decay: WeightDecay | None
     sizes: tuple[StateKey, ...]
     signals: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    schedules: Schedules
     parameters: int | None = None
+    masked: bool = False
     symbolic = False
 
     def same(self) -> tuple[Any, ...]:
@@ -161,7 +276,8 @@ class BlockProgram:
         coded = tuple((key, _json(how.codec), how.slot, how.dtype) for key, how in self.encoded.items())
         tensors = tuple(self.slots.items()), tuple(self.signals.items())
         kind = (self.block, self.blocks, self.dtype, self.device, self.widths, self.sizes, self.parameters)
-        return (_chains(self.update), self.path, decay, coded, *tensors, *kind)
+        run = (self.schedules.total_steps, self.masked)
+        return (_chains(self.update), self.path, decay, coded, *tensors, *kind, *run)
 
     def samples(self) -> list[Tensor]:
         shapes = [((self.blocks, *self.block), self.dtype), *self.slots.values(), *self.signals.values()]
@@ -170,7 +286,9 @@ class BlockProgram:
         shapes += [((self.blocks,), self.dtype)] * self.widths
         if self.decay is not None:
             shapes += [((self.blocks, *self.block), self.dtype), ((), self.dtype)]
-        return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        shapes += [((self.blocks,), torch.bool)] * self.masked
+        tensors = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        return [*tensors, *self.schedules.samples(self.device)]
 
     def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
         given = iter(tensors)
@@ -182,16 +300,32 @@ class BlockProgram:
         context = tracing_context(ask, questions, signals, steps)
         if index is not None and self.parameters is not None:
             context = context.with_sums(partial(sums_over, index, self.parameters))
-        state = State(held, self.block, self.path, storage=Storage(self.encoded, lambda: (seeds, steps)))
+        decaying, alpha = (next(given), next(given)) if self.decay is not None else (None, None)
+        mask = next(given) if self.masked else None
+        state = State(held, self.block, self.path, mask=mask, storage=Storage(self.encoded, lambda: (seeds, steps)))
         decay = None
-        if self.decay is not None:
-            decaying, scale = next(given), StepScale(1.0, next(given), self.decay)
+        if self.decay is not None and decaying is not None and alpha is not None:
+            scale = StepScale(1.0, alpha, self.decay)
 
             def decay(found: Tensor) -> Tensor:
                 one_rate = lambda parameters, found: plus_decay(parameters, found, scale)  # noqa: E731
                 return add_decay(found, decaying, state.scope("update"), self.sizes, one_rate)
 
-        return (direction(self.update, state.scope, gradient, context, factors, decay),)
+        with _scheduled(self, given) as update:
+            return (direction(update, state.scope, gradient, context, factors, decay),)
+
+
+@contextmanager
+def _scheduled(source: EntryProgram | BlockProgram, given: Iterator[Tensor]) -> Iterator[Update]:
+    """The update of a program, whose scheduled fields are the tensors that are left of its inputs."""
+    schedules = source.schedules
+    if not schedules.ramps:
+        yield source.update
+        return
+    numbers = [next(given) for _ in schedules.ramps]
+    left = iter(numbers)
+    with _TracedNumbers(schedules, numbers):
+        yield _with_numbers(source.update, lambda ramps: next(left))
 
 
 def _chains(update: Update) -> tuple[str, ...]:
@@ -248,17 +382,22 @@ class Program:
     source: ProgramSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     questions: list[Question] = field(default_factory=list, init=False)
-    _table: tuple[int, list[tuple[Tensor, ...]]] | None = field(default=None, init=False)
+    _asked: _Table = field(init=False)
+    _scheduled: _Table = field(init=False)
     _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self._asked, self._scheduled = (_Table(rows, self.source.device) for rows in (self._answers, self._present))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # decisions on values are those of the trace
             samples = [fake.from_tensor(sample) for sample in self.source.samples()]
             self.source.run(samples, self._learn, self.questions)
         if any(
             isinstance(number(torch.ones((), dtype=torch.float64, device="cpu")), FakeTensor) for number in self.asked
         ):
-            raise ContractError("a function of the step alone is required for `context.per_block`, got one of a signal")
+            raise ContractError(
+                "a function of the step alone is required for `context.per_block`, got one of a signal or of a field "
+                "that is scheduled"
+            )
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
         """Return whether the program is of all these steps: they answer every question as it was traced with."""
@@ -297,16 +436,18 @@ class Program:
         ones = numbers_of([1.0] * len(self.asked), self.source.dtype, self.source.device)
         return [*self.source.samples(), *ones]
 
-    def numbers(self, step: int) -> tuple[Tensor, ...]:
-        """Return what stages ask for at a step. Numbers of 64 steps are computed at once, the same from any of them."""
-        start = step - step % _SPAN
-        if self._table is None or self._table[0] != start:
-            steps = torch.arange(start, start + _SPAN, dtype=torch.float64, device="cpu")
-            columns = [number(steps).expand(_SPAN).to(self.source.dtype) for number in self.asked]
-            table = torch.stack(columns, 1) if columns else torch.zeros(_SPAN, 0, dtype=self.source.dtype, device="cpu")
-            rows = upload(table, self.source.device).unbind()
-            self._table = start, [row.unbind() if columns else () for row in rows]
-        return self._table[1][step - start]
+    def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:
+        """Return the scheduled numbers at a step of the run, and those that stages ask for at a step of the blocks."""
+        asked = self._asked.row(step) if self.asked else ()
+        return (*self._scheduled.row(run_step), *asked) if self.source.schedules.ramps else asked
+
+    def _answers(self, steps: range) -> Tensor:
+        at = torch.tensor(steps, dtype=torch.float64, device="cpu")
+        return torch.stack([number(at).expand(len(steps)).to(self.source.dtype) for number in self.asked], 1)
+
+    def _present(self, steps: range) -> Tensor:
+        rows = [self.source.schedules.at(step) for step in steps]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
         """Return the numbers of a write as tensors; those of the last writes are kept."""
@@ -314,6 +455,27 @@ class Program:
             self._writes = {} if len(self._writes) == _SPAN else self._writes
             self._writes[write] = numbers_of(write, self.source.dtype, self.source.device)
         return self._writes[write]
+
+
+@dataclass
+class _Table:
+    """Numbers of steps on a device, 0-d. Those of 64 steps are computed at once, the same from any of them, and
+    uploaded by one copy.
+
+    rows: computes the numbers `[n, k]` of n steps on the host.
+    """
+
+    rows: Callable[[range], Tensor]
+    device: torch.device
+    _kept: tuple[int, list[tuple[Tensor, ...]]] | None = None
+
+    def row(self, step: int) -> tuple[Tensor, ...]:
+        """Return the numbers of a step."""
+        start = step - step % _SPAN
+        if self._kept is None or self._kept[0] != start:
+            table = upload(self.rows(range(start, start + _SPAN)), self.device)
+            self._kept = start, [row.unbind() for row in table.unbind()]
+        return self._kept[1][step - start]
 
 
 _PROGRAMS: dict[tuple[Any, ...], Program] = {}

@@ -22,6 +22,12 @@ class Failure(Component):
         description="where gradients are checked: on the host (one read per step) or by masks on the device "
         "(no read, more traffic, counted one step later); auto: host",
     )
+
+    @property
+    def leaves_masks(self) -> bool:
+        """Whether steps have masks, which nothing reads on the host."""
+        return self.detect == "device" and self.nonfinite != "ignore"
+
     roots: int = Field(
         default=3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
     )

@@ -334,7 +334,7 @@ def write(
     """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
 
     tensors, updates: n tensors each, of equal shapes. The formula is computed in the dtype of the update.
-    mask: n 0-d booleans; a tensor whose mask is False stays as it is. None: all change.
+    mask: n booleans, 0-d or as wide as the tensors are; an entry whose mask is False stays as it is. None: all change.
     """
     direct = [mask is None and x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
     if all(direct):

@@ -50,7 +50,7 @@ class Trust(Stage):
         made = made * per_block(safe_ratio(size, _gram_norm(made)), made)
         along = (_cosine(made, direction) - self.agreement) / (1 - self.agreement)
         ratio = _cosine(made, gradient) / _cosine(direction, gradient).clamp_min(1e-8)
-        weight = (along.clamp(0, 1) * ratio.clamp(0, 1)).clamp(float(self.floor), float(self.cap))
+        weight = (along.clamp(0, 1) * ratio.clamp(0, 1)).clamp(self.floor, self.cap)
         blended = torch.lerp(direction, made, per_block(weight, made))
         return blended * per_block(safe_ratio(size, _gram_norm(blended)), blended)
 

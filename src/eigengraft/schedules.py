@@ -7,7 +7,7 @@ here: they are in the optimizer's `param_groups`, where the schedulers of torch 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
@@ -73,6 +73,13 @@ Schedule = tuple[Segment, ...]
 """Segments that follow each other; at least one."""
 
 
+NO_POWER = (
+    "b^t is the product of t equal factors, but b is scheduled and changes from step to step: keep the product of its "
+    "values in a slot, as `momentum` does, or declare the field among the class's `constants`"
+)
+"""The error of a power of a scheduled number."""
+
+
 class Scheduled(float):
     """The value of a schedule at one step.
 
@@ -80,10 +87,7 @@ class Scheduled(float):
     """
 
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
-        raise ValueError(
-            "b^t is the product of t equal factors, but b is scheduled and changes from step to step: keep the product "
-            "of its values in a slot, as `momentum` does, or declare the field among the class's `constants`"
-        )
+        raise ValueError(NO_POWER)
 
 
 def read_schedule(value: Any) -> Schedule | None:
@@ -203,19 +207,29 @@ def component_at(component: C, step: int, total_steps: int | None) -> C:
     step: number of the step; the first step of the run is 1.
     total_steps: length of the run in steps. It may be None if no segment has a `fraction`.
     """
+    return with_numbers(component, lambda schedule: value_at(schedule, step, total_steps))
+
+
+def with_numbers(component: C, number: Callable[[Schedule], Any]) -> C:
+    """Return a component with other values in place of its scheduled numbers, and of those of components inside it.
+
+    A component without schedules is returned as it is.
+
+    number: returns the value of a schedule. It is called in the same order for equal components.
+    """
     fields = {name: getattr(component, name) for name in type(component).model_fields}
-    found = {name: _inside(value, step, total_steps) for name, value in fields.items()}
+    found = {name: _inside(value, number) for name, value in fields.items()}
     if isinstance(component, Schedulable):
-        found |= {name: value_at(schedule, step, total_steps) for name, schedule in component._schedules.items()}
+        found |= {name: number(schedule) for name, schedule in component._schedules.items()}
     changes = {name: value for name, value in found.items() if value is not fields[name]}
     return component.model_copy(update=changes) if changes else component
 
 
-def _inside(value: Any, step: int, total_steps: int | None) -> Any:
+def _inside(value: Any, number: Callable[[Schedule], Any]) -> Any:
     if isinstance(value, Component):
-        return component_at(value, step, total_steps)
+        return with_numbers(value, number)
     if isinstance(value, tuple):
-        found = tuple(_inside(one, step, total_steps) for one in value)
+        found = tuple(_inside(one, number) for one in value)
         return found if any(new is not old for new, old in zip(found, value, strict=True)) else value
     return value
 
