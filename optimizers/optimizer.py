@@ -49,7 +49,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
         checked: True to check the contract of every stage at every step, which is slower. A stage that breaks it raises
             a `ContractError` with its path.
-        options: `foreach`, `fused` and `capturable` of torch's optimizers. They are accepted and have no effect.
+        options: options of torch's optimizers. `capturable=True` is the recipe's `graph: true`. `foreach` and `fused`
+            are accepted and have no effect.
 
     Raises:
         RecipeError: the recipe or an override is not valid.
@@ -80,8 +81,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         checked: bool = False,
         **options: Any,
     ) -> None:
+        captured = options.pop("capturable", False)
         check_options(options, "Optimizer")
         self.recipe = load_recipe(recipe, overrides)
+        if captured:
+            self.recipe = self.recipe.replace(graph=True)
         described = DescribedParameters.of(params)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
         defaults = {
@@ -205,7 +209,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if self.iterate != "train":
             held = "the parameters hold the evaluated iterate, and steps need the training iterate"
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
-        loss_scale = LossScale.of(self)
+        loss_scale = LossScale.of(self) if {"grad_scale", "found_inf"} & vars(self).keys() else None
         if loss_scale is not None:
             require_no_calls(closure, self._calls_again)
             if loss_scale.stops:

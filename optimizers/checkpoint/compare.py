@@ -22,7 +22,7 @@ from ..recipe.routing import ParamInfo
 from ..write import Averaging
 from ..write.averaging import MODES, Mode
 
-_SILENT = ("schema", "name", "about", "distribution", "expect", "compile")
+_SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "graph")
 """Fields of a recipe that change no number. A difference in them is ignored."""
 _OF_GROUPS = ("lr", "weight_decay.rate")
 """Fields that are only defaults of param groups. The saved groups are loaded, as with torch's optimizers."""

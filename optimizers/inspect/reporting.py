@@ -115,6 +115,7 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         lines.append(
             f"  fused: steps of {sum(len(own.stack.grids) for own in fused)} parameters by torch's kernel of Adam"
         )
+    lines += (f"  {line}" for each in param_sets if each.graphs is not None for line in each.graphs.lines())
     lines += (f"  {line}" for line in solver_choices(own for each in param_sets for own in each.stack_states))
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
         lines.append(f"  {path}: {value:g}, scheduled")

@@ -156,6 +156,7 @@ class Recipe(Update):
     )
     sam: SharpnessAware | None = Field(default=None, description="gradients of a neighbourhood; steps need a closure")
     line_search: LineSearch | None = Field(default=None, description="steps as long as losses allow; with a closure")
+    graph: bool = Field(default=False, description="capture steps in CUDA graphs, which check themselves at first use")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
     distribution: Distribution = Field(default=Distribution(), description="how ranks divide work, with equal results")
 

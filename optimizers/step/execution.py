@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +24,11 @@ from eigengraft.slots import State
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import StepScale, WeightDecay
+from .capture import CAPTURED_SIGNALS, CAPTURERS
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .program import StackStep, move
-from .traced import BlockProgram, EntryProgram, Program, Schedules, WriteNumbers, program_of
+from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, WriteNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
 """Entries of a chunk (measured): fewer keep more of a chain in a cache, but each chunk costs a run of the chain."""
@@ -48,6 +48,7 @@ class Execution:
     chunks: whether in chunks, where parameters lie.
     entries: compiled programs of entries with their write, by dtype of parameters.
     blocks: the compiled program of the stack.
+    uncompiled: the program of the stack that a graph is captured of, where none is compiled.
     reason: what keeps the stack from chunks that it is large enough for, or from a compiled program that its update
         asks for; None: nothing does.
     adam: Adam's chain of the stack, if a fused kernel computes it.
@@ -59,6 +60,7 @@ class Execution:
     chunks: bool = False
     entries: Mapping[torch.dtype, Program] = field(default_factory=dict)
     blocks: Program | None = None
+    uncompiled: Program | None = None
     reason: str | None = None
 
     @property
@@ -87,7 +89,18 @@ class Execution:
         return _run_chunks(blocks, step, counts, held)
 
     def direction(self, step: StackStep) -> Tensor:
-        """Return the directions of a stack, by the compiled program where the step suits it."""
+        """Return the directions of a stack, by the compiled program where the step suits it.
+
+        A step whose numbers a graph has runs by a program in any case.
+        """
+        if step.numbers is not None:
+            program = self.blocks or self.uncompiled
+            assert program is not None
+            given = _block_inputs(program, step)
+            assert given is not None
+            (found,) = program.compiled(given) if self.blocks is not None else program.eager(given)
+            assert isinstance(found, Tensor)
+            return found
         inputs = None if self.blocks is None else _block_inputs(self.blocks, step)
         if self.blocks is None or inputs is None:
             return step.direction()
@@ -99,19 +112,39 @@ class Execution:
 def choose_execution(
     own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool, of_numbers: bool
 ) -> Execution:
-    """Choose how a stack runs.
+    """Choose how a stack runs, and give it a program where its steps are to be captured.
 
     stored: dtypes of its parameters. shared: whether stages take sums over parameters of several stacks.
     of_numbers: whether its parameters have no axis.
 
-    Raises ValueError for a compiled program that cannot be traced, RuntimeError where no compiler is found.
+    Raises ValueError for a program that cannot be traced, RuntimeError where no compiler is found.
     """
+    if _is_captured(own, recipe, shared):
+        how = _choose_program(own, recipe, stored, shared)
+        try:
+            return how if how.blocks is not None else replace(how, uncompiled=Program(_block_source(own, recipe)))
+        except Exception as error:
+            raise ValueError(f"graph: steps of {own.path or 'update'} cannot be captured: {error}") from error
     if (moments := moments_of_adam(own)) is None:
         return _choose_program(own, recipe, stored, shared)
     reason = next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
     if reason is None:
         return Execution(adam=fused_adam(own, *moments))
     return replace(_choose_program(own, recipe, stored, shared), not_fused=reason)
+
+
+def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
+    """Whether steps of a stack may be captured.
+
+    They are of this process and with values, on a device that has graphs. Some of them have no refresh, and stages ask
+    for nothing that has another address in each step.
+    """
+    if not recipe.graph or shared or own.stack.device.type not in CAPTURERS or active_fake_mode() is not None:
+        return False
+    cadences = [cadence for _, stage in own.rule.stages() if (cadence := stage.cadence()) is not None]
+    steady = all(cadence.interval > 1 for cadence in cadences)
+    plain = recipe.averaging is None and not any(update.constraints for update in recipe.updates().values())
+    return steady and plain and own.block_group is None and {*own.signals, *own.totals} <= CAPTURED_SIGNALS
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
@@ -121,21 +154,19 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         return Execution()
     apart = next(not_in_place(own, recipe), None)
     if own.rule.compile:
-        run = _RunOfPrograms(recipe.total_steps, recipe.failure.leaves_masks)
         if active_fake_mode() is not None:
             return Execution(reason="fake tensors have no numbers to compute with")
         if apart is None and math.prod(own.stack.block) < 2:
             return Execution(reason="a single number would need a kernel of its own")
-        rule = own.rule
-        cadences = [cadence for _, stage in rule.stages() if (cadence := stage.cadence()) is not None]
+        cadences = [cadence for _, stage in own.rule.stages() if (cadence := stage.cadence()) is not None]
         if any(cadence.interval <= 1 for cadence in cadences):
             return Execution(reason="each of its steps has a refresh, which no compiled program is of")
-        decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
         if shared:
             return Execution(reason="stages take sums over parameters, of which other stacks hold blocks too")
-        if apart is None:
-            return Execution(entries={dtype: _entry_program(own, decay, dtype, run) for dtype in stored})
-        return Execution(blocks=_block_program(own, decay, run))
+        _require_traceable(own)
+        if apart is None and not _is_captured(own, recipe, shared):
+            return Execution(entries={dtype: program_of(_entry_source(own, recipe, dtype)) for dtype in stored})
+        return Execution(blocks=program_of(_block_source(own, recipe)))
     if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
         apart = f"its size is no multiple of {_VECTOR}, and others share its stack"
     return Execution(reason=apart) if apart else Execution(chunks=True)
@@ -179,44 +210,39 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
 """Shapes of the signals that compiled programs take, by extent."""
 
 
-class _RunOfPrograms(NamedTuple):
-    """What programs of all stacks have in common: steps of the run, and whether steps have masks."""
+def _decay(own: StackState, recipe: Recipe) -> WeightDecay:
+    """The weight decay of the parameters of a stack."""
+    rule = own.rule
+    return rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
 
-    total_steps: int | None
-    masked: bool
 
-
-def _entry_program(own: StackState, decay: WeightDecay, stored: torch.dtype, run: _RunOfPrograms) -> Program:
-    _require_traceable(own)
+def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
     axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
-    kind, schedules = (axes, keys, stack.dtype, stored, stack.device), Schedules.of(own.rule, run.total_steps)
-    return program_of(EntryProgram(own.rule, own.path, decay, *kind, schedules, run.masked))
+    kind, schedules = (axes, keys, stack.dtype, stored, stack.device), ScheduledNumbers.of(own.rule, recipe.total_steps)
+    return EntryProgram(own.rule, own.path, _decay(own, recipe), *kind, schedules, recipe.failure.leaves_masks)
 
 
-def _block_program(own: StackState, decay: WeightDecay, run: _RunOfPrograms) -> Program:
-    _require_traceable(own)
+def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in sorted({*own.signals})
     } | dict.fromkeys(own.totals, ((), stack.dtype))
-    return program_of(
-        BlockProgram(
-            own.rule,
-            own.path,
-            stack.block,
-            len(stack.param_ids),
-            stack.dtype,
-            stack.device,
-            {name: (tuple(x.shape), x.dtype) for name, x in own.tensors.items()},
-            own.encoded,
-            own.lr_factors is not None,
-            decay if own.adds_decay else None,
-            own.step_sizes,
-            signals,
-            Schedules.of(own.rule, run.total_steps),
-            parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
-            run.masked,
-        )
+    return BlockProgram(
+        own.rule,
+        own.path,
+        stack.block,
+        len(stack.param_ids),
+        stack.dtype,
+        stack.device,
+        {name: (tuple(x.shape), x.dtype) for name, x in own.tensors.items()},
+        own.encoded,
+        own.lr_factors is not None,
+        _decay(own, recipe) if own.adds_decay else None,
+        own.step_sizes,
+        signals,
+        ScheduledNumbers.of(own.rule, recipe.total_steps),
+        parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
+        recipe.failure.leaves_masks,
     )
 
 
@@ -231,7 +257,9 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         return None
     if step.mask is not None and not program.source.masked:
         return None
-    if not program.suits(context.steps) or any(stage.due(context) for _, stage in own.rule.stages()):
+    if step.numbers is None and not program.suits(context.steps):
+        return None
+    if step.numbers is None and any(stage.due(context) for _, stage in own.rule.stages()):
         return None
     source = program.source
     assert isinstance(source, BlockProgram)
@@ -239,7 +267,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         return None
     like = step.gradient
     inputs = [like, *own.tensors.values(), *(_contiguous(context.signals[name], like) for name in source.signals)]
-    inputs += [context.seed, context.step]
+    inputs += [context.seed, context.step if step.numbers is None else step.numbers[0]]
     if source.parameters is not None:
         inputs.append(parameter_index(context.param_ids, like.device)[1])
     if own.lr_factors is not None:
@@ -252,7 +280,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         inputs += [decaying.contiguous(), _contiguous(alphas[0], like)]
     if source.masked:
         inputs.append(_all_usable(len(like), like.device) if step.mask is None else step.mask)
-    return [*inputs, *program.numbers(context.uniform, own.run_step)]
+    return [*inputs, *(program.numbers(context.uniform, own.run_step) if step.numbers is None else step.numbers[1])]
 
 
 @cached_tensors(maxsize=64)

@@ -41,11 +41,14 @@ class LossScale:
     found_inf: Tensor | None
 
     @classmethod
-    def of(cls, optimizer: object) -> LossScale | None:
-        """Return what a scaler has put on an optimizer for this step; None: there is no scaler."""
+    def of(cls, optimizer: object) -> LossScale:
+        """Return what a scaler has put on an optimizer for this step."""
         given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
-        scale, found = (x if x is None or isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in given)
-        return None if scale is found is None else cls(scale, found)
+        scale, found = (
+            x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+            for x in given
+        )
+        return cls(scale, found)
 
     @property
     def stops(self) -> bool:

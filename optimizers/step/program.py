@@ -24,7 +24,7 @@ from ..write.write import Rates, StepScale, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
-_LOOKED_AT = 3
+CHECKED_UPDATES = 3
 """Number of the first updates of a block whose direction is checked for inf and nan."""
 StateOf = Callable[[ChainName], State]
 """The state that a chain of the update reads and writes in one call."""
@@ -57,7 +57,7 @@ def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepCont
 
     Later updates are not looked at: what a stage does wrong, it does from the start.
     """
-    if context.steps.min() > _LOOKED_AT or not has_values(found):
+    if context.steps.min() > CHECKED_UPDATES or not has_values(found):
         return
     bad = ~found.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
     if bad.any():
@@ -122,6 +122,7 @@ class StackStep:
     context: what their stages are told.
     rates: learning rate and decay.
     decaying: `[n, *block]`, tensors whose decay is added to directions; None: the write decays.
+    numbers: steps of the blocks, int64 `[n]`, and numbers of a program, where a graph has them; None: it has none.
     """
 
     blocks: ActiveBlocks
@@ -130,6 +131,7 @@ class StackStep:
     context: StepContext
     rates: Rates
     decaying: Tensor | None = None
+    numbers: tuple[Tensor, Sequence[Tensor]] | None = None
 
     def state(self, chain: ChainName) -> State:
         """Return the state that a chain reads and writes in one call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..stacks.stack import ActiveBlocks, StackState, active_blocks, build
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
+from .capture import Graphs
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
 from .fused import FusedStep
@@ -75,6 +76,9 @@ class ParamSet:
         self._together = sharing_sums(self.stack_states)
         shared = {own.number for together in self._together if len(together) > 1 for own in together}
         self.executions = [self._choose_execution(own, own.number in shared) for own in self.stack_states]
+        hows = zip(self.stack_states, self.executions, strict=True)
+        programs = {own.number: how.blocks or how.uncompiled for own, how in hows}
+        self.graphs = Graphs(self._together, recipe, programs, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
@@ -192,24 +196,45 @@ class ParamSet:
             self.iterates.signals = step.outputs
             self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
+        groups: Sequence[Sequence[StackState]] = self._together
+        if self.graphs is not None:
+            groups = self.graphs.run(step, moved, self.step_counts, self.local)
+        if groups or self.graphs is None:
+            self._run(groups, step, moved, {})
+
+    def _run(
+        self,
+        groups: Sequence[Sequence[StackState]],
+        step: Step,
+        moved: NDArray[np.bool_],
+        numbers: Mapping[int, tuple[Tensor, list[Tensor]]],
+    ) -> None:
+        """One step of stacks; numbers: those of stacks that run by a graph, by number of the stack."""
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
-        for states in self._together:
+        for states in groups:
             for together, priming in active_blocks(states, step.active, self.step_counts):
                 blocks, how = together[0], self.execution(together[0].stack_state)
                 if how.adam is not None:
                     if blocks.stack_state.watched:
-                        self._stack_step(blocks, step).rehearse()
+                        self._stack_step(blocks, step, None).rehearse()
                     if fused.add(how.adam, blocks):
                         continue
-                if len(together) > 1 or not how.in_place(blocks, step, self.step_counts, self.local):
-                    self._advance(together, step, priming)
+                whole = bool(numbers) or len(together) > 1
+                if whole or not how.in_place(blocks, step, self.step_counts, self.local):
+                    self._advance(together, step, priming, numbers)
         fused.run()
         self.exchange.finish()
 
-    def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
+    def _advance(
+        self,
+        together: Sequence[ActiveBlocks],
+        step: Step,
+        priming: bool,
+        numbers: Mapping[int, tuple[Tensor, list[Tensor]]],
+    ) -> None:
         """Computes the directions of blocks that share sums over parameters, and delivers them."""
-        steps = [self._stack_step(blocks, step) for blocks in together]
+        steps = [self._stack_step(blocks, step, numbers.get(blocks.stack_state.number)) for blocks in together]
         if priming:
             run_together(steps, StackStep.prime)
         else:
@@ -233,11 +258,12 @@ class ParamSet:
         if (bad := own.failing(wait)).size:
             self.exchange.report_failed_roots(own.path, bad.tolist())
 
-    def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
+    def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: tuple[Tensor, list[Tensor]] | None) -> StackStep:
         gradient = self.exchange.gather(blocks, "gradients")
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
-        return StackStep(blocks, gradient, mask, context, step.rates, self._decaying(blocks, context, step.rates))
+        decaying = self._decaying(blocks, context, step.rates)
+        return StackStep(blocks, gradient, mask, context, step.rates, decaying, numbers)
 
     def _direction(self, step: StackStep) -> Tensor:
         return self.execution(step.blocks.stack_state).direction(step)

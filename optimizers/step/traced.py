@@ -61,7 +61,7 @@ class ProgramSource(Protocol):
     def path(self) -> str: ...
 
     @property
-    def schedules(self) -> Schedules:
+    def schedules(self) -> ScheduledNumbers:
         """The scheduled numbers of its stages, which are the last of `samples`."""
 
     @property
@@ -92,7 +92,7 @@ class ProgramSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Schedules:
+class ScheduledNumbers:
     """The scheduled numbers of the stages of an update, which are inputs of its programs.
 
     ramps: of each number, in the order of `with_numbers`. total_steps: of the run.
@@ -102,7 +102,7 @@ class Schedules:
     total_steps: int | None
 
     @classmethod
-    def of(cls, update: Update, total_steps: int | None) -> Schedules:
+    def of(cls, update: Update, total_steps: int | None) -> ScheduledNumbers:
         """Return the scheduled numbers of an update."""
         found: list[Schedule] = []
         _with_numbers(update, lambda ramps: found.append(ramps))
@@ -133,7 +133,7 @@ class _TracedNumbers(TorchFunctionMode):
     that all values of the schedule give. Any other reading on the host is refused.
     """
 
-    def __init__(self, schedules: Schedules, numbers: Sequence[Tensor]) -> None:
+    def __init__(self, schedules: ScheduledNumbers, numbers: Sequence[Tensor]) -> None:
         super().__init__()
         self._numbers = list(numbers)  # an id is of one tensor as long as it is held
         self._bounds = {id(x): extremes(ramps) for x, ramps in zip(self._numbers, schedules.ramps, strict=True)}
@@ -201,7 +201,7 @@ class EntryProgram:
     dtype: torch.dtype
     stored: torch.dtype
     device: torch.device
-    schedules: Schedules
+    schedules: ScheduledNumbers
     masked: bool = False
     symbolic = True
 
@@ -266,7 +266,7 @@ class BlockProgram:
     decay: WeightDecay | None
     sizes: tuple[StateKey, ...]
     signals: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    schedules: Schedules
+    schedules: ScheduledNumbers
     parameters: int | None = None
     masked: bool = False
     symbolic = False
@@ -382,6 +382,7 @@ class Program:
     source: ProgramSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     questions: list[Question] = field(default_factory=list, init=False)
+    _lists: tuple[int, list[list[float]]] | None = field(default=None, init=False)
     _asked: _Table = field(init=False)
     _scheduled: _Table = field(init=False)
     _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
@@ -440,6 +441,20 @@ class Program:
         """Return the scheduled numbers at a step of the run, and those that stages ask for at a step of the blocks."""
         asked = self._asked.row(step) if self.asked else ()
         return (*self._scheduled.row(run_step), *asked) if self.source.schedules.ramps else asked
+
+    def host_numbers(self, step: int, run_step: int) -> list[float]:
+        """Return the same numbers on the host."""
+        start = step - step % _SPAN
+        if self.asked and (self._lists is None or self._lists[0] != start):
+            self._lists = start, self._answers(range(start, start + _SPAN)).tolist()
+        asked = self._lists[1][step - start] if self._lists is not None else []
+        return [*self.source.schedules.at(run_step), *asked]
+
+    def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the program as it is, kernel by kernel, on the tensors that `compiled` is given."""
+        first = len(tensors) - len(self.asked)
+        numbers = iter(tensors[first:])
+        return self.source.run(tensors[:first], lambda number: next(numbers), [])
 
     def _answers(self, steps: range) -> Tensor:
         at = torch.tensor(steps, dtype=torch.float64, device="cpu")

@@ -260,5 +260,5 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
 def _adamw(dtype: torch.dtype) -> traced.EntryProgram:
     optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2))], "adamw")
     recipe, keys = optimizer.recipe, ("update.momentum/m", "update.rms/v")
-    none, place = traced.Schedules((), None), torch.device("cpu")
+    none, place = traced.ScheduledNumbers((), None), torch.device("cpu")
     return traced.EntryProgram(recipe, "", recipe.weight_decay, 2, keys, dtype, dtype, place, none)

@@ -1,0 +1,402 @@
+"""Captured steps: the work of stacks on a device as graphs, which the host replays with one launch each.
+
+A piece is a list of stacks that share no parameter with stacks outside of it. Stacks without refreshes are one piece;
+every other piece leaves its graph in the steps in which rows of its own are due. A piece runs through its programs
+(`traced.py`), whose numbers are inputs: they are in one tensor that is filled by one copy before each run.
+
+The protocol checks itself. The first step of a kind runs as it is, and fills caches. The operations of the second one
+are recorded, and again those of the third, which finds numbers that are no inputs. Then the third step is captured, and
+made from the same state as it is and by a replay: both must leave the same bits. Later steps of the kind are replayed.
+A step of another kind (a moved address, a missing gradient, a refresh) runs as it is, and the reason is kept. The check
+holds two copies of the state and the parameters of a piece for one step, and waits once for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eigengraft.errors import warn_user
+from eigengraft.numerics import upload
+
+from ..recipe.recipe import Recipe
+from ..stacks.stack import StackState, connected
+from ..write.write import Rates, StepScale
+from .exchange import PROVIDERS, Step
+from .program import CHECKED_UPDATES
+from .traced import Program
+
+Body = Callable[[], None]
+Signature = list[tuple[Any, ...]]
+"""The operations of a run, with everything that enters them but values of tensors."""
+
+
+class Graph(Protocol):
+    """Recorded work of a device."""
+
+    def replay(self) -> None:
+        """Do the work again, on the same addresses."""
+
+
+class Capturer(Protocol):
+    """A way to record the work of a device."""
+
+    def warm_up(self, body: Body) -> None:
+        """Run what is to be captured once, so that it allocates and initializes what it keeps."""
+
+    def capture(self, body: Body) -> Graph:
+        """Record the work; RuntimeError if that is not possible. It may have been done or not."""
+
+
+class CudaCapturer:
+    """CUDA graphs."""
+
+    def warm_up(self, body: Body) -> None:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            body()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def capture(self, body: Body) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+        return graph
+
+
+CAPTURERS: dict[str, Callable[[], Capturer]] = {"cuda": CudaCapturer}
+"""Ways to record the work of a device, by its type."""
+
+CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
+"""Signals that a stack finds by itself at the same addresses, or as numbers of the step."""
+
+RunStacks = Callable[
+    [Sequence[Sequence[StackState]], Step, NDArray[np.bool_], Mapping[int, tuple[Tensor, list[Tensor]]]], None
+]
+"""Runs stacks in one step. The last argument: by number of a stack, the step of its blocks and numbers of a program."""
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations, and holds the tensors that come from outside, whose addresses a graph keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.signature: Signature = []
+        self.held: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        self.signature.append((str(func), self._described(args), self._described(given)))
+        found = func(*args, **given)
+        for made in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(made, Tensor) and id(made) not in self.held:
+                self._made[id(made)] = made
+        return found
+
+    def _described(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in self._made:
+                self.held[id(x)] = x
+            return ("tensor", tuple(x.shape), x.dtype, x.device.type)
+        if isinstance(x, (list, tuple)):
+            return tuple(map(self._described, x))
+        return tuple((key, self._described(own)) for key, own in x.items()) if isinstance(x, dict) else repr(x)
+
+
+def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
+    """Record a run. Gradients, by address, are not held: a graph must not keep `zero_grad` from freeing them."""
+    recorder = _Recorder()
+    with recorder:
+        run()
+    recorder._made.clear()
+    recorder.held = {key: x for key, x in recorder.held.items() if x.data_ptr() not in gradients}
+    return recorder
+
+
+def difference(one: Signature, other: Signature) -> str | None:
+    """Say in what two recordings differ; None: in nothing but values of tensors."""
+    if len(one) != len(other):
+        return f"{len(one)} operations in one step and {len(other)} in the next"
+    for a, b in zip(one, other, strict=True):
+        if a != b:
+            return f"{a[0]} takes {a[1:]} in one step and {b[1:]} in the next"
+    return None
+
+
+class _Key(NamedTuple):
+    """The kind of a step: what a graph keeps."""
+
+    gradients: tuple[int, ...]
+    parameters: tuple[int, ...]
+    state: tuple[int, ...]
+    groups: bytes
+    zeros: tuple[bool, ...]
+    mask: bool
+
+    def changed(self, before: _Key) -> str:
+        """Say what a graph of another key does not fit any more."""
+        hint = " (`zero_grad(set_to_none=False)` keeps them)"
+        moved = {"gradients": f"addresses of gradients{hint}", "parameters": "addresses of parameters"}
+        moved |= {"state": "addresses of state", "groups": "param groups with equal rates"}
+        moved |= {"zeros": "rates of weight decay that are 0", "mask": "whether gradients are masked"}
+        return next(f"{text} changed" for name, text in moved.items() if getattr(self, name) != getattr(before, name))
+
+
+class CapturedStacks:
+    """Stacks that are captured together, and their graph.
+
+    groups: the stacks, those in a list that step side by side.
+    programs: of each stack, by its number.
+    reason: why the piece is never captured; None: nothing is known.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[StackState]],
+        recipe: Recipe,
+        programs: Mapping[int, Program | None],
+        run: RunStacks,
+    ) -> None:
+        self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
+        self.device, self.reason = self.stacks[0].stack.device, _never(self.stacks, recipe, programs)
+        self.programs = {number: own for number, own in programs.items() if own is not None}
+        self.graph: Graph | None = None
+        self._key: _Key | None = None
+        self._record: _Recorder | None = None
+        self._static: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._positions = np.unique(np.concatenate([own.stack.param_ids for own in self.stacks]))
+        self._capturer = CAPTURERS[self.device.type]() if self.reason is None else None
+
+    def unfit(self, step: Step, counts: NDArray[np.int64]) -> str | None:
+        """Return why this step is not one to capture or to replay; None: it is."""
+        if not step.active[self._positions].all():
+            return "a parameter has no gradient"
+        for own in self.stacks:
+            if own.watched:
+                return "something watches the stages"
+            context, program = own.context(own.all_blocks, counts, {}), self.programs[own.number]
+            if context.uniform is None:
+                return "blocks are at different updates"
+            if context.uniform <= CHECKED_UPDATES or not program.suits(context.steps):
+                return "one of the first updates"
+            if any(stage.due(context) for _, stage in own.rule.stages()):
+                return "a refresh"
+            if step.mask is not None and not program.source.masked:
+                return "a mask of gradients that `failure.detect: device` would announce"
+        scales = self._scales(step.rates).values()
+        if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):
+            return "a rate is a tensor on a device, whose value the host does not know"
+        return None
+
+    def step(
+        self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
+    ) -> str | None:
+        """Make a step that fits, by the graph if there is one. Return why a graph was left; None: none was."""
+        key, before = self._key_of(step, held), self._key
+        self._fill(step, counts)
+        body = self._body(step, moved)
+        if key != before:
+            left = None if self.graph is None or before is None else key.changed(before)
+            self._key, self.graph, self._record = key, None, None
+            body()
+            return left
+        if self._record is None:
+            self._record = _recorded(body, key.gradients)
+            return None
+        if self.graph is not None:
+            self.graph.replay()
+            return None
+        self.reason = self._capture(body, held, key.gradients)
+        return self.reason
+
+    def _scales(self, rates: Rates) -> dict[tuple[str, int], StepScale]:
+        pairs = {(own.path, int(at)): at for own in self.stacks for at in rates.alike[own.stack.param_ids]}
+        first = {int(group): at for at, group in reversed([*enumerate(rates.alike.tolist())])}
+        return {(path, group): rates.step_scale(path, first[group]) for path, group in pairs}
+
+    def _key_of(self, step: Step, held: Sequence[Tensor]) -> _Key:
+        positions = self._positions.tolist()
+        return _Key(
+            tuple(step.gradients[at].data_ptr() for at in positions),
+            tuple(held[at].data_ptr() for at in positions),
+            tuple(x.data_ptr() for own in self.stacks for x in own.tensors.values()),
+            step.rates.alike.tobytes(),
+            tuple(
+                bool(x == 0) for scale in self._scales(step.rates).values() for x in (scale.alpha, scale.gradient_rate)
+            ),
+            step.mask is not None,
+        )
+
+    def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
+        """Copy the numbers of a step, and its mask, to where graphs read them."""
+        values: list[float] = []
+        for scale in self._scales(step.rates).values():
+            values += (float(x) for x in (scale.lr, scale.shrink, scale.alpha, scale.rate))
+        for own in self.stacks:
+            at = int(counts[own.stack.param_ids[0]]) - int(own.lagging)
+            values += [float(at), *self.programs[own.number].host_numbers(at, own.run_step)]
+        numbers = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
+        self._static = numbers.clone() if self._static is None else self._static.copy_(numbers)
+        if step.mask is not None:
+            self._mask = step.mask.clone() if self._mask is None else self._mask.copy_(step.mask)
+
+    def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
+        """The work of a step on numbers and masks that lie where `_fill` puts them."""
+        scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
+        rates = replace(step.rates)
+        dtype = torch.float64 if any(own.stack.dtype == torch.float64 for own in self.stacks) else torch.float32
+
+        def body() -> None:
+            assert self._static is not None
+            wide = self._static.unbind()
+            narrow = {torch.float64: wide, dtype: wide if dtype == torch.float64 else self._static.to(dtype).unbind()}
+            at, given = 0, dict[int, tuple[Tensor, list[Tensor]]]()
+            for key, scale in scales.items():
+                lr, shrink, alpha, rate = narrow[dtype][at : at + 4]
+                rates._scales[key] = replace(
+                    scale,
+                    lr=lr,
+                    alpha=alpha if scale.alpha else 0.0,
+                    rate=rate if scale.rate else 0.0,
+                    kept=shrink if scale.alpha else None,
+                )
+                at += 4
+            for own in self.stacks:
+                program = self.programs[own.number]
+                scheduled, asked = len(program.source.schedules.ramps), len(program.asked)
+                steps = wide[at].to(torch.int64).expand(len(own.stack.param_ids)).contiguous()
+                numbers = [*wide[at + 1 :][:scheduled], *narrow[own.stack.dtype][at + 1 + scheduled :][:asked]]
+                given[own.number], at = (steps, numbers), at + 1 + scheduled + asked
+            self._run(self.groups, replace(step, rates=rates, mask=mask), moved, given)
+
+        return body
+
+    def _capture(self, body: Body, held: Sequence[Tensor], gradients: Collection[int]) -> str | None:
+        """Make this step, and a graph of it. Return why there can be none; None: there is one."""
+        assert self._capturer is not None and self._record is not None
+        targets = [x for own in self.stacks for x in own.tensors.values()]
+        targets += [held[at] for at in self._positions.tolist()]
+        before, capturer = _copied(targets), self._capturer
+        record = _recorded(lambda: capturer.warm_up(body), gradients)
+        _restore(targets, before)
+        other = difference(self._record.signature, record.signature)
+        if other is not None:
+            body()
+            return f"a number is no input: {other}"
+        try:
+            graph = capturer.capture(body)
+        except RuntimeError as error:
+            _restore(targets, before)
+            body()
+            return f"the step cannot be captured: {error}"
+        _restore(targets, before)
+        body()
+        after = _copied(targets)
+        _restore(targets, before)
+        graph.replay()
+        if not all(map(_same_bits, targets, after)):
+            _restore(targets, after)
+            return "a replay has other bits than the step as it is"
+        self.graph, self._record = graph, record
+        return None
+
+
+def _never(stacks: Sequence[StackState], recipe: Recipe, programs: Mapping[int, Program | None]) -> str | None:
+    """Return why stacks can never be captured; None: they may."""
+    device = stacks[0].stack.device.type
+    if device not in CAPTURERS:
+        return f"there are no graphs of a device of type {device}"
+    if any(own.block_group is not None for own in stacks):
+        return "blocks are sent between ranks"
+    if recipe.averaging is not None or any(update.constraints for update in recipe.updates().values()):
+        return "an averaging or a constraint has numbers of its own"
+    given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
+    if given:
+        return f"stages ask for signals that lie elsewhere in each step ({', '.join(sorted(given))})"
+    if any(programs[own.number] is None for own in stacks):
+        return "each of its steps has a refresh, or sums over parameters of other stacks"
+    return None
+
+
+def _refreshes(own: StackState) -> bool:
+    return any(stage.cadence() is not None for _, stage in own.rule.stages())
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors]
+
+
+def _restore(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    torch._foreach_copy_([x.detach() for x in targets], list(values))
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are equal, nan included, read on the host."""
+    bits = [own.detach().contiguous().reshape(-1).view(torch.uint8) for own in (x, y)]
+    return torch.equal(*bits)
+
+
+class Graphs:
+    """The pieces of a parameter set, and why steps of them were not replayed.
+
+    left: how many steps of pieces were not replayed, by reason.
+    """
+
+    def __init__(
+        self,
+        together: Sequence[Sequence[StackState]],
+        recipe: Recipe,
+        programs: Mapping[int, Program | None],
+        run: RunStacks,
+    ) -> None:
+        shared = connected([{at for own in group for at in own.stack.param_ids.tolist()} for group in together])
+        pieces = [[together[number] for number in numbers] for numbers in shared]
+        rare = [any(_refreshes(own) for group in piece for own in group) for piece in pieces]
+        steady = [group for piece, refreshes in zip(pieces, rare, strict=True) if not refreshes for group in piece]
+        apart = [piece for piece, refreshes in zip(pieces, rare, strict=True) if refreshes]
+        self.pieces = [
+            CapturedStacks(piece, recipe, programs, run) for piece in ([steady, *apart] if steady else apart)
+        ]
+        self.left: Counter[str] = Counter()
+        self._said: set[str] = set()
+
+    def run(
+        self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
+    ) -> list[Sequence[StackState]]:
+        """Make the steps of pieces that fit graphs, and return the stacks that are left, as they step together."""
+        rest: list[Sequence[StackState]] = []
+        for piece in self.pieces:
+            fixed = piece.reason
+            reason = fixed or piece.unfit(step, counts)
+            if reason is not None:
+                rest += piece.groups
+                self._leave(reason, fixed is not None)
+            elif (reason := piece.step(step, moved, counts, held)) is not None:
+                self._leave(reason, True)
+        return rest
+
+    def _leave(self, reason: str, unplanned: bool) -> None:
+        self.left[reason] += 1
+        if unplanned and reason not in self._said:
+            self._said.add(reason)
+            warn_user(f"graph: steps are launched one by one: {reason}")
+
+    def lines(self) -> list[str]:
+        """Say how many stacks have a graph, and why steps were made without."""
+        captured = sum(len(piece.stacks) for piece in self.pieces if piece.graph is not None)
+        total = sum(len(piece.stacks) for piece in self.pieces)
+        return [
+            f"graph: {captured} of {total} stacks have one",
+            *(f"graph: {count} steps without, {reason}" for reason, count in self.left.most_common()),
+        ]

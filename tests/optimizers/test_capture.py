@@ -1,0 +1,311 @@
+"""Captured steps on a CPU: the protocol, with a stand-in that does recorded operations again on the same tensors."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eigengraft import Optimizer, Stage, State, StepContext
+from eigengraft.optimizers.step import capture, traced
+from eigengraft.testing import accelerator
+
+from ..trajectories import normal
+
+SHAPES = ((8, 6), (8, 6), (12, 5), (6,), (6,))
+
+
+class Operations(TorchDispatchMode):
+    """A graph of operations with the tensors and numbers that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[Any, Any, Any, Any]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.rows.append((func, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        self.replays += 1
+        now: dict[int, Any] = {}
+
+        def present(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(map(present, x))
+            return now.get(id(x), x) if isinstance(x, Tensor) else x
+
+        for func, args, kwargs, made in self.rows:
+            found = func(*present(args), **{key: present(x) for key, x in kwargs.items()})
+            pairs = zip(made, found, strict=True) if isinstance(made, (list, tuple)) else [(made, found)]
+            now.update({id(a): b for a, b in pairs if isinstance(a, Tensor)})
+
+
+class Recording:
+    """Captures by recording: unlike a device, it does the work while it records."""
+
+    graphs: list[Operations]
+
+    def __init__(self) -> None:
+        self.graphs = []
+
+    def __call__(self) -> "Recording":
+        return self
+
+    def warm_up(self, body: Callable[[], None]) -> None:
+        body()
+
+    def capture(self, body: Callable[[], None]) -> Operations:
+        graph = Operations()
+        with graph:
+            body()
+        self.graphs.append(graph)
+        return graph
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    found = Recording()
+    monkeypatch.setitem(capture.CAPTURERS, "cpu", found)
+    return found
+
+
+class Steps:
+    """An optimizer and its parameters, whose gradients keep their addresses."""
+
+    def __init__(self, recipe: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        self.held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
+        named = [(f"layers.{i}.weight", p) for i, p in enumerate(self.held)]
+        self.optimizer = Optimizer(named, recipe, lr=0.01, **options)
+        for parameter in self.held:
+            parameter.grad = torch.zeros_like(parameter)
+        self.number = 0
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for i, parameter in enumerate(self.held):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(normal(*parameter.shape, seed=100 * self.number + i))
+            self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + self.number)
+            self.optimizer.step()
+            self.number += 1
+
+    @property
+    def graphs(self) -> capture.Graphs:
+        (param_set,) = self.optimizer.param_sets
+        assert param_set.graphs is not None
+        return param_set.graphs
+
+    def values(self) -> list[Tensor]:
+        state = [x for own in self.optimizer.stack_states() for x in own.tensors.values()]
+        return [*(p.detach() for p in self.held), *state]
+
+
+def require_close(one: Steps, other: Steps) -> None:
+    # numbers of a graph are products where a step as it is divides by exact ones of the host
+    for a, b in zip(one.values(), other.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+RECIPES: dict[str, Any] = {
+    "adamw": "adamw",
+    "muon": "muon",
+    "soap": {"base": "soap", "set": {"update.eigenbasis.refresh": {"kind": "every", "steps": 4}}},
+    "shampoo": {"base": "shampoo", "set": {"update.graft.direction.shampoo.refresh": {"kind": "every", "steps": 4}}},
+    "ademamix": "ademamix",
+    "decay in the gradient": {"base": "sgd", "weight_decay": "l2"},
+    "decay after stages": {"update": ["momentum", "spectral"], "after_decay": ["clip_norm"]},
+    "codes": {
+        "base": "adamw",
+        "storage": {"first_moment": {"kind": "int8", "min_elements": 1, "rounding": "stochastic"}},
+    },
+    "masks": {"base": "adamw", "failure": {"detect": "device"}},
+    "blocks": {"base": "adamw", "blocking": {"size": 4}},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_replayed_steps_are_the_steps_as_they_are(name: str, recording: Recording) -> None:
+    recipe = RECIPES[name]
+    changes = {"base": recipe} if isinstance(recipe, str) else recipe
+    plain, captured = Steps(changes), Steps(changes, overrides={"graph": True})
+    plain.step(14)
+    captured.step(14)
+    require_close(plain, captured)
+    assert sum(graph.replays for graph in recording.graphs) >= 3
+    assert f"graph: {len(captured.optimizer.stack_states())} of" in str(captured.optimizer)
+
+
+@pytest.mark.parametrize("compiled", ["adamw", "muon"])
+def test_compiled_programs_are_captured(compiled: str, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    changes = {"base": compiled, "routes": [], "compile": True}
+    plain, captured = Steps({**changes, "compile": False}), Steps({**changes, "graph": True})
+    plain.step(10)
+    captured.step(10)
+    require_close(plain, captured)
+    assert [graph.replays for graph in recording.graphs] == [5]
+
+
+def test_capturable_means_graph(recording: Recording) -> None:
+    run = Steps("adamw", capturable=True)
+    run.step(6)
+    assert run.optimizer.recipe.graph and [graph.replays for graph in recording.graphs] == [1]
+    (piece,) = run.graphs.pieces
+    assert piece._record is not None and piece._record.held  # but no gradients, so that `zero_grad()` frees them
+    kept = {x.data_ptr() for x in piece._record.held.values()}
+    assert not kept & {p.grad.data_ptr() for p in run.held if p.grad is not None}
+
+
+def test_a_device_without_graphs_says_so() -> None:
+    with pytest.warns(UserWarning, match="type cpu"):
+        Steps("adamw", capturable=True).step()
+
+
+def moved_gradient(run: Steps) -> None:
+    run.held[0].grad = torch.zeros_like(run.held[0])
+
+
+def moved_parameter(run: Steps) -> None:
+    run.held[0].data = run.held[0].data.clone()
+
+
+def moved_state(run: Steps) -> None:
+    (own, *_) = run.optimizer.stack_states()
+    own.tensors.update({key: x.clone() for key, x in own.tensors.items()})
+
+
+def missing_gradient(run: Steps) -> None:
+    run.held[0].grad = None
+
+
+def other_decay(run: Steps) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+def watched(run: Steps) -> None:
+    run.optimizer.watch_next_step()
+
+
+@pytest.mark.parametrize(
+    ("event", "again"),
+    [
+        (moved_gradient, 1),
+        (moved_parameter, 1),
+        (moved_state, 1),
+        (missing_gradient, 0),
+        (other_decay, 1),
+        (watched, 0),
+    ],
+)
+def test_a_step_of_another_kind_leaves_the_graph_and_says_why(
+    event: Callable[[Steps], None], again: int, recording: Recording
+) -> None:
+    """It has the numbers of a step as it is. What stays so is captured anew two steps later."""
+    plain, captured = Steps("adamw"), Steps({"base": "adamw", "graph": True})
+    for run in (plain, captured):
+        run.step(7)
+    replays = [graph.replays for graph in recording.graphs]
+    assert replays == [2]
+    event(captured)
+    if event is not moved_state:  # which changes no number, and which Adam's fused kernels do not look for
+        event(plain)
+    plain.step()
+    before = captured.graphs.left.total()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured.step()
+    assert captured.graphs.left.total() == before + 1
+    assert [graph.replays for graph in recording.graphs] == replays
+    for run in (plain, captured):
+        run.step(3)
+    require_close(plain, captured)
+    assert len(recording.graphs) == 1 + again
+    assert "graph: " in str(captured.optimizer)
+
+
+class Freezing(Stage):
+    """Multiply by the number of calls so far, which a graph would keep."""
+
+    kind: Literal["test_freezing"] = "test_freezing"
+    calls: ClassVar[list[int]] = []
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        self.calls.append(1)
+        return direction * len(self.calls)
+
+
+Stage.members.pop("test_freezing")  # the laws are about every member of the family
+
+
+def test_a_number_that_is_no_input_is_found(recording: Recording) -> None:
+    run = Steps({"update": [Freezing()], "graph": True})
+    with pytest.warns(UserWarning, match=r"a number is no input: aten.mul"):
+        run.step(8)
+    assert not recording.graphs and "a number is no input" in str(run.optimizer)
+
+
+def test_a_graph_with_other_bits_is_not_used(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay, plain, captured = Operations.replay, Steps("adamw"), Steps({"base": "adamw", "graph": True})
+
+    def wrong(graph: Operations) -> None:
+        replay(graph)
+        captured.held[-1].detach()[0] *= 1 + 1e-15
+
+    monkeypatch.setattr(Operations, "replay", wrong)
+    plain.step(8)
+    with pytest.warns(UserWarning, match="other bits"):
+        captured.step(8)
+    require_close(plain, captured)
+    assert [graph.replays for graph in recording.graphs] == [1]
+
+
+def test_what_cannot_be_captured_runs_as_it_is(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(body: Callable[[], None]) -> None:
+        body()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recording, "capture", refuse)
+    plain, captured = Steps("adamw"), Steps({"base": "adamw", "graph": True})
+    plain.step(8)
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+        captured.step(8)
+    require_close(plain, captured)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ({"base": "adamw", "averaging": "ema"}, "averaging"),
+        ({"base": "adamw", "constraints": "rounding"}, "constraint"),
+    ],
+)
+def test_recipes_with_numbers_of_their_own_are_left(recipe: Any, words: str, recording: Recording) -> None:
+    run = Steps({**recipe, "graph": True})
+    with pytest.warns(UserWarning, match=words):
+        run.step(5)
+    assert not recording.graphs
+
+
+def test_a_step_with_a_graph_is_captured_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are uploaded by one copy, and the only wait is that of the finite check."""
+    with accelerator("cuda") as run:
+        found = Recording()
+        monkeypatch.setitem(capture.CAPTURERS, "cuda", found)
+        held = [nn.Parameter(normal(8, 6, seed=i).float().to(run.device)) for i in range(4)]
+        optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], {"base": "adamw", "graph": True})
+        for parameter in held:
+            parameter.grad = torch.zeros_like(parameter)
+        for number in range(9):
+            for i, parameter in enumerate(held):
+                parameter.grad.copy_(normal(8, 6, seed=10 * number + i).float().to(run.device))
+            with accelerator("cuda") as counts:
+                optimizer.step()
+        assert [graph.replays for graph in found.graphs] == [4], optimizer
+        assert counts.waits <= 1 and counts.uploads <= 1, counts.by_line("waits", "uploads")
