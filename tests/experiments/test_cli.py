@@ -214,9 +214,9 @@ class TestList:
         assert "adamw" not in output and "polargrad" not in output
 
     def test_kinds_of_an_imported_file_are_listed_and_shown(self) -> None:
-        file = write("sharpen.py", SHARPEN)
-        check_said(succeeds("list", "stage", "sharpen", "--import", file), "sharpen", "d |d|^(p - 1)")
-        check_said(succeeds("show", "sharpen", "--import", file), "power", "(0, ∞)", 1.5)
+        file = write("hone.py", SHARPEN.replace("sharpen", "hone").replace("line", "hone_line"))
+        check_said(succeeds("list", "stage", "hone", "--import", file), "hone", "d |d|^(p - 1)")
+        check_said(succeeds("show", "hone", "--import", file), "power", "(0, ∞)", 1.5)
 
     def test_an_unknown_family_and_words_without_an_entry_are_refused(self) -> None:
         for arguments, data in ((("stagee",), ("stagee", "stage")), (("stage", "xyzzy"), ("stage", "xyzzy"))):
@@ -334,7 +334,7 @@ WRONG = {
     ),
     "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ("'saop'", "soap")),
     "fault in a recipe given in the file": (["train", "own.yaml"], ("recipe.update.rms.beta", 3)),
-    "missing recipe file": (["train", "lost.yaml"], ("lost/mine.yaml")),
+    "missing recipe file": (["train", "lost.yaml"], ("lost/mine.yaml",)),
     "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ("task.path", "gone'")),
     "missing import": (["train", "exp.yaml", "--import", "gone.py"], ("imports", "gone.py")),
     "broken import": (["train", "exp.yaml", "--import", "bad.py"], ("bad.py'", "line 2")),

@@ -233,9 +233,9 @@ def test_owners_do_not_write_what_needs_updates() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"mode": "local", "overlap_backward": True}, ("overlap_backward")),
-        ({"mode": "sharded", "gather": "parameters"}, ("gather")),
-        ({"dtype": "bf16", "gather": "parameters"}, ("gather")),
+        ({"mode": "local", "overlap_backward": True}, ("overlap_backward", "local")),
+        ({"mode": "sharded", "gather": "parameters"}, ("gather", "parameters")),
+        ({"dtype": "bf16", "gather": "parameters"}, ("gather", "parameters")),
         ({"mode": "local", "group_size": 2}, ("group_size", "replicated", "local")),
     ],
 )
@@ -410,7 +410,7 @@ def test_more_ranks_change_no_sum() -> None:
 @pytest.mark.parametrize(
     ("recipe", "shapes", "mesh", "parallel", "says"),
     [
-        ("soap_fitted", [], (2,), "ddp", ("parameter",)),
+        ("soap_fitted", [], (2,), "ddp", ("plan", "parameters")),
         ("soap_fitted", [("a", (2, -1))], (2,), "ddp", ("a",)),
         ("soap_fitted", [("a", (2,)), ("b", (2,)), ("b", (3,))], (2,), "ddp", ("b",)),
         ("soap_fitted", [("a", ())], (2,), "fsdp2", ("a",)),

@@ -98,7 +98,7 @@ def test_one_rank_keeps_what_was_consolidated(outcomes: dict[str, list[Outcome]]
     *others, last = outcomes[f"save {source}"]
     assert {found["consolidated"] for found in last.result.values()} == {"whole: True"}
     for other in others:
-        said = "0: state_dict: this is one rank's part of the state"
+        said = "0: state_dict: it holds one rank's shard"
         assert all(found["consolidated"].startswith(said) for found in other.result.values())
 
 
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_named_on_every_rank(outcomes: dict[str, list[Outco
         said = rank.result
         assert "nothing was loaded" in said["missing"] and ": missing '0/" in said["missing"]
         assert ": unexpected '0/nobody/knows'" in said["foreign"]
-        assert "same parameters" in said["absent on one"]
+        assert "other parameters" in said["absent on one"]
         assert said["missing on one"].startswith("rank 1: ") and ": missing '0/" in said["missing on one"]
 
 

@@ -35,7 +35,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries of every chunk that was moved."""
     found, write = list[int](), program.write
-    monkeypatch.setattr(program, "write", lambda p, u, scale: (found.append(p[0].numel()), write(p, u, scale)))
+    monkeypatch.setattr(program, "write", lambda p, *rest: (found.append(p[0].numel()), write(p, *rest)))
     return found
 
 
