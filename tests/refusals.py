@@ -37,9 +37,10 @@ VARYING = (
     (re.compile(r"\d+\.\d{5,}(?:e[-+]?\d+)?|\d+\.\d{2,}e[-+]?\d+"), "<number>"),
     (re.compile(r"(?:\b\w+, ){5,}\w+"), "<list>"),
     (re.compile(r"\b(kinds(?: are)?) \w+(?:, \w+)+"), r"\1 <list>"),
+    (re.compile(r"(unknown \w+ kind '[^']*'); did you mean '[^']*'\?"), r"\1"),
 )
 """Parts of messages that differ between runs or machines, and their replacements: frames, folders, addresses, hashes,
-versions, lines, times, measured numbers, and lists of kinds, to which tests add their own."""
+versions, lines, times, measured numbers, and lists of kinds and the nearest kind, to which tests add their own."""
 
 
 class _Recorder:
