@@ -36,6 +36,7 @@ from .contrib.stages import Cautious as Cautious
 from .contrib.stages import Center as Center
 from .elementwise.adafactor import Adafactor as Adafactor
 from .elementwise.adafactor import RelativeStep as RelativeStep
+from .elementwise.aligned_decay import AlignedDecay as AlignedDecay
 from .elementwise.diagonal_newton import DiagonalNewton as DiagonalNewton
 from .elementwise.gradient_difference import GradientDifference as GradientDifference
 from .elementwise.identity_and_sign import GradientSign as GradientSign
@@ -46,6 +47,9 @@ from .elementwise.moments import Atan2 as Atan2
 from .elementwise.moments import HeavyBall as HeavyBall
 from .elementwise.moments import LaggedRMS as LaggedRMS
 from .elementwise.moments import Momentum as Momentum
+from .elementwise.moments import MomentumMixture as MomentumMixture
+from .elementwise.moments import RunningMean as RunningMean
+from .elementwise.moments import k_maxwell as k_maxwell
 from .elementwise.scale import ClipNorm as ClipNorm
 from .elementwise.scale import ClipRMS as ClipRMS
 from .elementwise.scale import Normalize as Normalize

@@ -56,7 +56,7 @@ COVER = cover(ALONE)
 """Recipes that stand for the others, which differ from them in numbers, statistics or storage, or in the order of
 stages."""
 
-TOGETHER = ("ademamix", "prodigy", "track3")
+TOGETHER = ("ademamix", "anvil", "bimaxwell_muon", "kmaxwell_muon", "kmaxwell_muon_h", "prodigy", "track3")
 """Recipes in which what becomes of a parameter depends on the steps of the run, or on sums over other parameters."""
 
 BROAD = tuple(name for name in ALONE if name in COVER or not plain(name))

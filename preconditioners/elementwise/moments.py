@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import in_registers, number_like, per_block
+from eigengraft.schedules import Schedulable
 from eigengraft.slots import Frame, Slot, State
 from eigengraft.step_context import StepContext
 
@@ -97,6 +98,106 @@ def _multiplied(state: State, beta: float) -> Tensor:
     return product
 
 
+class RunningMean(Schedulable):
+    """One running mean of a `momentum_mixture`:  m <- beta m + (1 - beta) d."""
+
+    beta: float = Field(ge=0, lt=1, description="decay of the mean, per step; its mean age is beta / (1 - beta) steps")
+    weight: float = Field(description="weight of the mean in the sum")
+
+
+class MomentumMixture(Stage):
+    """A weighted sum of running means with different decays.
+
+    m_k <- b_k m_k + (1 - b_k) d;   o = sum_k w_k m_k
+    nesterov n:   n o + (1 - n) d
+
+    The means are not divided by 1 - b_k^t. Decays and weights may be schedules. Means with one decay are equal, so that
+    a mixture whose decays are equal at first, and separate later, begins without a jump where one momentum has come to.
+
+    Two means of which the weights are 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). Six or
+    eight means whose weights change from old to young gradients are K-Maxwell momentum (#357, #359), for which
+    `k_maxwell` computes the means. Earlier mixtures with constant weights are QHM (Ma & Yarats 2019, arXiv:1810.06801)
+    and AggMo (Lucas et al. 2019, arXiv:1804.00325). Mean k is stored in the slot `m<k>`, from `m0`: a recipe can
+    store the slow means in 8 bits.
+    """
+
+    kind: Literal["momentum_mixture"] = "momentum_mixture"
+    means: tuple[RunningMean, ...] = Field(min_length=1, strict=False, description="the means, each with its weight")
+    nesterov: float | None = Field(
+        default=None, ge=0, lt=1, description="weight of the sum beside the new direction; null: the sum alone"
+    )
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True)
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        mean = Slot(block, fill=0.0, role="first_moment", frame="vector")
+        return {f"m{k}": mean for k in range(len(self.means))}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        total: Tensor | None = None
+        for k, mean in enumerate(self.means):
+            m = state[f"m{k}"].lerp_(direction, 1 - mean.beta)
+            state[f"m{k}"] = m
+            total = m * mean.weight if total is None else total.add_(m, alpha=mean.weight)
+        assert total is not None
+        return total if self.nesterov is None else torch.lerp(direction, total, self.nesterov)
+
+
+def k_maxwell(
+    count: int,
+    start_age: float,
+    end_age: float,
+    ages: tuple[float, float] = (3.0, 64.0),
+    beta: float = 0.95,
+    begin: float = 0.3,
+) -> list[dict[str, Any]]:
+    """Return the `means` of a `momentum_mixture` whose mean age changes linearly from `start_age` to `end_age`.
+
+    The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are
+    w_k = c k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture.
+    Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from those of
+    `start_age` to those of `end_age`.
+
+    (8, 58, 26) has the weights of modded-nanogpt #357, and (6, 50, 22) those of #359.
+
+    Args:
+        count: Number of means, K, at least 2.
+        start_age: Mean age of the mixture at `begin`, in steps.
+        end_age: Mean age of the mixture at the end of the run, in steps.
+        ages: Mean ages of the fastest and of the slowest mean, in steps.
+        beta: Decay of all means before `begin`.
+        begin: Part of the run in which there is one mean, between 0 and 1.
+
+    Returns:
+        A list of K mappings with the keys `beta` and `weight`, as a recipe has them.
+
+    Raises:
+        ValueError: The ages are not in order, or a mean age needs a weight below 0.
+    """
+    youngest, oldest = ages
+    if count < 2 or not 0 < youngest < oldest:
+        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
+    spaced = [youngest * (oldest / youngest) ** (k / (count - 1)) for k in range(count)]
+
+    def weights(mean_age: float) -> list[float]:
+        c = (oldest - mean_age) / sum(k * (oldest - age) for k, age in enumerate(spaced, start=1))
+        found = [c * k for k in range(1, count)]
+        if min(*found, 1 - sum(found)) < 0:
+            lowest = sum(k * age for k, age in enumerate(spaced[:-1], start=1)) / sum(range(1, count))
+            raise ValueError(f"a mean age of {mean_age:g} needs a weight below 0; choose {lowest:.3g} to {oldest:g}")
+        return [*found, 1 - sum(found)]
+
+    def jump(before: float, after: float) -> list[dict[str, float]]:
+        return [{"from": before, "to": before, "fraction": begin}, {"from": after, "to": after, "steps": 1}]
+
+    def ramp(before: float, after: float) -> list[dict[str, float]]:
+        return [{"from": before, "to": before, "fraction": begin}, {"from": before, "to": after, "fraction": 1 - begin}]
+
+    rows = zip(spaced, weights(start_age), weights(end_age), strict=True)
+    return [{"beta": jump(beta, age / (age + 1)), "weight": ramp(start, end)} for age, start, end in rows]
+
+
 class HeavyBall(Stage):
     """A decaying sum of directions, the momentum of torch.optim.SGD.
 
@@ -155,8 +256,9 @@ class RMS(Stage):
     Sum (b = 1) and `damped: false`: w = 1, c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` the division is by
     (v^e + eps) / c^e, as in codes with the correction in the step size. Where b is scheduled b^t is the product so far.
     x is the gradient, or the direction (NorMuon and AdaMuon: of the orthogonalized momentum). With `per: row` or
-    `column` v holds the mean of x^2 over the last axis, or over the last but one, with `block` over all of the block
-    (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
+    `column` v holds the mean of x^2 over the last axis, or over the last but one; with `longest` it is `row` for blocks
+    with at least as many rows as columns, and else `column`. With `block` the mean is over all of the block (Adam-mini,
+    Zhang et al. 2024, arXiv:2406.16793).
     """
 
     kind: Literal["rms"] = "rms"
@@ -166,9 +268,10 @@ class RMS(Stage):
     eps_on: Literal["corrected", "raw"] = Field(default="corrected", description="which power eps is added to")
     damped: bool = Field(default=True, description="weight of squares: 1 - beta; false: 1, uncorrected")
     source: Literal["gradient", "direction"] = Field(default="gradient", description="tensor that is squared")
-    per: Literal["entry", "row", "column", "block"] = Field(
+    per: Literal["entry", "row", "column", "longest", "block"] = Field(
         default="entry",
-        description="one v for each entry, row, column or block; with row and column blocks of one axis keep entries",
+        description="one v for each entry, row, column or block, or for rows or columns, of which there are more; "
+        "blocks of one axis keep entries, but with block",
     )
     exponent: Exponents = Field(default=None, description="power e, or one for each order of block; default 1/2")
 
@@ -206,7 +309,11 @@ class RMS(Stage):
 
     def _per(self, block: tuple[int, ...]) -> str:
         """Return the entries that share one v in blocks of this shape."""
-        return self.per if len(block) > 1 or self.per == "block" else "entry"
+        if len(block) < 2 and self.per != "block":
+            return "entry"
+        if self.per == "longest":
+            return "row" if block[-2] >= block[-1] else "column"
+        return self.per
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         own = {"v": self._moment(block)}

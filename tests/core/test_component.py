@@ -30,6 +30,8 @@ REQUIRED = {
     "limits": ((10, 2.5),),
     "step": 10,
     "seeds": (3,),
+    "means": ({"beta": 0.9, "weight": 1.0},),
+    "weight": 0.5,
     "space": {"lr": {"low": 0.001, "high": 1.0}},
 }
 """Values of required fields; all others are chains."""

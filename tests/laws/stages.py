@@ -113,6 +113,35 @@ STAGES = (
         ),
     ),
     Row({**MOMENTUM, "beta": SCHEDULE, "nesterov": True}, "scheduled", degree=1, rotates=True),
+    Row(
+        {"kind": "momentum_mixture", "means": [{"beta": 0.5, "weight": 0.4}, {"beta": 0.9, "weight": 0.6}]},
+        degree=1,
+        rotates=True,
+        faults=(
+            unknown("momentum_mixture"),
+            Fault({"kind": "momentum_mixture", "means": []}, "means"),
+            Fault({"kind": "momentum_mixture", "means": [{"beta": 1.0, "weight": 1.0}]}, "means", 1),
+            Fault({"kind": "momentum_mixture", "means": [{"beta": 0.9}]}, "means", "weight"),
+            Fault(
+                {"kind": "momentum_mixture", "means": [{"beta": 0.9, "weight": 1.0}], "nesterov": 1.0}, "nesterov", 1
+            ),
+        ),
+    ),
+    Row(
+        {
+            "kind": "momentum_mixture",
+            "means": [{"beta": SCHEDULE, "weight": {"from": 1.0, "to": 0.2, "steps": 6}}, {"beta": 0.9, "weight": 0.6}],
+            "nesterov": 0.9,
+        },
+        "scheduled",
+        degree=1,
+        rotates=True,
+    ),
+    Row(
+        {"kind": "aligned_decay", "rate": 0.1},
+        faults=(unknown("aligned_decay"), Fault({"kind": "aligned_decay", "rate": 0.0}, "rate", 0)),
+    ),
+    Row({"kind": "aligned_decay", "rate": 2.0, "follow_lr": True}, "following"),
     Row({**RMS, "beta": SCHEDULE}, "scheduled", degree=0),
     Row({**HEAVY_BALL, "undamped_start": True}, "undamped", degree=1, rotates=True),
     Row({**HEAVY_BALL, "nesterov": True, "undamped_nesterov": True}, "undamped look-ahead", degree=1, rotates=True),
@@ -134,6 +163,7 @@ STAGES = (
     Row({**RMS, "bias_correction": False}, "uncorrected", degree=0),
     Row({**RMS, "eps_on": "raw"}, "raw eps", degree=0),
     Row({**RMS, "beta": 1.0}, "sum", degree=0),
+    Row({**RMS, "source": "direction", "per": "longest"}, "lanes"),
     Row({"kind": "rms"}, "as it comes"),
     Row(
         {"kind": "adafactor"},

@@ -24,7 +24,7 @@ from ...trajectories import named
 
 SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 17))
 STAGE = r"\d+/(routes\.\w+\.)?(update|after_decay)(\.[A-Za-z_]\w*)+"
-KEY = re.compile(rf"({STAGE}|averaging|(routes\.\w+\.)?constraints\.\w+)/[a-z_]+(\.\d+)?")
+KEY = re.compile(rf"({STAGE}|averaging|(routes\.\w+\.)?constraints\.\w+)/[a-z_]+\d*(\.\d+)?")
 
 
 def parameters(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]] = SHAPES) -> list[Tensor]:
