@@ -21,6 +21,7 @@ from .combinators.graft import Graft as Graft
 from .combinators.partner_basis import PartnerBasis as PartnerBasis
 from .combinators.prodigy import Prodigy as Prodigy
 from .combinators.projected import Projected as Projected
+from .combinators.row_gains import RowGains as RowGains
 from .combinators.split import Split as Split
 from .combinators.trust import Trust as Trust
 from .contrib.basis_solvers import QRIteration as QRIteration

@@ -95,6 +95,14 @@ STAGES = (
     Row({**MOMENTUM, "nesterov": True}, "nesterov", degree=1, rotates=True),
     Row({**MOMENTUM, "bias_correction": False}, "uncorrected", degree=1, rotates=True),
     Row(
+        {"kind": "row_gains", "inner": [MOMENTUM], "gain": [MOMENTUM]},
+        faults=(
+            unknown("row_gains"),
+            Fault({"kind": "row_gains", "inner": [], "gain": ["sign"]}, "inner"),
+            Fault({"kind": "row_gains", "inner": ["sign"]}, "gain"),
+        ),
+    ),
+    Row(
         {**HEAVY_BALL, "nesterov": True},
         degree=1,
         rotates=True,

@@ -174,3 +174,30 @@ def test_anvil_is_the_records_rule(shape: tuple[int, int]) -> None:
         path.append(w)
     ours = follow(recipe("anvil", TOTAL, lr=LR), [init], gradients)
     assert distance(ours, [torch.stack(path)], [init]) <= 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muown_turns_rows_by_muon_and_scales_them_by_adam(shape: tuple[int, int]) -> None:
+    """W = g v / ||v||, with g, v kept beside W and gradients of g and v by the chain rule. 1e-9 as above."""
+    init, gradients = normal(*shape, seed=5), random_gradients([shape], STEPS)
+    g, v, path = init.norm(dim=1, keepdim=True), init.clone(), []
+    m, first, second = torch.zeros_like(v), Mean(0.9, *g.shape), Mean(0.95, *g.shape)
+    for (gradient,) in gradients:
+        n = v.norm(dim=1, keepdim=True)
+        slope = (gradient * v / n).sum(1, keepdim=True)
+        across = g / n * (gradient - slope * v / n)
+        m = 0.95 * m + 0.05 * across
+        v = v - LR * matched(newton_schulz(0.95 * m + 0.05 * across))
+        g = g - LR * first(slope) / (second(slope.square()).sqrt() + 1e-8)
+        path.append(g * v / v.norm(dim=1, keepdim=True))
+    ours = follow(recipe("muown", "update.row_gains.inner.spectral.solver.precision=input", lr=LR), [init], gradients)
+    assert distance(ours, [torch.stack(path)], [init]) <= 1e-9
+
+
+def test_rows_that_are_zero_take_the_direction_itself() -> None:
+    init, gradients = normal(4, 6, seed=5), random_gradients([(4, 6)], 3)
+    init[1] = 0
+    stage = {"kind": "row_gains", "inner": ["sign"], "gain": ["sign"]}
+    (path,) = follow(recipe({"update": [stage]}, lr=0.1), [init], gradients)
+    torch.testing.assert_close(path[0][1], -0.1 * gradients[0][0][1].sign(), rtol=0, atol=0)
+    assert path.isfinite().all() and not torch.equal(path[1][1], path[0][1])

@@ -1,0 +1,81 @@
+"""Rows split into gains and directions, each with a chain of its own: weight normalization inside the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, safe_ratio
+from eigengraft.signals import Request
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Inner, Stage, Stages, Traits, run_chain
+
+
+class RowGains(Stage):
+    """W = diag(g) U  with  U = diag(1 / n) V,  n_i = ||V_i||;  V <- V - lr D,  g <- g - lr a,  of which W follows.
+
+    d_g = row sums of d U;   d_V = diag(g / n) (d - diag(d_g) U);   D = inner(d_V),  a = gain(d_g)
+
+    Weight normalization (Salimans & Kingma 2016, arXiv:1602.07868) without a change of the model. With Muon as `inner`
+    and Adam as `gain` it is Muown (Lion et al. 2026, arXiv:2605.10797). The result is (W - W') / lr, computed from
+    differences that lr divides exactly, so that no digits cancel and lr may be 0:
+
+    U a + diag(g - lr a) (U diag((lr ||D||^2 - 2 <V, D>) / (n' (n' + n))) + D / n'),   n' = ||V - lr D||,  by rows
+
+    g is the norm of the row of W, so that weights that are loaded or rounded are the weights of the step. n begins as
+    g, and grows from step to step, which shortens the turns of a row; g after the step may not be below 0. A row of W
+    that is 0 has no direction: it takes D. A row has the entries of one index of the first axis, and a vector is one
+    row. Blocking should leave rows whole.
+    """
+
+    kind: Literal["row_gains"] = "row_gains"
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain of the directions V")
+    gain: Stages = Field(min_length=1, description="the chain of the gains g, on blocks with one number a row")
+
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"inner": Inner(self.chain, block), "gain": Inner(self.gain, (_rows(block),))}
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"norm": Slot((_rows(block),), role="iterate")}
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("parameter"), Request("lr")))
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        count, rows = len(direction), _rows(state.block)
+        weight, d = (x.reshape(count, rows, -1) for x in (context.tensor("parameter", direction), direction))
+        lr = context.tensor("lr", direction)
+        gains = _row_norms(weight)
+        stored = state["norm"].unsqueeze(-1)
+        norms = torch.where(stored > 0, stored, gains)
+        unit = weight * safe_ratio(torch.ones_like(gains), gains)
+        along = (d * unit).sum(-1, keepdim=True)
+        across = (d - along * unit) * safe_ratio(gains, norms)
+        across = torch.where(gains > 0, across, d).reshape(direction.shape)
+        turn = run_chain(self.chain, state.scope("inner"), across, across, context).reshape(d.shape)
+        slope = along.squeeze(-1)
+        change = run_chain(self.gain, state.scope("gain", (rows,)), slope, slope, context).unsqueeze(-1)
+        change = torch.minimum(change, safe_ratio(gains, lr.expand_as(gains)).where(lr > 0, change))
+        after = _row_norms(norms * unit - lr * turn)
+        state["norm"] = after.squeeze(-1)
+        inverse = safe_ratio(torch.ones_like(after), after)
+        radial = lr * turn.square().sum(-1, keepdim=True) - 2 * norms * (unit * turn).sum(-1, keepdim=True)
+        turned = unit * (radial * inverse * safe_ratio(torch.ones_like(after), after + norms)) + turn * inverse
+        moved = unit * change + (gains - lr * change) * turned
+        return torch.where(gains > 0, moved, turn).reshape(direction.shape)
+
+
+def _rows(block: tuple[int, ...]) -> int:
+    """Return the number of rows of a block; a vector is one row."""
+    return block[0] if len(block) > 1 else 1
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    """Return the norms `[N, m, 1]` of rows `[N, m, n]`."""
+    return block_norm(x.flatten(0, 1)).view(*x.shape[:2], 1)
