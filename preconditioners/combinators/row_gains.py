@@ -42,7 +42,7 @@ class RowGains(Stage):
         return {"inner": Inner(self.chain, block), "gain": Inner(self.gain, (_rows(block),))}
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        return {"norm": Slot((_rows(block),), role="iterate")}
+        return {"norm": Slot((_rows(block),), sensitive=True)}
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(signals=(Request("parameter"), Request("lr")))
