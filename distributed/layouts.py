@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,9 +32,10 @@ if TYPE_CHECKING:  # importing it takes as long as all of this library
     from typing_extensions import TypeIs
 
 
-def are_dtensors_known() -> bool:
-    """Return True if there can be DTensors: their module is imported."""
-    return "torch.distributed.tensor" in sys.modules
+def any_dtensors(tensors: Iterable[object]) -> bool:
+    """Return True if one of the tensors is a DTensor; always False while their module is not imported."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and any(issubclass(kind, known.DTensor) for kind in {*map(type, tensors)})
 
 
 def is_dtensor(x: object) -> TypeIs[DTensor]:
@@ -231,8 +232,9 @@ def local_gradients(
 
     rank_group: the ranks that share the parameters; None: this process alone.
     """
-    if not are_dtensors_known():
-        return [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    if not any_dtensors(gradients) and not any_dtensors(parameters):
+        return gradients
     pairs = list(zip(names, parameters, strict=True))
     misplaced = [name for name, parameter in pairs if _needs_redistribution(name, parameter)]
     if misplaced and rank_group is not None:

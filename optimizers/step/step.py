@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.layouts import are_dtensors_known, local, local_gradients
+from eigengraft.distributed.layouts import any_dtensors, local, local_gradients
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
@@ -151,7 +151,8 @@ class ParamSet:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank holds or updates of one tensor of each parameter, as views."""
-        held = [local(tensor) for tensor in tensors] if are_dtensors_known() else list(tensors)
+        held = list(tensors)
+        held = [local(tensor) for tensor in held] if any_dtensors(held) else held
         held = [*map(as_pairs, held)] if self._complex else held
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
