@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -17,11 +16,11 @@ from eigengraft.signals import PARTNER
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
-from .checkpoint.replaced_params import adopt_parameters, require_values
+from .checkpoint.replaced_params import ModelLink, adopt_parameters
 from .inspect.reached import require_expected, require_matches, require_partners, unclear_heads
 from .inspect.reporting import Reporting
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
-from .param_groups import check_options, own_keys, read_hyper, warn_of_options
+from .param_groups import KNOWN_KEYS, check_options, own_keys, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -59,7 +58,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     _known: Mapping[int, ParamInfo] | None = None
     """Descriptions of parameters by id, while the constructor adds the groups. None: all groups were added."""
-    _model: weakref.ref[torch.nn.Module] | None = None
+    _model: ModelLink | None = None
     """The model that the optimizer was composed with. None: no model is known."""
     _unknown_buffers = False
     """True if there was a warning that buffers are not restored, because no model is known."""
@@ -93,10 +92,10 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else plain(weight_decay),
         }
         self._known = described.infos
-        if described.model is not None:
-            self._model = weakref.ref(described.model)
         super().__init__(described.params, defaults)
         self._known = None
+        if described.model is not None:
+            self._model = ModelLink(described.model, self.param_groups)
         if not any(constraint.rounds for rule in self.recipe.updates().values() for constraint in rule.constraints):
             self._rounding = RoundingWatch()
         with isolation(self):
@@ -114,7 +113,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     @property
     def known_model(self) -> torch.nn.Module | None:
         """The model that the optimizer was composed with. None: there is none, or it was deleted, or this is a copy."""
-        return None if self._model is None else self._model()
+        return None if self._model is None else self._model.model()
 
     @property
     def iterate(self) -> Mode:
@@ -221,13 +220,16 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         search = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
+        if self._model is not None and any(p.grad is None and p.requires_grad for p in parameters):
+            self._model.check(self.param_groups)
         self._settle(thorough=False)
-        require_values(self.param_sets)
-        warn_of_options(self.param_groups, self.recipe)
+        self.param_sets.require_values()
+        if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
+            warn_of_options(self.param_groups, self.recipe)
         self.param_sets.thaw(self.state, "train")
         if self.param_sets.schedules.by_path:
             self.param_sets.schedules.follow(self.param_sets)
-        hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
+        hypers = [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
         ready: Steps = [(param_set, param_set.prepare(hypers, loss_scale)) for param_set in self.param_sets]
         if self.param_sets.asks_signals:
             ready = with_partners(self.param_sets, self.param_sets.signals.take(ready))  # all have prepared
@@ -324,7 +326,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     def _settle(self, thorough: bool = True) -> None:
         """Adopt parameters and state that a host replaced, cast or moved. Take back steps with unusable gradients."""
-        moved = adopt_parameters(self)
+        moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
 
@@ -373,7 +375,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self.param_sets.resolve_deferred()
         if adopt_parameters(self):
             self.param_sets.follow(self.state, self.iterate, moved=True)
-        require_values(self.param_sets)
+        self.param_sets.require_values()
         with strict_loading(self, state_dict):
             without_dynamo(super().load_state_dict)(state_dict)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Container, Iterable, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from inspect import signature
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from eigengraft.errors import warn_user
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
 from .write.closures import SCALE
-from .write.write import Hyper
+from .write.write import is_number, number
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
 _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
@@ -35,7 +34,8 @@ _OFF = {
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
 """Options of torch's Adadelta, RMSprop and ASGD whose names wrappers of optimizers (SAM, LookSAM) also write into the
 groups of the wrapped optimizer."""
-_TAKEN = frozenset((*_KEYS, *_IGNORED, *_OFF))
+KNOWN_KEYS = frozenset((*_KEYS, *_IGNORED, *_OFF))
+"""Keys of a param group that `warn_of_options` does not check."""
 WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 """Remedy for wrappers that shard parameters as flat pieces."""
 
@@ -100,7 +100,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
     this recipe's stages (`group["beta"] = 0.5`). The warning names the path in the recipe.
     """
     for group in groups:
-        for key in sorted(group.keys() - _TAKEN):
+        for key in sorted(group.keys() - KNOWN_KEYS):
             paths = _paths_of(key, recipe)
             if paths or key in _elsewhere():
                 there = f"change {', '.join(paths)} in the recipe" if paths else "change the recipe instead"
@@ -148,37 +148,7 @@ def check_values(group: Mapping[str, Any]) -> None:
 
 def first_peak(group: Mapping[str, Any]) -> float:
     """Return the largest learning rate in a new group: its `lr`, or a rate that a scheduler has written into it."""
-    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if _is_number(group.get(key)))
-
-
-def read_hyper(group: MutableMapping[str, Any], relative: bool) -> Hyper:
-    """Read the hyper-parameters of a param group for one step.
-
-    Numbers of numpy are replaced by Python's, so that `torch.load(weights_only=True)` reads a checkpoint.
-
-    relative: True if the recipe depends on the peak of the learning rate. The peak is then updated.
-    """
-    for key in ("lr", "weight_decay"):
-        if isinstance(group.get(key), np.number):
-            group[key] = group[key].item()
-    lr = number(group, "lr")
-    peak = peak_at(group, lr) if relative else float(group["peak_lr"])
-    return Hyper(lr, peak, float(number(group, "weight_decay")))
-
-
-def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
-    """Return the peak of the group's learning rate in a step with `lr`.
-
-    The peak is the largest of `peak_lr`, `max_lr` (which OneCycleLR writes into groups), and `lr` if it is larger by
-    more than rounding. An lr on a device is not read.
-    """
-    known = float(group["peak_lr"])
-    peak = max(known, float(group["max_lr"])) if _is_number(group.get("max_lr")) else known
-    return float(lr) if isinstance(lr, float) and lr > peak * (1 + 1e-6) else peak
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if is_number(group.get(key)))
 
 
 def flat_piece(parameter: Tensor) -> str:
@@ -222,17 +192,3 @@ def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
             "parameters by name, role or module; pass the model to eigengraft.compose, or pass "
             "model.named_parameters(), or set `routes` (`[]` updates all parameters alike)"
         )
-
-
-def number(group: Mapping[str, Any], key: str) -> float | Tensor:
-    """Return a number of a group as a float. A tensor on a device is returned unread, so that the host never waits."""
-    value = group.get(key)
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{key}: it must be a number or a tensor with one element, got shape {tuple(value.shape)}")
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor, np.number)):
-        raise ValueError(f"{key}: it must be a number, got {value!r}")
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value
-    if not float(value) >= 0:
-        raise ValueError(f"{key}: it must be a finite number >= 0, got {float(value)}")
-    return float(value)

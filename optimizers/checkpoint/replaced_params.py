@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from eigengraft.numerics import fake_mode
-
-from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..stacks.placement import ParamSpec
 from ..state.param_sets import ComposedOptimizer, ParamSets, inherit_counts
@@ -31,19 +27,11 @@ def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
             on the meta device now, which holds no values. Nothing changes.
     """
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
-    if len(groups) != len(param_sets.parameters) or not all(
-        len(group["params"]) == len(own) and all(map(is_, group["params"], own))
-        for group, own in zip(groups, param_sets.parameters, strict=True)
-    ):
+    if not param_sets.same_parameters(groups):
         _require_alike(groups, param_sets)
         _rebuild(optimizer)
         return False
-    changed = [
-        (parameter, spec)
-        for param_set in param_sets
-        for parameter, spec in zip(param_set.real_parameters, param_set.specs, strict=True)
-        if parameter.device != spec.device or parameter.dtype is not spec.dtype or parameter.shape != spec.shape
-    ]
+    changed = param_sets.changed()
     if not changed:
         return False
     stepped = _stepped(param_sets)
@@ -126,17 +114,6 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
         )
 
 
-def require_values(param_sets: ParamSets) -> None:
-    """Raises ValueError for parameters on the meta device, where a step or a load would change nothing."""
-    for param_set in param_sets:  # of parameters on one device
-        if param_set.parameters and param_set.parameters[0].is_meta and fake_mode(param_set.parameters[0]) is None:
-            raise ValueError(
-                f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; after "
-                "model.to_empty(device=...), which makes new parameters, compose an optimizer of these or put them in "
-                "the place of the others in its param_groups"
-            )
-
-
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
     """Raise ValueError if a group holds flat pieces of parameters in place of the parameters.
 
@@ -166,37 +143,39 @@ class ModelLink:
 
     Only a parameter that should have a gradient and has none is searched in the model. The model is referenced weakly.
     Parameters are not referenced: torch refuses to swap a parameter with weak references, as `model.to` does with
-    DTensors. `check` is a pre-step hook of torch's optimizers.
+    DTensors.
+
+    model: weak reference to the model.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._model = weakref.ref(model)
+        self.model = ref(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
-    @kept_from_compiler
-    def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        """Raise RuntimeError if a parameter of the model has a gradient and is not in the optimizer.
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError if a parameter of the model has a gradient and is not in the groups.
 
         Weights that were tied after the optimizer was made share one of its parameters, and are accepted.
         """
-        model = self._model()
+        model = self.model()
         if model is None:
             return
-        for group, names in zip(optimizer.param_groups, self._names, strict=False):  # groups added later have no names
+        for group, names in zip(groups, self._names, strict=False):  # groups added later have no names
             for parameter, name in zip(group["params"], names, strict=False):
                 if parameter.grad is None and parameter.requires_grad and name is not None:
-                    self._require_held(optimizer, model, name, parameter)
+                    _require_held(groups, model, name, parameter)
 
-    def _require_held(self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str, parameter: Tensor) -> None:
-        try:
-            held = model.get_parameter(name)
-        except AttributeError:  # the parameter was removed, and no other is trained in its place
-            return
-        if held.grad is None or held is parameter:
-            return
-        if all(held is not other for group in optimizer.param_groups for other in group["params"]):
-            raise RuntimeError(
-                f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
-                "ignored; replace parameters (sharding, resizing) before, or compose another optimizer"
-            )
+
+def _require_held(groups: Sequence[Mapping[str, Any]], model: nn.Module, name: str, parameter: Tensor) -> None:
+    try:
+        held = model.get_parameter(name)
+    except AttributeError:  # the parameter was removed, and no other is trained in its place
+        return
+    if held.grad is None or held is parameter:
+        return
+    if all(held is not other for group in groups for other in group["params"]):
+        raise RuntimeError(
+            f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
+            "ignored; replace parameters (sharding, resizing) before, or compose another optimizer"
+        )

@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from eigengraft.errors import warn_user
 
-from ..checkpoint.replaced_params import ModelLink
 from ..optimizer import Optimizer
 from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
@@ -67,7 +66,6 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
     described = DescribedParameters.of(described)
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
     if described.model is not None:
-        optimizer.register_step_pre_hook(ModelLink(described.model, optimizer.param_groups).check)
         for signal, watch in _WATCHES.items():
             if signal in optimizer.param_sets.signals.listeners.asking:
                 watch(optimizer, described.model)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
 
 from ..param_groups import check_values, first_peak, group_infos, require_facts
@@ -129,6 +131,37 @@ class ParamSets:
         self.batches = [groups for groups in self.batches if groups <= index]
         del self.built[len(self.batches) :]
         self._assignments.forget(index)
+
+    def matches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return True if the groups have the parameters that the state was made for, on their devices, unchanged."""
+        return self.same_parameters(groups) and not self.changed()
+
+    def same_parameters(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return True if the groups have the same parameters, in the same order, as when they were added."""
+        return len(groups) == len(self.parameters) and all(
+            len(group["params"]) == len(own) and all(map(is_, group["params"], own))
+            for group, own in zip(groups, self.parameters, strict=True)
+        )
+
+    def changed(self) -> list[tuple[Tensor, ParamSpec]]:
+        """Return the parameters with state whose device, dtype or shape is not that of their specification."""
+        return [
+            (parameter, spec)
+            for param_set in self
+            for parameter, spec in zip(param_set.real_parameters, param_set.specs, strict=True)
+            if parameter.device != spec.device or parameter.dtype is not spec.dtype or parameter.shape != spec.shape
+        ]
+
+    def require_values(self) -> None:
+        """Raise ValueError for parameters on the meta device, where a step or a load would change nothing."""
+        for param_set in self:  # the parameters of a set are on one device
+            first = param_set.parameters[0]
+            if first.is_meta and fake_mode(first) is None:
+                raise ValueError(
+                    f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; after "
+                    "model.to_empty(device=...), which makes new parameters, compose an optimizer of these or put them "
+                    "in the place of the others in its param_groups"
+                )
 
     def names(self) -> set[str]:
         """Return the names of all parameters that have a name."""

@@ -63,9 +63,16 @@ class Execution:
     uncompiled: Program | None = None
     reason: str | None = None
 
+    plain: bool = field(init=False, default=True)
+    """True if every step runs the program on the whole stack: there are no chunks and no other program."""
+
+    def __post_init__(self) -> None:
+        if self.chunks or self.entries or self.blocks is not None or self.uncompiled is not None:
+            object.__setattr__(self, "plain", False)
+
     @property
     def compiled(self) -> bool:
-        """Whether steps run compiled."""
+        """True if steps run compiled."""
         return bool(self.entries) or self.blocks is not None
 
     def in_place(self, blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import NoneType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.layouts import any_dtensors, local, local_gradients
+from eigengraft.distributed.layouts import local, local_gradients
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
@@ -151,8 +152,7 @@ class ParamSet:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank holds or updates of one tensor of each parameter, as views."""
-        held = list(tensors)
-        held = [local(tensor) for tensor in held] if any_dtensors(held) else held
+        held = list(tensors) if self.rank_group is None else [local(tensor) for tensor in tensors]
         held = [*map(as_pairs, held)] if self._complex else held
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
@@ -170,7 +170,9 @@ class ParamSet:
         loss_scale: scale of the loss, by which gradients are divided in place first; None: there is no scaler.
         """
         self.local[:] = self._local(self.parameters)
-        found = local_gradients(self.names, self.parameters, self.rank_group)
+        found = [parameter.grad for parameter in self.parameters]
+        if self.rank_group is not None or not {*map(type, found)} <= {Tensor, NoneType}:  # DTensors are subclasses
+            found = local_gradients(self.names, self.parameters, self.rank_group)
         if self._complex:
             found = [None if gradient is None else as_pairs(gradient) for gradient in found]
         allowed = None
@@ -221,7 +223,7 @@ class ParamSet:
                         self._stack_step(blocks, step, None).rehearse()
                     if fused.add(how.adam, blocks):
                         continue
-                whole = bool(numbers) or len(together) > 1
+                whole = bool(numbers) or len(together) > 1 or how.plain
                 if whole or not how.in_place(blocks, step, self.step_counts, self.local):
                     self._advance(together, step, priming, numbers)
         fused.run()
@@ -267,7 +269,8 @@ class ParamSet:
         return StackStep(blocks, gradient, mask, context, step.rates, decaying, numbers)
 
     def _direction(self, step: StackStep) -> Tensor:
-        return self.execution(step.blocks.stack_state).direction(step)
+        how = self.execution(step.blocks.stack_state)
+        return step.direction() if how.plain else how.direction(step)
 
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
         """The tensors whose decay is added to directions; None: the write decays, or nothing does."""

@@ -6,12 +6,12 @@ This file holds rules of weight decay, the rates of one step, and the only code 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from operator import attrgetter
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -171,6 +171,52 @@ class Hyper:
     lr: float | Tensor
     peak_lr: float
     weight_decay: float
+
+    @classmethod
+    def of(cls, group: MutableMapping[str, Any], relative: bool) -> Self:
+        """Read the values of a param group for one step.
+
+        Numbers of numpy are replaced by Python's in the group, so that `torch.load(weights_only=True)` reads a
+        checkpoint.
+
+        relative: True if the recipe depends on the peak of the learning rate. The peak is then updated.
+        """
+        for key in ("lr", "weight_decay"):
+            if isinstance(group.get(key), np.number):
+                group[key] = group[key].item()
+        lr = number(group, "lr")
+        peak = peak_at(group, lr) if relative else float(group["peak_lr"])
+        return cls(lr, peak, float(number(group, "weight_decay")))
+
+
+def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
+    """Return the peak of the group's learning rate in a step with `lr`.
+
+    The peak is the largest of `peak_lr`, `max_lr` (which OneCycleLR writes into groups), and `lr` if it is larger by
+    more than rounding. An lr on a device is not read.
+    """
+    known = float(group["peak_lr"])
+    peak = max(known, float(group["max_lr"])) if is_number(group.get("max_lr")) else known
+    return float(lr) if isinstance(lr, float) and lr > peak * (1 + 1e-6) else peak
+
+
+def number(group: Mapping[str, Any], key: str) -> float | Tensor:
+    """Return a number of a group as a float. A tensor on a device is returned unread, so that the host never waits."""
+    value: Any = group.get(key)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{key}: it must be a number or a tensor with one element, got shape {tuple(value.shape)}")
+    if not is_number(value) and not isinstance(value, np.number):
+        raise ValueError(f"{key}: it must be a number, got {value!r}")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value
+    if not float(value) >= 0:
+        raise ValueError(f"{key}: it must be a finite number >= 0, got {float(value)}")
+    return float(value)
+
+
+def is_number(value: object) -> bool:
+    """Return True for Python's numbers and for tensors."""
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
 class RouteRates(NamedTuple):

@@ -15,7 +15,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Inner, Stage, Stages, map_wires, run_chain
+from ..base import Inner, Stage, Stages, chain_slots, map_wires, run_chain
 from ..cadence import Cadence, Every
 from ..kronecker.basis_change import Turn, require_frameless, transport
 from ..roots.decompositions import eigh
@@ -105,7 +105,7 @@ class Split(Stage):
         state["basis"] = new
         if self.follow == "exact":
             inner = state.scope("inside", self._subspace_block(state.block))
-            transport(self.inside, inner, {axis: Turn(turn)})
+            transport(chain_slots(self.inside, inner.block), inner, {axis: Turn(turn)})
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inner = state.scope("inside", self._subspace_block(state.block))

@@ -72,7 +72,7 @@ class Momentum(Stage):
         ahead = torch.lerp(direction, m, self.beta) if self.nesterov else m
         if not self.bias_correction:
             return ahead
-        if self.scheduled("beta"):
+        if "product" in state:  # beta is scheduled
             product = _multiplied(state, self.beta)
             return ahead / per_block(1 - (product * self.beta if self.nesterov else product), ahead).to(ahead.dtype)
         return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
@@ -84,7 +84,7 @@ class Momentum(Stage):
         state["m"] = m
         if not self.bias_correction:
             return out
-        if self.scheduled("beta"):
+        if "product" in state:
             before = state["product"].clone()
             _multiplied(state, self.beta)
             return out / per_block(1 - before * beta3, out).to(out.dtype)
@@ -345,7 +345,7 @@ class RMS(Stage):
 
     def _correction(self, state: State, exponent: float, like: Tensor, context: StepContext) -> Tensor:
         """Return c^e, the divisor of the root."""
-        if self.scheduled("beta"):
+        if "product" in state:  # beta is scheduled
             return per_block((1 - _multiplied(state, self.beta)) ** exponent, like).to(like.dtype)
         return context.correction(self.beta, like, exponent=exponent)
 

@@ -8,7 +8,7 @@ Legend: N blocks; d length of an axis; r columns of a basis, d or fewer; v secon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -25,6 +25,8 @@ from ..base import Stage, chain_slots, walk
 from ..statistics import Statistic, mean_eigenvalue
 
 Transport = Literal["exact", "marginals", "permute", "none"]
+ChainSlot = tuple[str, str, Slot]
+"""(path of a stage in its chain, name of one of its slots, the slot)."""
 
 
 class Turn:
@@ -70,10 +72,11 @@ class Turn:
         return mode_product(mode_product(x, self.old, axis), self.new.mT, axis)
 
 
-def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
+def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
     """Change the basis of all slots of a chain by R, the rotation of each turn, along each axis of the block that
     `turns` has.
 
+    slots: the slots of the chain, as `chain_slots` yields them.
     state: state of the chain, with the block as the chain sees it.
     how:
       exact: vectors are rotated, squares are transported by the Hadamard square, (R*R)^T v.
@@ -82,7 +85,7 @@ def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn]
       none: everything stays.
     """
     turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}
-    slots = list(chain_slots(stages, state.block)) if turns else []
+    slots = list(slots) if turns else []
     squared = how != "permute" and any(slot.frame in ("square", "row", "column") for _, _, slot in slots)
     for path, name, slot in slots:
         places = {axis: slot_axis(slot, axis, len(state.block)) for axis in turns}
@@ -169,10 +172,11 @@ def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
 
 
 def fit_second_moments(
-    stages: tuple[Stage, ...], state: State, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]
+    slots: Iterable[ChainSlot], state: State, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
     """Fit the second moments of a chain to marginals after its basis has changed, and limit the updates that follow.
 
+    slots: the slots of the chain, as `chain_slots` yields them.
     marginals: d_i by axis of the block.
     weights: w_j by axis of the block. Empty: the statistics are not whitened.
 
@@ -186,26 +190,26 @@ def fit_second_moments(
     The second is 1 - b, which is m^2 / v after one gradient that outweighs all others, if both moments have the decay
     b.
     """
-    first, second = _moments(stages, state)
-    for scope, slots in second:
-        known = {name: _known(slot, marginals, state.block) for name, slot in slots.items()}
+    first, second = _moments(slots, state)
+    for scope, own in second:
+        known = {name: _known(slot, marginals, state.block) for name, slot in own.items()}
         power = 1 / max(1, sum(map(bool, known.values())))
-        new = {name: fit_(scope[name], own, weights, power) for name, own in known.items()}
-        (decay,) = {slot.decay or 0.0 for slot in slots.values()}
-        growth = _growth([m[name] for m, name in first], _spread([(x, slots[name]) for name, x in new.items()]), decay)
+        new = {name: fit_(scope[name], sums, weights, power) for name, sums in known.items()}
+        (decay,) = {slot.decay or 0.0 for slot in own.values()}
+        growth = _growth([m[name] for m, name in first], _spread([(x, own[name]) for name, x in new.items()]), decay)
         for name, x in new.items():
             scope[name] = x.mul_(per_block(growth, x))
 
 
 def _moments(
-    stages: tuple[Stage, ...], state: State
+    slots: Iterable[ChainSlot], state: State
 ) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
     """Return (first, second): first moments of a chain that are in the basis, and its second moments, with the factors
     of one moment together.
     """
     first: list[tuple[State, str]] = []
     second: dict[str, tuple[State, dict[str, Slot]]] = {}
-    for path, name, slot in chain_slots(stages, state.block):
+    for path, name, slot in slots:
         if slot.decay is not None:
             group = path if slot.frame in ("row", "column") else StateKey.join(path, name)
             second.setdefault(group, (state.scope(path), {}))[1][name] = slot

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -18,11 +19,12 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.products import matrix_shape, rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
-from ..base import Inner, Stages, Traits, chain_bounds, run_chain
+from ..base import Inner, Stages, Traits, chain_bounds, chain_slots, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored, joined
 from .basis_change import (
+    ChainSlot,
     Transport,
     Turn,
     fit_second_moments,
@@ -150,7 +152,7 @@ class Eigenbasis(Factored):
         d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
         power = self.statistic.needs_power
         scales = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
-        fit_second_moments(self.chain, self._inner_state(state), d, scales)
+        fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
         """Recompute the bases of these axes, and transport the state inside along all of them together.
@@ -163,7 +165,7 @@ class Eigenbasis(Factored):
         for equal in self.equal_axes(state, () if turned else axes):
             solved |= zip(equal, self._solved(state, equal, context), strict=True)
         turns = {axis: turn for axis, (turn, _, _) in solved.items()}
-        transport(self.chain, self._inner_state(state), turns, self.transport)
+        transport(self._inside(state.block).slots, self._inner_state(state), turns, self.transport)
         for axis, (turn, ok, _) in () if turned else solved.items():
             if not state.coded(f"basis.{axis}"):
                 self.commit(state, axis, turn.new, ok)
@@ -215,7 +217,18 @@ class Eigenbasis(Factored):
         return Power(half, half, unit, trace, has_data(estimate))
 
     def _inner_state(self, state: State) -> State:
-        return state.scope("inner", self.inner(state.block)["inner"].block)
+        return state.scope("inner", self._inside(state.block).block)
+
+    def _inside(self, block: tuple[int, ...]) -> _Inside:
+        """Return the block and the slots of the inner chain. They are computed once for each block."""
+        if block not in self._insides:
+            inner = self.inner(block)["inner"].block
+            self._insides[block] = _Inside(inner, tuple(chain_slots(self.chain, inner)))
+        return self._insides[block]
+
+    @cached_property
+    def _insides(self) -> dict[tuple[int, ...], _Inside]:
+        return {}
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
         """Return off_diagonal and angle of a basis whose statistic is in the basis. Otherwise they follow from the
@@ -242,6 +255,13 @@ class Eigenbasis(Factored):
         g, d = (cached.rotated if x is cached.x else self._inward(x, cached.bases) for x in (gradient, direction))
         mapped = run_chain(self.chain, self._inner_state(state), g, d, context)
         return rotate(mapped, cached.bases, self.precision)
+
+
+class _Inside(NamedTuple):
+    """The block that the inner chain sees, and the slots of the chain."""
+
+    block: tuple[int, ...]
+    slots: Sequence[ChainSlot]
 
 
 class _Rotated(NamedTuple):

@@ -11,6 +11,7 @@ from eigengraft import load_recipe
 from eigengraft.errors import RecipeError
 from eigengraft.preconditioners import RMS, Momentum
 from eigengraft.preconditioners.algebra.products import rotate
+from eigengraft.preconditioners.base import chain_slots
 from eigengraft.preconditioners.kronecker.basis_change import Turn, fit_, marginals, transport
 from eigengraft.slots import State
 
@@ -36,7 +37,7 @@ def moved(
     block: tuple[int, ...], turns: dict[int, Turn], how: Literal["exact", "marginals", "permute", "none"]
 ) -> dict[str, Tensor]:
     tensors = moments(block)
-    transport(CHAIN, State(tensors, block, "inner"), turns, how)
+    transport(chain_slots(CHAIN, block), State(tensors, block, "inner"), turns, how)
     return tensors
 
 
