@@ -1,7 +1,7 @@
-"""How the program of a stack runs: on the whole stack, in chunks where parameters lie, or compiled.
+"""Execution: how the program of a stack runs. It runs on the whole stack, in chunks of each parameter, or compiled.
 
-The way is chosen once, when a stack is made, with the reason that `show` prints. A step that does not suit it, such as
-one of blocks at different steps, runs on the whole stack.
+The choice is made once, when a stack is made, with the reason that `show` prints. A step that does not suit the choice,
+such as one with blocks at different steps, runs on the whole stack.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
 
 from ..recipe.recipe import Recipe, Route
+from ..stacks.placement import ParamSpec
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import StepScale, WeightDecay
 from .capture import CAPTURED_SIGNALS, CAPTURERS
@@ -31,28 +32,29 @@ from .program import StackStep, move
 from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, WriteNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
-"""Entries of a chunk (measured): fewer keep more of a chain in a cache, but each chunk costs a run of the chain."""
+"""Entries of a chunk. 2^18 was fastest: smaller chunks run the chain too often, larger ones leave the cache."""
 _LEAST = 1 << 15
-"""Entries from which on a block is worth steps of its own (measured)."""
+"""Entries of the smallest block that runs in chunks. For smaller blocks one run for the whole stack was faster."""
 _VECTOR = 64
-"""CPU kernels process 64 entries at a time and may round the remainder differently. Chunks are multiples of 64, so that
-results do not change."""
+"""Entries of which chunks are multiples. CPU kernels process up to 64 entries at a time and may round a remainder
+differently, so that with 64 the results do not change."""
 _SMALL = 1 << 14
-"""Entries below which blocks are worth a copy into one tensor: a call takes as long as so many (measured)."""
+"""Entries of a block below which compiled programs copy equal blocks into one tensor. A call of a program takes about
+as long as a copy of 2^14 entries."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How the steps of a stack run.
+    """The way in which the steps of a stack run.
 
-    chunks: whether in chunks, where parameters lie.
-    entries: compiled programs of entries with their write, by dtype of parameters.
-    blocks: the compiled program of the stack.
-    uncompiled: the program of the stack that a graph is captured of, where none is compiled.
-    reason: what keeps the stack from chunks that it is large enough for, or from a compiled program that its update
-        asks for; None: nothing does.
-    adam: Adam's chain of the stack, if a fused kernel computes it.
-    not_fused: what keeps Adam's chain from a fused kernel; None: nothing does, or the chain is another one.
+    adam: Adam's chain of the stack, which a fused kernel computes. None: no fused kernel does.
+    not_fused: reason why no fused kernel computes Adam's chain. None: a kernel does, or it is another chain.
+    chunks: True if it runs in chunks of each parameter.
+    entries: compiled programs of entries that include the write, by dtype of the parameters.
+    blocks: compiled program of the stack. None: there is none.
+    uncompiled: program of the stack for a graph, if none is compiled. None: there is none.
+    reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: there is
+        none.
     """
 
     adam: FusedAdam | None = None
@@ -76,10 +78,11 @@ class Execution:
         return bool(self.entries) or self.blocks is not None
 
     def in_place(self, blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
-        """Move the parameters of active blocks where they lie. Returns False, and changes nothing, if it cannot.
+        """Update active blocks within their parameters, without a stack. Return False, and change nothing, if the step
+        does not suit.
 
-        counts: `[P]`, gradients that each parameter has had, this one included.
-        held: P tensors, what this rank holds of each parameter.
+        counts: `[P]`, number of gradients of each parameter, including the present one.
+        held: P tensors, the entries of each parameter that this rank holds.
         """
         own = blocks.stack_state
         masked = all(program.source.masked for program in self.entries.values()) and not self.chunks
@@ -96,9 +99,9 @@ class Execution:
         return _run_chunks(blocks, step, counts, held)
 
     def direction(self, step: StackStep) -> Tensor:
-        """Return the directions of a stack, by the compiled program where the step suits it.
+        """Return the directions of a stack, computed by the compiled program if the step suits it.
 
-        A step whose numbers a graph has runs by a program in any case.
+        A step with the numbers of a graph always runs by a program.
         """
         if step.numbers is not None:
             program = self.blocks or self.uncompiled
@@ -116,16 +119,15 @@ class Execution:
         return found
 
 
-def choose_execution(
-    own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool, of_numbers: bool
-) -> Execution:
-    """Choose how a stack runs, and give it a program where its steps are to be captured.
+def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec], shared: bool) -> Execution:
+    """Return the way in which the steps of a stack run.
 
-    stored: dtypes of its parameters. shared: whether stages take sums over parameters of several stacks.
-    of_numbers: whether its parameters have no axis.
+    specs: specifications of the parameters of its blocks.
+    shared: True if stages sum over parameters with blocks in several stacks.
 
-    Raises ValueError for a program that cannot be traced, RuntimeError where no compiler is found.
+    Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is found.
     """
+    stored, of_numbers = {spec.dtype for spec in specs}, any(spec.shape == () for spec in specs)
     if _is_captured(own, recipe, shared):
         how = _choose_program(own, recipe, stored, shared)
         try:
@@ -141,10 +143,10 @@ def choose_execution(
 
 
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
-    """Whether steps of a stack may be captured.
+    """Return True if a graph may capture steps of a stack.
 
-    They are of this process and with values, on a device that has graphs. Some of them have no refresh, and stages ask
-    for nothing that has another address in each step.
+    The steps must need no other rank, have values, and run on a device with graphs. Some of them must have no refresh,
+    and stages may request no signal whose address changes from step to step.
     """
     if not recipe.graph or shared or own.stack.device.type not in CAPTURERS or active_fake_mode() is not None:
         return False
@@ -155,7 +157,7 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
-    """Choose between the whole stack, chunks and a compiled program."""
+    """Return an execution on the whole stack, in chunks, or compiled. stored: dtypes of the parameters."""
     worth = own.stack.device.type == "cpu" and math.prod(own.stack.block) >= _LEAST and own.rule.entrywise()
     if not own.rule.compile and not worth:
         return Execution()
@@ -180,10 +182,10 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
 
 
 def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
-    """Why steps of entries cannot be taken where parameters lie, if they cannot.
+    """Yield the reasons why blocks cannot be updated within their parameters. There are none if they can be.
 
-    Each block must be a parameter of this process, whose stages are entry-wise, ask for nothing but gradients, and keep
-    one number for each entry, in the dtype that they compute in.
+    Each block must be a parameter of this process. Its stages must be entry-wise, request no signals, and keep one
+    number for each entry, in the dtype that they compute in.
     """
     shape, asked = own.stack.block, [*sorted(own.signals), *own.totals]
     reasons = {
@@ -202,7 +204,7 @@ def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
 
 
 def _require_traceable(own: StackState) -> None:
-    """Raise ValueError for an update of which some part would be frozen into a program."""
+    """Raise ValueError for an update with a signal that a traced program would store as a constant."""
     at, known = f"{own.path}." if own.path else "", known_signals()
     for name, path in asking(own.rule.stages(own.path)).items():
         if known[name].extent not in _SHAPES_OF_SIGNALS:
@@ -214,11 +216,11 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
     "parameter": lambda own: (len(own.stack.param_ids),),
     "entry": lambda own: (len(own.stack.param_ids), *own.stack.block),
 }
-"""Shapes of the signals that compiled programs take, by extent."""
+"""Functions that return the shape of a signal in compiled programs, by extent. Other extents have no program."""
 
 
 def _decay(own: StackState, recipe: Recipe) -> WeightDecay:
-    """The weight decay of the parameters of a stack."""
+    """Return the rule of weight decay of a stack."""
     rule = own.rule
     return rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
 
@@ -254,10 +256,10 @@ def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
 
 
 def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
-    """Return the inputs of a compiled program of a stack. None: the step is not one of those that it is of.
+    """Return the inputs of a compiled program of a stack. Return None if the program cannot compute this step.
 
-    Those are steps of all blocks at once, at the same update, without a refresh or a watch, at one rate. A step with a
-    mask is only one of a program that takes masks.
+    It computes steps of all blocks with the same step count and decay, without a refresh and without a watch. A step
+    with a mask needs a program with a mask.
     """
     own, context = step.blocks.stack_state, step.context
     if step.blocks.places is not None or own.watched or context.uniform is None:
@@ -292,19 +294,19 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
 
 @cached_tensors(maxsize=64)
 def _all_usable(blocks: int, device: torch.device) -> Tensor:
-    """A mask of blocks that are all written: not to be written to."""
+    """Return a mask of blocks that are all written. The tensor is cached and must not be changed."""
     return torch.ones(blocks, dtype=torch.bool, device=device)
 
 
 def _contiguous(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number or tensor as a contiguous tensor like another one, as programs were traced with."""
+    """Return a number or tensor as a contiguous tensor with the dtype and device of another one."""
     return number_like(value, like).contiguous()
 
 
 def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
-    """Move the parameters of active blocks chunk by chunk, with the bits of the same step of a stack.
+    """Update active blocks chunk by chunk, with the same bits as on a whole stack.
 
-    Returns False, and changes nothing, if the blocks are at different updates.
+    Return False, and change nothing, if the blocks have different step counts.
     """
     own = blocks.stack_state
     context = own.context(blocks, counts, {})
@@ -321,7 +323,7 @@ def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], hel
 def _chunks(
     own: StackState, row: int, parameter: Tensor, gradient: Tensor
 ) -> Iterator[tuple[tuple[Tensor, Tensor], State]]:
-    """Chunks of a block and its gradient, as views `[1, n, 1, ...]` with as many axes as a stack, with their state."""
+    """Yield ((parameter, gradient), state) of each chunk of a block, as views `[1, n, 1, ...]`."""
     shape = (1, -1, *[1] * (len(own.stack.block) - 1))
     slots = [tensor[row] for tensor in own.tensors.values()]
     parts = [torch.split(tensor.view(shape), CHUNK_ENTRIES, 1) for tensor in (parameter, gradient, *slots)]
@@ -336,7 +338,7 @@ def _run_entries(
     held: Sequence[Tensor],
     programs: Mapping[torch.dtype, Program],
 ) -> None:
-    """Move the parameters of active blocks by compiled programs, small equal ones in one call."""
+    """Update active blocks by compiled programs. Small blocks with equal numbers are updated in one call."""
     own, ids = blocks.stack_state, blocks.stack.param_ids
     positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step)
     parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
@@ -367,7 +369,7 @@ def _run_together(
     program: Program,
     numbers: Sequence[Tensor],
 ) -> None:
-    """Move all blocks of a stack in one call, on copies of their parameters."""
+    """Update all blocks of a stack in one call, on copies of their parameters, which are copied back."""
     shape = _shape(own, len(parameters), rows=program.source.masked)
     parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))
     slots = [tensor.view(shape) for tensor in own.tensors.values()]
@@ -377,7 +379,7 @@ def _run_together(
 
 
 def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
-    """The numbers of the write of each block."""
+    """Return the numbers of the write of each block."""
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
     some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
@@ -394,6 +396,6 @@ def _write_numbers(scale: StepScale) -> WriteNumbers:
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
-    """The shape in which a program of entries takes those of some blocks; rows: whether a block is a row of its own."""
+    """Return the shape in which a program of entries receives blocks. rows: True if every block is one row."""
     entries = math.prod(own.stack.block)
     return (*((blocks, entries) if rows else (1, blocks * entries)), *[1] * (len(own.stack.block) - 1))

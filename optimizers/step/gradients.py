@@ -1,4 +1,4 @@
-"""Finite check: which gradients may be used, before anything is changed by them."""
+"""The check of gradients in a step: which of them may be used. It is made before anything changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,16 +24,17 @@ from eigengraft.numerics import (
     squares_are_finite,
 )
 
+from ..stacks.rank_checks import RankSurvey
 from ..write.failure import Failure
 from ..write.write import Rates
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """What `torch.amp.GradScaler` leaves to the step of an optimizer that supports it.
+    """The numbers that `torch.amp.GradScaler` leaves to an optimizer that supports it.
 
-    scale: 0-d, factor of all gradients; None: they have been divided by it.
-    found_inf: 0-d, 0 unless some gradient of the optimizer holds inf or nan; None: nothing looked for them.
+    scale: 0-d, factor of all gradients. None: the gradients were divided by it already.
+    found_inf: 0-d, nonzero if a gradient of the optimizer has inf or nan. None: the scaler has not checked them.
     """
 
     scale: Tensor | None
@@ -42,7 +42,7 @@ class LossScale:
 
     @classmethod
     def of(cls, optimizer: object) -> LossScale:
-        """Return what a scaler has put on an optimizer for this step."""
+        """Return the numbers that a scaler has set on an optimizer for this step."""
         given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
         scale, found = (
             x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
@@ -52,12 +52,12 @@ class LossScale:
 
     @property
     def stops(self) -> bool:
-        """Whether the host knows, without a wait, that the step must change nothing."""
+        """True if the host knows without waiting that the step must change nothing."""
         found = self.found_inf
         return found is not None and may_branch_on_values(found) and bool(found)
 
     def usable(self, device: torch.device) -> Tensor | None:
-        """Return, 0-d on a device, whether the step may be taken; None: it may, as the host knows."""
+        """Return a boolean, 0-d on a device: True if the step may change parameters. Return None if the host knows."""
         if self.found_inf is None or self.found_inf.is_cpu:
             return None
         return self.found_inf.to(device, non_blocking=True) == 0
@@ -65,7 +65,7 @@ class LossScale:
     def unscale(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Divide gradients by the scale in place, as `GradScaler.unscale_` does.
 
-        Raises ValueError for one in float16, in which small numbers would be lost.
+        Raises ValueError for a gradient in float16, in which small numbers would be lost.
         """
         if self.scale is None:
             return
@@ -86,14 +86,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """Gradients of P parameters that a step is asked to take.
+    """The inputs of the check: gradients of P parameters, and numbers that all ranks must share.
 
-    gradients: what this rank holds of each gradient, by position, whether or not it updates all of that; None: no
-        gradient.
-    present: `[P]` on the host, parameters that have a gradient here.
-    linear: `[P]`, parameters whose updates square nothing.
-    rates, steps: what all ranks must step with: learning rates and decays, and the number of steps before this one.
-    allowed: 0-d on a device, whether the scaler of the loss found no inf and no nan; None: the step is allowed.
+    gradients: the entries of each gradient that this rank holds, by position. It may update fewer. None: no gradient.
+    present: `[P]` on the host, True for parameters that have a gradient here.
+    linear: `[P]`, True for parameters whose updates square no gradient.
+    rates: learning rates and decays.
+    steps: number of steps before this one.
+    allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
     """
 
     gradients: Sequence[Tensor | None]
@@ -104,39 +104,13 @@ class GivenGradients:
     allowed: Tensor | None = None
 
 
-STALLED = 10
-"""Steps in a row without any usable gradient after which a run is taken to be lost."""
-
-
-class GradientSurvey(Protocol):
-    """What is known of the gradients of P parameters, wherever they lie."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the numbers are."""
-
-    def agreed(self) -> NDArray[np.bool_]:
-        """`[P]`, parameters that have a gradient, read on the host."""
-
-    def nonzero(self, positions: Sequence[int]) -> bool:
-        """Whether any of these gradients has an entry other than 0, read on the host."""
-
-    def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
-        """`[n]` on the device, gradients that can be used, or None for all; finite: whether they must be finite, and
-        their squares too where updates square them."""
-
-    @property
-    def squares(self) -> Tensor:
-        """`[P]` float64 on the device, sum of squares of each full gradient; 0 where there is none."""
-
-
 @dataclass(frozen=True)
 class LocalSurvey:
-    """Gradients of P parameters that this process holds.
+    """Facts about the gradients of P parameters that this process holds. `RankSurvey` has the same methods.
 
-    gradients: by position; None: no gradient.
-    present: `[P]`, parameters that have a gradient.
-    linear: `[P]`, parameters whose updates square nothing.
+    gradients: by position. None: no gradient.
+    present: `[P]`, True for parameters that have a gradient.
+    linear: `[P]`, True for parameters whose updates square no gradient.
     """
 
     gradients: Sequence[Tensor | None]
@@ -145,22 +119,30 @@ class LocalSurvey:
 
     @property
     def device(self) -> torch.device:
+        """Device of the numbers."""
         return next((gradient.device for gradient in self.gradients if gradient is not None), torch.device("cpu"))
 
     def agreed(self) -> NDArray[np.bool_]:
+        """Return `[P]`, True for parameters that have a gradient."""
         return self.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
+        """Return True if any of the gradients at these positions is not 0. It is read on the host."""
         found = (gradient for at in positions if (gradient := self.gradients[at]) is not None)
         return any(not has_values(gradient) or bool(gradient.any()) for gradient in found)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
+        """Return `[n]` booleans on the device, True for gradients that can be used. Return None if all can be.
+
+        finite: True if gradients must be finite, and their squares too for updates that square them.
+        """
         here = [position for position in positions if self.gradients[position] is not None]
         found = [gradient for position in here if (gradient := self.gradients[position]) is not None]
         return finite_gradients(found, self.linear[here].tolist()) if found and finite else None
 
     @property
     def squares(self) -> Tensor:
+        """`[P]` float64 on the device, sum of squares of each gradient, 0 without a gradient."""
         norms = torch.zeros(len(self.gradients), dtype=torch.float64, device=self.device)
         here = [(place, gradient) for place, gradient in enumerate(self.gradients) if gradient is not None]
         if here:
@@ -169,16 +151,24 @@ class LocalSurvey:
         return norms.square()
 
 
+GradientSurvey = LocalSurvey | RankSurvey
+"""Facts about the gradients of P parameters, which this process holds or ranks share."""
+
+STALLED = 10
+"""Number of steps in a row without any usable gradient after which a run counts as lost, and warns once."""
+
+
 class FiniteCheck:
-    """Finds gradients with inf or nan, and those too large to be squared in the dtype of the state, and counts them.
+    """Find and count gradients that cannot be used: those with inf or nan, or too large to be squared.
 
-    Updates that square nothing, as those of SGD and Lion, take every finite gradient.
+    The square must be finite in the dtype of the state. Updates that square no gradient, as of SGD and Lion, use every
+    finite gradient. On the host the answer is known at once. On a device it is a mask, which the host reads one step
+    later without waiting.
 
-    On the host the answer is known at once. On a device it stays there as a mask, read one step later without waiting.
-
-    failure: what the recipe says of unusable gradients.
-    names: what errors and counts call the parameters.
-    survey: what is known of gradients, of all ranks that share them.
+    failure: policy of the recipe for unusable gradients.
+    names: names of the parameters in errors and counts.
+    survey: function that returns facts about gradients, summed over all ranks that share them.
+    skipped: number of unusable gradients of each parameter, by name.
     """
 
     def __init__(
@@ -186,16 +176,22 @@ class FiniteCheck:
     ) -> None:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
+        self._on_host = failure.detect != "device"
         self._deferred: tuple[list[int], HostCopy] | None = None
         self._stalled = 0
 
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
-        """(active `[P]` on the host, mask `[P]` on the device or None, survey). Changes nothing but the count.
+        """Return (active, mask, survey), and change nothing but the counts.
 
-        With lr 0 and gradients 0 a group is not active: torch.distributed.checkpoint steps so to have state allocated.
-        Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, and what the survey raises.
+        active: `[P]` on the host, True for parameters that the step updates. A group with lr 0 and gradients 0 is not
+            active: torch.distributed.checkpoint makes such a step to have state allocated.
+        mask: `[P]` on the device, True for usable gradients. None: those of all active parameters are usable.
+
+        Raises TypeError for sparse gradients, FloatingPointError if the recipe says so, and the errors of the survey.
         """
-        self._require_dense(given.gradients)
+        for name, gradient in zip(self.names, given.gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TypeError(f"{name}: a dense gradient is required, got layout {gradient.layout}")
         survey = self.survey(given)
         present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)
@@ -213,15 +209,19 @@ class FiniteCheck:
         present: NDArray[np.bool_],
         given: GivenGradients,
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
+        """Return (active, mask) as of `check`.
+
+        usable: `[n]`, True for usable gradients at the positions. None: all are usable.
+        """
         if usable is None and (given.allowed is None or not positions):
-            self._stalled *= not positions  # a step without gradients is none
+            self._stalled *= not positions  # a step without gradients does not count
             return present, None
-        if not self._on_host or usable is None:  # of a scaler alone nothing is read on the host
+        if not self._on_host or usable is None:  # the host never reads the answer of a scaler alone
             return present, self._defer(positions, usable, given.allowed, len(present))
-        found = _answers(usable, given.allowed)
-        if found.stopped:
+        found, stopped = _read(_with(usable, given.allowed), len(positions))
+        if stopped:
             return np.zeros_like(present), None
-        bad = self._count(positions, found.usable, given.gradients)
+        bad = self._count(positions, found, given.gradients)
         self.raise_nonfinite(bad, "nothing was changed", given.gradients)
         present[bad] = False
         return present, None
@@ -229,7 +229,11 @@ class FiniteCheck:
     def _count(
         self, positions: list[int], found: Sequence[bool], gradients: Sequence[Tensor | None] | None = None
     ) -> list[int]:
-        """Positions of unusable gradients, which are counted by name; gradients: None where they are gone."""
+        """Count unusable gradients by name, and return their positions.
+
+        found: True for each usable gradient.
+        gradients: by position. None: they do not exist any more.
+        """
         bad = [position for position, good in zip(positions, found, strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
@@ -243,44 +247,34 @@ class FiniteCheck:
         return bad
 
     def lost(self) -> bool:
-        """Whether no gradient could be used for so many steps that the run is lost."""
+        """Return True if no gradient could be used for STALLED steps in a row."""
         return self._stalled >= STALLED
 
-    def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
-        for name, gradient in zip(self.names, gradients, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise TypeError(f"{name}: a dense gradient is required, got layout {gradient.layout}")
-
     def resolve_deferred(self) -> tuple[list[int], list[int]]:
-        """(positions that were not updated one step ago, those of unusable gradients, which are counted now).
+        """Return (positions that the last step did not update, positions of its unusable gradients).
 
-        They differ where the scaler of the loss stopped the step.
+        Unusable gradients are counted now. The two lists differ if the scaler of the loss stopped the step.
         """
         if self._deferred is None:
             return [], []
         (positions, answers), self._deferred = self._deferred, None
-        found = _read(answers.wait(), len(positions))
-        if found.stopped:
+        found, stopped = _read(answers.wait(), len(positions))
+        if stopped:
             return positions, []
-        bad = self._count(positions, found.usable)
+        bad = self._count(positions, found)
         return bad, bad
 
     def raise_nonfinite(
         self, bad: Sequence[int], outcome: str, gradients: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Raises FloatingPointError for unusable gradients if the recipe says so."""
+        """Raise FloatingPointError for unusable gradients if the recipe says so."""
         if bad and self.failure.nonfinite == "raise":
             names = ", ".join(self.names[position] for position in bad[:5])
             found = _fault(None if gradients is None else gradients[bad[0]])
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
-    @property
-    def _on_host(self) -> bool:
-        """Whether the host reads which gradients can be used."""
-        return self.failure.detect != "device"
-
     def _defer(self, positions: list[int], usable: Tensor | None, allowed: Tensor | None, total: int) -> Tensor:
-        """The mask `[P]` of gradients that are usable and allowed; what it says is copied to the host meanwhile."""
+        """Return the mask `[P]` of gradients that are usable and allowed, and begin to copy it to the host."""
         if usable is None:
             assert allowed is not None
             usable = torch.ones(len(positions), dtype=torch.bool, device=allowed.device)
@@ -292,31 +286,22 @@ class FiniteCheck:
         return mask.index_copy_(0, kept_on_device(np.array(positions, dtype=np.int64), usable.device), usable)
 
 
-class _Answers(NamedTuple):
-    """Which of n gradients are usable, and whether the scaler of the loss stopped the step, on the host."""
-
-    usable: list[bool]
-    stopped: bool
-
-
 def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
-    """Which gradients are usable `[n]`, followed by whether the step is allowed where a scaler says so."""
+    """Return the answers for n gradients, followed by the answer of a scaler if there is one."""
     return usable if allowed is None else torch.cat([usable, allowed.view(1)])
 
 
-def _answers(usable: Tensor, allowed: Tensor | None) -> _Answers:
-    """Read answers on the host, in one copy."""
-    return _read(_with(usable, allowed), len(usable))
+def _read(answers: Tensor, count: int) -> tuple[list[bool], bool]:
+    """Read the result of `_with` on the host. Return (`count` answers, True if the scaler stopped the step).
 
-
-def _read(answers: Tensor, gradients: int) -> _Answers:
-    """Take `_with` apart; of fake tensors, which have no values, everything is usable."""
+    Fake tensors have no values, and all of them count as usable.
+    """
     found = answers.tolist() if has_values(answers) else [True] * len(answers)
-    return _Answers(found[:gradients], not all(found[gradients:]))
+    return found[:count], not all(found[count:])
 
 
 def _fault(gradient: Tensor | None) -> str:
-    """The reason why a gradient is not usable, as far as this rank knows; None: it is gone."""
+    """Return the reason why a gradient is not usable, as far as this rank knows. None: it does not exist any more."""
     if gradient is not None and not bool(gradient.isfinite().all()):
         return "inf or nan"
     dtype = None if gradient is None else compute_dtype(gradient.dtype)
@@ -327,9 +312,11 @@ def _fault(gradient: Tensor | None) -> str:
 
 
 def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Tensor | None:
-    """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`; None: all, on a CPU.
+    """Return `[n]`, True for gradients whose sum of squares is finite in the dtype that they are computed in.
 
-    linear: n, gradients whose values alone must be finite.
+    Return None if all are, as far as the host knows without waiting.
+
+    linear: for each gradient, True if only its values must be finite.
     """
     if squares_are_finite(gradients, max_blocks):
         return None

@@ -1,6 +1,6 @@
-"""The program of a stack: what its blocks do in one step, as a function of tensors.
+"""The program of a stack: a function of tensors that computes one step of its blocks.
 
-It is written here once. `execution.py` decides how it runs: on the whole stack, in chunks, or compiled.
+`execution.py` chooses how the program runs: on the whole stack, in chunks, or compiled.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from ..write.write import Rates, StepScale, decayed_gradient, with_decay, write
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
 CHECKED_UPDATES = 3
-"""Number of the first updates of a block whose direction is checked for inf and nan."""
+"""Number of updates of a block whose directions are checked for inf and nan. A faulty stage fails in the first ones,
+and a check of every update would cost a pass over all directions."""
 StateOf = Callable[[ChainName], State]
-"""The state that a chain of the update reads and writes in one call."""
+"""Function that returns the state of one of the two chains of an update, for one call."""
 
 
 def direction(
@@ -38,11 +39,11 @@ def direction(
     factors: Tensor | None = None,
     decay: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the direction of blocks that the write subtracts, `[n, *block]`; the state changes in place.
+    """Return the directions `[n, *block]` that the write subtracts. The state changes in place.
 
-    gradient: `[n, *block]`, with the decay that belongs into it.
-    factors: `[n]` or a number, factor of each direction; None: 1.
-    decay: adds weight decay to a direction; None: the write decays.
+    gradient: `[n, *block]`, with the decay that is added to gradients.
+    factors: `[n]` or a number, factor of each direction. None: 1.
+    decay: function that adds weight decay to directions. None: the write decays.
     """
     found = run_chain(update.update, state_of("update"), gradient, gradient, context)
     if factors is not None:
@@ -53,9 +54,9 @@ def direction(
 
 
 def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
-    """Raise ContractError if directions of the first updates hold inf or nan where gradients do not.
+    """Raise ContractError if the directions of a block have inf or nan and its gradient is finite.
 
-    Later updates are not looked at: what a stage does wrong, it does from the start.
+    Only the first CHECKED_UPDATES of a block are checked.
     """
     if context.steps.min() > CHECKED_UPDATES or not has_values(found):
         return
@@ -76,18 +77,20 @@ def move(
     scale: StepScale,
     factors: Tensor | None = None,
 ) -> None:
-    """Make one whole step of some entries of a parameter, in place: decay of the gradient, direction, write.
+    """Update entries of a parameter in place: add decay to the gradient, compute the direction, write it.
 
-    Where state has a mask `[n]` of blocks, parameters are written under it too.
+    A mask `[n]` of the state also holds for the parameter.
+
     entries: parameter and gradient, `[n, *block]`.
-    scale: numbers of the write. factors: as of `direction`.
+    scale: numbers of the write.
+    factors: as of `direction`.
     """
     parameter, dtype = entries[0], compute_dtype(entries[0].dtype)
     gradient = entries[1].to(dtype)
     if scale.decay.in_gradient:
         gradient = decayed_gradient(gradient, parameter.to(dtype), scale)
     found = direction(update, state_of, gradient, context, factors)
-    if context.numbers is None:  # a traced program looks at nothing
+    if context.numbers is None:  # a traced program has no values to check
         require_finite(found, gradient, state_of("update").path, context)
     mask = state_of("update").mask
     write([parameter], [found], scale, None if mask is None else [per_block(mask, found)])
@@ -96,10 +99,11 @@ def move(
 def add_decay(
     found: Tensor, parameters: Tensor, state: State, sizes: Sequence[StateKey], scale: Callable[..., Tensor]
 ) -> Tensor:
-    """Return a direction with the decay of the parameters, both `[n, *block]`.
+    """Return directions plus the decay of parameters, both `[n, *block]`.
 
-    sizes: slots of the chain by which decay is multiplied, `[n]`; state: of the chain.
-    scale: adds the decay of parameters to directions, with the rates of each block.
+    state: state of the chain.
+    sizes: keys of the slots `[n]` with step sizes, by which the decay is multiplied.
+    scale: function of (parameters, directions) that adds the decay, with the rates of each block.
     """
     for key in sizes:
         size = state.scope(str(key.stage).removeprefix(f"{state.path}."))[key.slot]
@@ -108,7 +112,7 @@ def add_decay(
 
 
 def plus_decay(parameters: Tensor, found: Tensor, scale: StepScale) -> Tensor:
-    """Return a direction with the decay of the parameters, at one rate."""
+    """Return directions plus the decay of parameters, all with the same rates."""
     return with_decay([found], [parameters], scale)[0]
 
 
@@ -118,11 +122,11 @@ class StackStep:
 
     blocks: the blocks, with the state of their stack.
     gradient: `[n, *block]`.
-    mask: `[n]`, blocks whose state is written; None: all of them.
-    context: what their stages are told.
+    mask: `[n]`, True for blocks whose state is written. None: all are written.
+    context: step, corrections and signals of the blocks.
     rates: learning rate and decay.
-    decaying: `[n, *block]`, tensors whose decay is added to directions; None: the write decays.
-    numbers: steps of the blocks, int64 `[n]`, and numbers of a program, where a graph has them; None: it has none.
+    decaying: `[n, *block]`, tensors whose decay is added to directions. None: the write decays.
+    numbers: (int64 `[n]` steps of the blocks, numbers of the program) in the memory of a graph. None: no graph runs.
     """
 
     blocks: ActiveBlocks
@@ -134,17 +138,17 @@ class StackStep:
     numbers: tuple[Tensor, Sequence[Tensor]] | None = None
 
     def state(self, chain: ChainName) -> State:
-        """Return the state that a chain reads and writes in one call."""
+        """Return the state of a chain for one call."""
         return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
 
     def prime(self) -> None:
-        """Show the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
+        """Initialize statistics by a first gradient of blocks. No parameter changes."""
         assert self.context.priming
         gradient = self.gradient
         run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
 
     def direction(self) -> Tensor:
-        """Run the program on the blocks as they are."""
+        """Return the directions `[n, *block]`, computed by the program on the whole stack."""
         own, rows = self.blocks.stack_state, self.blocks.rows
         factors = own.lr_factors if own.lr_factors is None or rows is None else own.lr_factors[rows]
         decay = None if self.decaying is None else self._add_decay
@@ -153,7 +157,7 @@ class StackStep:
         return found
 
     def rehearse(self) -> None:
-        """Run the program on a copy of the state, for a watch of the stages in a step that a fused kernel computes."""
+        """Run the program on a copy of the state, so that a watch observes a step that a fused kernel computes."""
         copies = {name: tensor.clone() for name, tensor in self.blocks.stack_state.tensors.items()}
 
         def state_of(chain: ChainName) -> State:
@@ -174,22 +178,22 @@ class StackStep:
         return add_decay(found, self.decaying, self.state("update"), own.step_sizes, scaled)
 
     def note_failures(self, tolerated: int) -> None:
-        """Ask, after a refresh, which roots or bases have failed more often in a row than tolerated."""
-        if any(self.context.due.values()) and has_values(self.gradient):  # every stage has been asked
+        """After a refresh, begin to find roots and bases that failed more often in a row than tolerated."""
+        if any(self.context.due.values()) and has_values(self.gradient):  # `due` has an entry for every stage
             self.blocks.stack_state.note_failures(tolerated)
 
 
 def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
-    """Stacks in lists, those together whose stages take sums over parameters that they share.
+    """Return stacks in lists. Stacks with stages that sum over a parameter are together if they share one.
 
-    Numbers are added in the order of a list: of shapes, so that it depends on the parameter alone.
+    A list is in the order of shapes. Sums are added in this order, which so depends on the parameter alone.
     """
     shared = connected([set(state.stack.param_ids.tolist()) if state.spans else set() for state in states])
     return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
 
 
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
-    """Run `act` on the steps of stacks, side by side if they take sums over parameters that they share."""
+    """Return the result of `act` for the step of each stack. Stacks that share sums over parameters run in turns."""
     if not steps[0].blocks.stack_state.spans:
         return [act(step) for step in steps]
 

@@ -1,4 +1,4 @@
-"""Exchange of blocks between ranks: gradients to the owners of blocks, updates to all that hold the parameters."""
+"""Exchange of blocks between ranks: gradients to the owners of blocks, updates to all ranks with the parameters."""
 
 from __future__ import annotations
 
@@ -33,28 +33,37 @@ from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import RankChecks, step_numbers
 from ..stacks.stack import ActiveBlocks, round_bytes, sends_parameters
+from ..write import IterateStore
 from ..write.write import EntryUpdates, StepScale, after_write, decayed_gradient
 from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey
 
 
-class RankExchange:
-    """Blocks travel to the ranks that own them and updates back; all ranks call the same methods in the same order."""
+class RankExchange(LocalExchange):
+    """Exchange between ranks. All ranks call the same methods in the same order.
+
+    Parameters that ranks update in place need no messages. Their blocks are exchanged as in one process.
+
+    comm_step: messages of the present step, from `begin` to `finish`.
+    """
+
+    comm_step: CommStep
 
     def __init__(
         self,
-        local: LocalExchange,
-        parameters: Sequence[Tensor],
         specs: Sequence[ParamSpec],
+        iterates: IterateStore,
         recipe: Recipe,
+        parameters: Sequence[Tensor],
         rank_checks: RankChecks,
         block_groups: Sequence[BlockGroup],
     ) -> None:
-        self.local, self.rank_checks, rank_group = local, rank_checks, rank_checks.rank_group
+        super().__init__(specs, iterates, recipe.failure.roots)
+        self.rank_checks, rank_group = rank_checks, rank_checks.rank_group
         self.paths = [spec.path for spec in specs]
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
-        names, size = [spec.name for spec in specs], round_bytes(specs, recipe, rank_group.size)
-        self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
+        size = round_bytes(specs, recipe, rank_group.size)
+        self.comm_plan = CommPlan(rank_group, layouts, block_groups, self.names, size)
         overlaps = recipe.distribution.overlap_backward and not self.comm_plan.replicated
         if overlaps and recipe.decays_in_gradient():
             raise ValueError(
@@ -65,28 +74,21 @@ class RankExchange:
         self._copied = not any(is_dtensor(parameter) for parameter in parameters)
         self._gathering: dict[int, Work[Tensor]] = {}
         self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}
-        self._param_gather = ParamGather(rank_group, self._gathered, names, recipe.distribution.message)
+        self._param_gather = ParamGather(rank_group, self._gathered, self.names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
-        self._moves_at_once = local.iterates.shard_sums is not None
+        self._moves_at_once = iterates.shard_sums is not None
         self._sends_parameters = sends_parameters(specs, recipe)
-        if self._sends_parameters and local.iterates:
+        if self._sends_parameters and iterates:
             raise ValueError(
                 "distribution.gather: 'updates' are required by averaging and constraints, got 'parameters'"
             )
         self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._rms: Tensor | None = None
-        self._comm_step: CommStep | None = None
         self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
-
-    @property
-    def comm_step(self) -> CommStep:
-        """The messages of the step under way."""
-        assert self._comm_step is not None
-        return self._comm_step
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.times())
@@ -101,65 +103,65 @@ class RankExchange:
         return survey
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
-        self.local.begin(step, moved, write)
+        super().begin(step, moved, write)
         self._moved = moved
         self._used_gradients.use()
         if self._needs_rms:
             self._rms = self._root_mean_squares()
         sources: dict[str, Source] = {"gradients": partial(self._reader, step)}
         if self._needs_parameters:
-            sources["parameters"] = reading(self.local.iterates.decaying())
+            sources["parameters"] = reading(self.iterates.decaying())
         sources.update({name: reading(tensors) for name, tensors in step.entries.items()})
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
-        self._comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
+        self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
 
     def _root_mean_squares(self) -> Tensor:
-        """Those of full parameters `[P]`, before any of them moves."""
+        """Return the root mean square `[P]` of full parameters, before any of them changes."""
         if not self.comm_plan.replicated:
-            return self.rank_checks.parameter_rms(self.local.iterates.parameters)
+            return self.rank_checks.parameter_rms(self.iterates.parameters)
         found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
         for position in self._exchanged:
-            found[position] = self.local.root_mean_square(position)
+            found[position] = self.root_mean_squares([position])[position]
         return found
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:
-        """What reads entries of a gradient, with the decay that belongs into it."""
+        """Return the reader of a gradient, which adds the decay that is added to gradients."""
         gradient: Tensor | None = step.gradients[position]
         path = self.paths[position]
         if gradient is None or not step.rates.decays_gradients(path):
             return read(gradient)
         scale = step.rates.step_scale(path, position)
-        parameter, dtype = self.local.iterates.parameters[position], compute_dtype(gradient.dtype)
+        parameter, dtype = self.iterates.parameters[position], compute_dtype(gradient.dtype)
         return lambda view: decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         group = blocks.stack_state.block_group
         if group is None:
-            return self.local.gather(blocks, source)
+            return super().gather(blocks, source)
         self.comm_step.advance(self.comm_plan.starts[group])
         if not self.comm_step.carries(source):
-            return self.local.gather(blocks, source)
+            return super().gather(blocks, source)
         stack = self.comm_step.gather(group, source)
         return stack if blocks.rows is None else stack.index_select(0, blocks.rows)
 
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         if self._rms is None:
-            return self.local.parameter_rms(blocks)
+            return super().parameter_rms(blocks)
         return self._rms[blocks.param_index].to(blocks.stack.dtype)
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         group = blocks.stack_state.block_group
         if group is None:
-            self.local.deliver(blocks, direction)
+            super().deliver(blocks, direction)
             return
         if self._sends_parameters:
             direction = self._written(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
 
     def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
-        """The blocks of parameters after the step."""
-        state, step = blocks.stack_state, self.local.step
-        before = blocks.stack.gather(self.local.iterates.parameters)
+        """Return the blocks of the parameters after the step."""
+        state, step = blocks.stack_state, self.step
+        before = blocks.stack.gather(self.iterates.parameters)
         apart = state.adds_decay
 
         def move(x: Tensor, update: Tensor, scale: StepScale) -> Tensor:
@@ -172,11 +174,14 @@ class RankExchange:
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:
-        """Writes what has come from owners into the parameters, without a copy where nothing needs a whole update."""
-        parameters, rows, apart = self.local.iterates.parameters, list[tuple[int, Tensor, Tensor]](), list[Arrived]()
+        """Write updates that owners have sent into the parameters, or the parameters themselves.
+
+        Received blocks are written without a copy, unless constraints or an averaging need the whole update.
+        """
+        parameters, rows, apart = self.iterates.parameters, list[tuple[int, Tensor, Tensor]](), list[Arrived]()
         for own in arrived:
             parameter = parameters[own.position]
-            if self.local.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
+            if self.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
                 apart.append(own)
                 continue
             rows += [(own.position, x, u.to(own.dtype)) for x, u in zip(own.views(parameter), own.values, strict=True)]
@@ -187,19 +192,20 @@ class RankExchange:
         elif self._moves_at_once:
             self._held.update({i: (entries, value) for i, entries, value in rows})
         else:
-            self.local.write(EntryUpdates.of_rows(rows))
+            self.write(EntryUpdates.of_rows(rows))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         self.rank_checks.failed.update(positions)
 
     def finish(self) -> None:
-        active, parameters = self.local.step.active, self.local.iterates.parameters
+        active, parameters = self.step.active, self.iterates.parameters
         self.comm_step.close()
-        if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
+        if self._moves_at_once:  # all ranks compute the norms of the same parameters together, whatever they hold
             chosen = [i for i in self._exchanged if active[i]]
             for i in (i for i in chosen if i not in self._held):
                 self._held[i] = parameters[i], torch.zeros_like(parameters[i])
-            self.local.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
-        self.local.finish()
-        self._comm_step, self._rms, self._held = None, None, {}
+            self.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
+        super().finish()
+        del self.comm_step
+        self._rms, self._held = None, {}
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})

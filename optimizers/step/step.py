@@ -1,4 +1,4 @@
-"""A parameter set: parameters that step together, whatever their param groups, and one step of them."""
+"""A parameter set: parameters of any param groups that are updated together, and one step of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
 from .capture import Graphs
-from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
+from .exchange import LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
 from .fused import FusedStep
 from .gradients import FiniteCheck, GivenGradients, LossScale
@@ -36,7 +36,7 @@ from .rank_exchange import RankExchange
 
 
 def as_pairs(tensor: Tensor) -> Tensor:
-    """A view of a complex tensor as pairs `[..., 2]` of real and imaginary parts; any other tensor as it is."""
+    """Return a complex tensor as a view `[..., 2]` of real and imaginary parts, and any other tensor as it is."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -44,10 +44,14 @@ class ParamSet:
     """P parameters on one device that the same ranks share, by position 0 .. P - 1.
 
     specs: name, update, placement and param group of each parameter.
-    local: what this rank holds of each parameter, or updates of it: the parameter itself in one process.
-    rank_group: ranks that share the parameters; None: this process alone.
-    step_counts: `[P]` on the host, gradients that each parameter has had; `state["step"]` is a view of its memory.
-    block_groups: blocks that are exchanged between ranks; none without a rank group.
+    local: the entries of each parameter that this rank updates. In one process it is the parameter itself.
+    rank_group: ranks that share the parameters. None: this process updates them alone.
+    step_counts: `[P]` on the host, number of gradients of each parameter so far. `state["step"]` is a view of it.
+    stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index.
+    block_groups: blocks that ranks exchange. Without a rank group there are none.
+    executions: for each stack, the way in which its steps run.
+    graphs: captured steps of stacks. None: the recipe captures none.
+    iterates: state of averagings and constraints.
     """
 
     def __init__(
@@ -76,7 +80,10 @@ class ParamSet:
             own.number = number
         self._together = sharing_sums(self.stack_states)
         shared = {own.number for together in self._together if len(together) > 1 for own in together}
-        self.executions = [self._choose_execution(own, own.number in shared) for own in self.stack_states]
+        self.executions = [
+            choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
+            for own in self.stack_states
+        ]
         hows = zip(self.stack_states, self.executions, strict=True)
         programs = {own.number: how.blocks or how.uncompiled for own, how in hows}
         self.graphs = Graphs(self._together, recipe, programs, self._run) if recipe.graph else None
@@ -91,29 +98,33 @@ class ParamSet:
         paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
-        exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
-        self.exchange: BlockExchange = exchange
-        if rank_checks is not None:
-            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_checks, self.block_groups)
+        self.exchange = (
+            LocalExchange(specs, self.iterates, recipe.failure.roots)
+            if rank_checks is None
+            else RankExchange(specs, self.iterates, recipe, self.parameters, rank_checks, self.block_groups)
+        )
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
 
     @property
     def skipped(self) -> Counter[str]:
-        """How often the gradient of each parameter was not usable."""
+        """Number of unusable gradients of each parameter, by name."""
         return self.finite_check.skipped
 
     @property
     def update_counts(self) -> NDArray[np.int64]:
-        """`[P]`, updates that each parameter has had: gradients without one that only primed statistics."""
+        """`[P]`, number of updates of each parameter. A first gradient that only initializes statistics is none."""
         return self.step_counts - self._priming
 
     @property
     def real_parameters(self) -> Sequence[Tensor]:
-        """The parameters, complex ones as views of their real pairs."""
+        """The parameters, with complex ones as views of real pairs."""
         return [*map(as_pairs, self.parameters)] if self._complex else self.parameters
 
     def resolve_deferred(self) -> None:
-        """Takes back the count of parameters that were not updated, as it turned out on the device."""
+        """Finish the checks of the last step on a device: undo the step counts of parameters that were not updated.
+
+        Raises ArithmeticError for roots that failed too often, and FloatingPointError as the recipe says.
+        """
         left, bad = self.finite_check.resolve_deferred()
         for position in left:
             if self.step_counts[position]:  # a host may have set it to 0
@@ -124,23 +135,23 @@ class ParamSet:
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
     def note_counts(self) -> None:
-        """Remembers which parameters have been stepped, after counts were set by something else than a step."""
+        """Record the parameters with steps, after something else than a step has set counts."""
         self._begun = self.step_counts > 0
 
     def counts_set_back(self) -> NDArray[np.bool_]:
-        """`[P]`, whether a host has set the number of steps of a parameter that was stepped to 0, or any below 0."""
+        """Return `[P]`, True for parameters with steps whose count a host has set to 0, and for counts below 0."""
         back: NDArray[np.bool_] = self.step_counts < self._begun
         return back
 
     def swap_iterate(self, mode: Mode) -> None:
-        """Makes the parameters hold the iterate to train or the one to evaluate."""
-        self.local[:] = self._local(self.parameters)  # a host may have put other tensors into them
+        """Copy the iterate to train, or the iterate to evaluate, into the parameters."""
+        self.local[:] = self._local(self.parameters)  # a host may have replaced the memory of parameters
         self.iterates.swap(mode, self.update_counts)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
-        """The state of each parameter: `step`, "<block>/<stage path>/<slot>", views of the stacks, and iterates.
+        """Return the state of each parameter: `step`, views of the stacks by "<block>/<stage path>/<slot>", iterates.
 
-        mode: iterate whose keys and shapes are asked for; default: the present one.
+        mode: iterate that the parameters hold, which decides keys and shapes. None: the present one.
         """
         states: list[dict[str, Tensor]] = [{"step": step} for step in torch.from_numpy(self.step_counts).unbind()]
         for stack_state in self.stack_states:
@@ -151,13 +162,17 @@ class ParamSet:
         return states
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank holds or updates of one tensor of each parameter, as views."""
+        """Return the entries that this rank updates of a tensor for each parameter, as views."""
         held = list(tensors) if self.rank_group is None else [local(tensor) for tensor in tensors]
         held = [*map(as_pairs, held)] if self._complex else held
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
     def part(self, position: int, tensor: Tensor) -> Tensor:
-        """What this rank updates of a parameter that other ranks hold too; any other tensor as it is."""
+        """Return the part of a tensor that this rank updates, if several ranks hold the entries of the parameter.
+
+        position: position of the parameter.
+        tensor: the entries that this rank holds. If no other rank holds them, it is returned as it is.
+        """
         placement = self.specs[position].placement
         if placement is None or placement.parts is None or self.rank_group is None or tensor.is_sparse:
             return tensor
@@ -165,9 +180,12 @@ class ParamSet:
         return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
     def prepare(self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None) -> Step | None:
-        """Checks the gradients and changes nothing else; None if there is nothing to do. Raises as the check does.
+        """Check the gradients, and return the inputs of a step. Return None if there is nothing to update.
 
-        loss_scale: scale of the loss, by which gradients are divided in place first; None: there is no scaler.
+        Nothing changes but gradients, which are divided by the scale of the loss. Raises the errors of
+        `FiniteCheck.check`.
+
+        loss_scale: numbers of a scaler of the loss. None: there is no scaler.
         """
         self.local[:] = self._local(self.parameters)
         found = [parameter.grad for parameter in self.parameters]
@@ -191,7 +209,7 @@ class ParamSet:
         return Step(found, active, mask, rates, survey)
 
     def step(self, step: Step) -> None:
-        """One update of every parameter that has a usable gradient."""
+        """Update every parameter that has a usable gradient."""
         self.step_counts[step.active] += 1
         self._begun |= step.active
         moved = step.active & (self.update_counts > 0)
@@ -212,7 +230,12 @@ class ParamSet:
         moved: NDArray[np.bool_],
         numbers: Mapping[int, tuple[Tensor, list[Tensor]]],
     ) -> None:
-        """One step of stacks; numbers: those of stacks that run by a graph, by number of the stack."""
+        """Run one step of stacks.
+
+        groups: stacks, in lists of stacks that share sums over parameters.
+        moved: `[P]`, True for parameters that the step changes.
+        numbers: for stacks whose step a graph captures, the block steps and the program's numbers, by stack number.
+        """
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
         for states in groups:
@@ -236,7 +259,10 @@ class ParamSet:
         priming: bool,
         numbers: Mapping[int, tuple[Tensor, list[Tensor]]],
     ) -> None:
-        """Computes the directions of blocks that share sums over parameters, and delivers them."""
+        """Compute and deliver the directions of blocks that share sums over parameters.
+
+        priming: True if this gradient only initializes statistics, and no parameter changes.
+        """
         steps = [self._stack_step(blocks, step, numbers.get(blocks.stack_state.number)) for blocks in together]
         if priming:
             run_together(steps, StackStep.prime)
@@ -248,13 +274,8 @@ class ParamSet:
             one.note_failures(self.recipe.failure.roots)
             self._report_failed_roots(one.blocks.stack_state, wait=False)
 
-    def _choose_execution(self, own: StackState, shared: bool) -> Execution:
-        specs = [self.specs[position] for position, _ in own.stack.grids]
-        of_numbers = any(spec.shape == () for spec in specs)
-        return choose_execution(own, self.recipe, {spec.dtype for spec in specs}, shared, of_numbers)
-
     def execution(self, own: StackState) -> Execution:
-        """Return how the steps of a stack of this set run."""
+        """Return the way in which the steps of a stack run."""
         return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:
@@ -273,7 +294,7 @@ class ParamSet:
         return step.direction() if how.plain else how.direction(step)
 
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
-        """The tensors whose decay is added to directions; None: the write decays, or nothing does."""
+        """Return the tensors whose decay is added to directions. Return None if the write decays, or nothing does."""
         path = blocks.stack_state.path
         source = self._decay_sources[path]
         if source is None or not (self.updates[path].after_decay or rates.decays(path)):
@@ -282,14 +303,14 @@ class ParamSet:
         return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
-        """Moves parameters by their updates, but those that were only primed."""
+        """Write updates into the parameters that the step changes, in one call for all with equal rates."""
         updates = updates.chosen(moved[updates.positions])
         kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
         for kind in (found := dict.fromkeys(kinds.tolist())):
             self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
 
     def _move(self, updates: EntryUpdates, step: Step) -> None:
-        """Moves parameters of one path and with the same rates, by their updates."""
+        """Write updates of parameters with the same update of the recipe and the same rates."""
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None if step.mask is None else [step.mask[position] for position in positions]
