@@ -58,23 +58,18 @@ class Distribution(Component):
 
     @model_validator(mode="after")
     def _sends_what_it_says(self) -> Self:
-        if self.group_size is not None and self.mode in ("sharded", "local"):
-            raise ValueError(
-                f"group_size: cannot be combined with mode '{self.mode}', in which nothing is replicated, "
-                f"got {self.group_size}"
-            )
-        if self.gather == "parameters" and self.mode in ("sharded", "local"):
-            raise ValueError(
-                f"gather: cannot be combined with mode '{self.mode}', in which no owner has the parameters, got "
-                "'parameters'"
-            )
+        excluded = {
+            "group_size": (self.group_size is not None, ("sharded", "local"), "nothing is replicated"),
+            "gather": (self.gather == "parameters", ("sharded", "local"), "no owner has the parameters"),
+            "overlap_backward": (self.overlap_backward, ("replicated", "local"), "no gradient is sent"),
+        }
+        for field, (given, modes, why) in excluded.items():
+            if given and self.mode in modes:
+                got = getattr(self, field)
+                raise ValueError(f"{field}: cannot be combined with mode '{self.mode}', in which {why}, got {got!r}")
         if self.gather == "parameters" and self.dtype != "exact":
             raise ValueError(
                 f"gather: cannot be combined with dtype '{self.dtype}', which would round parameters, got 'parameters'"
-            )
-        if self.overlap_backward and self.mode in ("replicated", "local"):
-            raise ValueError(
-                f"overlap_backward: cannot be combined with mode '{self.mode}', in which no gradient is sent, got True"
             )
         return self
 

@@ -94,22 +94,22 @@ class Layout:
         Ranks are in row-major order of the mesh. Raises ValueError for a placement other than Shard and Replicate.
         """
         for placement in placements:
-            if placement.is_partial() or not (_cut(placement) is not None or placement.is_replicate()):
+            if placement.is_partial() or not (hasattr(placement, "dim") or placement.is_replicate()):
                 raise ValueError(f"placement: must be Shard or Replicate on each mesh axis, got {placement}")
-        order = _order(mesh, placements)
+        order, cut = _order(mesh, placements), [getattr(placement, "dim", None) for placement in placements]
         copies = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
         boxes, replicas = [], []
         for coordinate in itertools.product(*map(range, mesh)):
-            boxes.append(_box(shape, [(_cut(placements[axis]), mesh[axis], coordinate[axis]) for axis in order]))
+            boxes.append(_box(shape, [(cut[axis], mesh[axis], coordinate[axis]) for axis in order]))
             number = 0
             for axis in copies:
                 number = number * mesh[axis] + coordinate[axis]
             replicas.append(number)
         if len(set(replicas)) == len(replicas):
             return cls(shape, tuple(boxes), tuple(replicas), cls.replicate(shape, len(boxes)).parts)
-        cut, parts = divided(shape, mesh, placements), None
-        if cut is not None:
-            parts = cls.from_placements(shape, mesh, cut)
+        parts = None
+        if (free := divided(shape, mesh, placements)) is not None:
+            parts = cls.from_placements(shape, mesh, free)
         elif (number := math.prod(mesh[axis] for axis in copies)) > 1 and 0 not in shape:
             # each box by its rows, of which some ranks may get none
             pairs = zip(boxes, replicas, strict=True)
@@ -189,11 +189,6 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
         order.remove(axis)
         order.insert(max((order.index(a) for a in right), default=axis - 1) + 1, axis)
     return order
-
-
-def _cut(placement: Placement) -> int | None:
-    """Return the axis of the tensor that a placement cuts; None if it cuts none."""
-    return getattr(placement, "dim", None)
 
 
 def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) -> Box:

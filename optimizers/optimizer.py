@@ -217,7 +217,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
         passes = self._passes(closure, parameters)
         loss = None if passes is None else self._loss(passes, parameters)
-        search = None if rule is None else rule.begin(parameters)
+        start = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
         if self._model is not None and any(p.grad is None and p.requires_grad for p in parameters):
@@ -239,9 +239,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         for param_set, inputs in ready:
             if inputs is not None:
                 param_set.step(inputs)
-        if search is not None and passes is not None:
+        if rule is not None and start is not None and passes is not None:
             with self.param_sets.signals.listeners.pause():
-                search.finish(passes, loss, self.param_groups, self._mean_over_ranks)
+                rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
         if self._rounding is not None and self._rounding.check(self):
             self._rounding = None
         return loss

@@ -101,16 +101,11 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
     """
     for group in groups:
         for key in sorted(group.keys() - KNOWN_KEYS):
-            paths = _paths_of(key, recipe)
+            stages = [found for at, rule in recipe.updates().items() for found in rule.stages(at)]
+            paths = [f"{path}.{key}" for path, stage in stages if key in type(stage).model_fields]
             if paths or key in _elsewhere():
                 there = f"change {', '.join(paths)} in the recipe" if paths else "change the recipe instead"
                 warn_user(f"param group: '{key}' has no effect on steps; {there}")
-
-
-def _paths_of(key: str, recipe: Recipe) -> list[str]:
-    """Return the dotted paths of the stages' fields with this name."""
-    stages = [found for at, rule in recipe.updates().items() for found in rule.stages(at)]
-    return [f"{path}.{key}" for path, stage in stages if key in type(stage).model_fields]
 
 
 @cache

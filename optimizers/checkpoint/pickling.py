@@ -26,7 +26,7 @@ def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
         "recipe": param_sets.recipe,
         "checked": param_sets.checked,
         "infos": param_sets.infos,
-        "frozen": param_sets.frozen,
+        "frozen": param_sets.frozen(),
         "others": param_sets.others,
         "batches": param_sets.batches,
         "skipped": param_sets.skipped(),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,8 +282,8 @@ def advise(
     if not fields or at_once < 2:
         return None
     other = load_recipe(recipe, dict.fromkeys(fields, at_once))
-    bare = [_without_owners(spec) for spec in specs]
-    balance = assign_owners(bare, other, refresh_phases(other, known), Loads(ranks, common_interval(other)))
+    bare, loads = [*map(_without_owners, specs)], Loads(ranks, common_interval(other))
+    balance = assign_owners(bare, other, refresh_phases(other, known), loads)
     return Advice(fields, at_once, balance) if balance.efficiency >= now.efficiency + WORTHWHILE else None
 
 
@@ -326,28 +327,10 @@ REPLICATED = "replicated"
 """Scope of plain parameters, which every rank of the default process group holds."""
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """The parameters of one param group, by position in the group.
-
-    specs: specification of each parameter, with the owners of its blocks.
-    rank_groups: ranks that share each parameter. None: this process updates it alone.
-    """
-
-    specs: Sequence[ParamSpec]
-    rank_groups: Sequence[RankGroup | None]
-
-    def shared(self) -> dict[RankGroup, list[ParamSpec]]:
-        """Return the specifications of shared parameters, by the ranks that share them."""
-        found: dict[RankGroup, list[ParamSpec]] = {}
-        for spec, rank_group in zip(self.specs, self.rank_groups, strict=True):
-            if rank_group is not None:
-                found.setdefault(rank_group, []).append(spec)
-        return found
-
-
 class Assignments:
-    """The assignments of all param groups of an optimizer. The load of earlier groups counts for later ones.
+    """The specifications of all parameters of an optimizer, with owners of their blocks, in the order of param groups.
+
+    The load of earlier groups counts for later ones.
 
     recipe: recipe of the optimizer.
     others: parameters of the same model that other optimizers update.
@@ -359,12 +342,12 @@ class Assignments:
         self.phases: Phases = {}
         self._rank_groups: dict[Any, RankGroup] = {}
         self._loads: dict[RankGroup, Loads] = {}
-        self._groups: list[Assignment] = []
+        self._groups: list[list[ParamSpec]] = []
         self._loads_before: list[dict[RankGroup, Loads]] = []
         self._balances: dict[RankGroup, Balance] = {}
 
-    def __getitem__(self, index: int) -> Assignment:
-        """Return the assignment of one param group."""
+    def __getitem__(self, index: int) -> Sequence[ParamSpec]:
+        """Return the specifications of the parameters of one param group."""
         return self._groups[index]
 
     def add(
@@ -374,17 +357,14 @@ class Assignments:
 
         frozen: True for each parameter without gradients.
         """
-        specs, rank_groups = [], []
+        specs = []
         for parameter, info, name, is_frozen in zip(parameters, infos, names, frozen, strict=True):
             try:
-                rank_group = self._rank_group(parameter)
-                spec = self._spec(parameter, info, name, rank_group)
-                specs.append(replace(spec, frozen=is_frozen, group=len(self._groups)))
+                specs.append(replace(self._spec(parameter, info, name), frozen=is_frozen, group=len(self._groups)))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            rank_groups.append(rank_group)
         self._loads_before.append({rank_group: deepcopy(loads) for rank_group, loads in self._loads.items()})
-        self._groups.append(Assignment(specs, rank_groups))
+        self._groups.append(specs)
 
     def assign(self, index: int) -> None:
         """Assign owners to the blocks of the groups from `index` on, and set the phases of the blocks of all groups.
@@ -392,29 +372,18 @@ class Assignments:
         Frozen parameters are included, so that nothing changes when one is thawed. They are assigned last. Owners of
         earlier groups do not change, because they store state.
         """
-        self._set_phases()
-        for rank_group, own in self._shared(index).items():
+        self.phases = refresh_phases(self.recipe, self._keys())
+        for rank_group, own in _shared(chain.from_iterable(self._groups[index:])).items():
             self._balances[rank_group] = assign_owners(own, self.recipe, self.phases, self._loads[rank_group])
-
-    def _shared(self, index: int) -> dict[RankGroup, list[ParamSpec]]:
-        """Return the shared parameters of the groups from `index` on, by the ranks that share them."""
-        found: dict[RankGroup, list[ParamSpec]] = {}
-        for assignment in self._groups[index:]:
-            for rank_group, own in assignment.shared().items():
-                found.setdefault(rank_group, []).extend(own)
-        return found
 
     def warn_of_waiting(self) -> None:
         """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
-        for rank_group, own in self._shared(0).items():
+        for rank_group, own in _shared(chain.from_iterable(self._groups)).items():
             if rank_group.all_ranks.rank == 0:
                 warn_of_waiting(own, self.recipe, self._keys(), rank_group.size, self._balances[rank_group])
 
-    def _set_phases(self) -> None:
-        self.phases = refresh_phases(self.recipe, self._keys())
-
     def _keys(self) -> list[ParamKey]:
-        return [spec.key for group in self._groups for spec in group.specs] + [*map(self._key, self.others)]
+        return [spec.key for specs in self._groups for spec in specs] + [*map(self._key, self.others)]
 
     def _key(self, info: ParamInfo) -> ParamKey:
         return ParamKey(info.name or "", self.recipe.route(info)[0], info.shape, self.recipe.view_of(info).matrices)
@@ -423,7 +392,7 @@ class Assignments:
         """Remove the groups from `index` on, after a failure."""
         self._loads = next(iter(self._loads_before[index:]), self._loads)
         del self._groups[index:], self._loads_before[index:]
-        self._set_phases()
+        self.phases = refresh_phases(self.recipe, self._keys())
 
     def _rank_group(self, parameter: Tensor) -> RankGroup | None:
         """Return the ranks that share a parameter. Return None if this process updates it alone."""
@@ -443,7 +412,8 @@ class Assignments:
         self._loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
         return rank_group
 
-    def _spec(self, parameter: Tensor, info: ParamInfo, name: str, rank_group: RankGroup | None) -> ParamSpec:
+    def _spec(self, parameter: Tensor, info: ParamInfo, name: str) -> ParamSpec:
+        rank_group = self._rank_group(parameter)
         path, dtype, placement = self.recipe.route(info)[0], parameter.dtype, None
         if dtype.is_complex:  # computed as real pairs, whose entries form no matrix
             info, dtype, matrices = replace(info, shape=(*info.shape, 2)), dtype.to_real(), ONE_TENSOR
@@ -452,14 +422,13 @@ class Assignments:
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
         spec = ParamSpec(name, path, tuple(info.shape), dtype, parameter.device, placement, matrices)
-        return replace(spec, lr_factors=lr_factors(self.recipe, info))
+        return replace(spec, lr_factors=lr_factors(self.recipe, info), rank_group=rank_group)
 
     def check(self, index: int, group: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if ranks were not given the same recipe and param group."""
-        assignment = self._groups[index]
-        for rank_group, specs in assignment.shared().items():
-            pairs = zip(group["params"], assignment.rank_groups, strict=True)
-            own = [parameter for parameter, shared_by in pairs if shared_by is rank_group]
+        for rank_group, specs in _shared(self._groups[index]).items():
+            pairs = zip(group["params"], self._groups[index], strict=True)
+            own = [parameter for parameter, spec in pairs if spec.rank_group is rank_group]
             texts = {
                 "recipe": self.recipe.to_json(),
                 "parameters": repr([_describe(spec, p) for spec, p in zip(specs, own, strict=True)]),
@@ -473,10 +442,19 @@ class Assignments:
 
         index: first group that was not checked yet.
         """
-        shared = self._shared(index)
+        shared = _shared(chain.from_iterable(self._groups[index:]))
         for rank_group in shared if index else self._rank_groups.values():
             owners = [spec.placement and spec.placement.owners for spec in shared.get(rank_group, ())]
             check_construction("no more param groups", rank_group, {"owners": repr(owners)}, (), ())
+
+
+def _shared(specs: Iterable[ParamSpec]) -> dict[RankGroup, list[ParamSpec]]:
+    """Return the shared parameters, by the ranks that share them."""
+    found: dict[RankGroup, list[ParamSpec]] = {}
+    for spec in specs:
+        if spec.rank_group is not None:
+            found.setdefault(spec.rank_group, []).append(spec)
+    return found
 
 
 def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:

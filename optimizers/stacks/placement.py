@@ -171,6 +171,7 @@ class ParamSpec:
     frozen: True if it had no gradients when the optimizer was made.
     lr_factors: for each of its matrices the factor of the direction. (): there are no factors.
     group: number of its param group.
+    rank_group: ranks that share it. None: this process updates it alone.
     """
 
     name: str
@@ -183,6 +184,7 @@ class ParamSpec:
     frozen: bool = False
     lr_factors: tuple[float, ...] = ()
     group: int = 0
+    rank_group: RankGroup | None = None
 
     @property
     def divided(self) -> bool:

@@ -86,7 +86,7 @@ class StackState:
 
     def stored(self, key: StateKey) -> list[Tensor]:
         """Return the tensors that a slot is stored in: one tensor, or the codes of a quantizer."""
-        return [tensor for own, tensor in self.tensors.items() if StateKey.parse(own).name == key.name]
+        return [self.tensors[name] for name in self.names(key)]
 
     def _allocate(self, key: StateKey, slot: Slot, fresh: FreshCodes) -> None:
         """Add the tensors of a slot to the state, with the values that it begins with."""
@@ -460,12 +460,9 @@ def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
 
 def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
     """Return True if owners send the written parameters of their blocks, False if they send updates."""
-    return recipe.distribution.gather == "parameters" and _replicated(specs)
-
-
-def _replicated(specs: Sequence[ParamSpec]) -> bool:
     placements = [spec.placement for spec in specs if not spec.in_place]
-    return all(placement is None or placement.layout.replicated for placement in placements)
+    replicated = all(placement is None or placement.layout.replicated for placement in placements)
+    return recipe.distribution.gather == "parameters" and replicated
 
 
 def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:

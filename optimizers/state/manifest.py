@@ -80,7 +80,9 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
     }
     sources = {position: ranks[0] for position, ranks in holders.items() if 0 < len(ranks) < rank_group.size}
     mine = {
-        position: {key: x.cpu() for key, x in views[position].items() if _is_number(key, x)}
+        position: {
+            key: x.cpu() for key, x in views[position].items() if x.ndim == 0 and StateKey.parse(key).stage == AVERAGING
+        }
         for position, rank in sources.items()
         if rank == rank_group.rank
     }
@@ -90,11 +92,6 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
     for numbers in rank_group.all_gather_object(mine, "numbers of iterates"):
         found.update({position: {key: x.to(device) for key, x in own.items()} for position, own in numbers.items()})
     return found
-
-
-def _is_number(key: str, x: Tensor) -> bool:
-    """Return True if a state tensor is a scalar of the averaging."""
-    return x.ndim == 0 and StateKey.parse(key).stage == AVERAGING
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:

@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
 
@@ -42,7 +41,6 @@ class ParamSets:
     others: descriptions of parameters of the same model that other optimizers update.
     infos: for each group, a description of each of its parameters.
     parameters: for each group, its parameters.
-    frozen: for each group, which of its parameters had `requires_grad=False` when it was added.
     batches: number of groups after each batch was added. Owners of blocks are decided once for each batch.
     built: for each batch, its parameter sets, as `build` makes them.
     signals: signals that stages request.
@@ -57,7 +55,6 @@ class ParamSets:
         self.infos: list[list[ParamInfo]] = []
         self.built: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
-        self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
         self.asks_signals = False
@@ -86,8 +83,8 @@ class ParamSets:
         """
         self.infos.append(infos)
         self.parameters.append(list(parameters))  # a copy, because a framework may change the group's list
-        self.frozen.append([not p.requires_grad for p in parameters] if frozen is None else frozen)
-        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), self.frozen[-1])
+        frozen = [not p.requires_grad for p in parameters] if frozen is None else frozen
+        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), frozen)
 
     def assign(self, index: int) -> None:
         """Assign owners to the blocks of the groups from `index` on, and refresh phases to the blocks of all groups."""
@@ -116,18 +113,14 @@ class ParamSets:
         param_sets = self.build(last, trained)
         self.signals.require_all_parameters(param_sets, self.others)
         self.install(last, param_sets, state, groups[index]["iterate"])
-        self._spread_refreshes(last)
-
-    def _spread_refreshes(self, end: int) -> None:
-        """Update the refresh phases of the blocks of the batches before `end`, because new blocks were added."""
-        for param_set in chain.from_iterable(self.built[:end]):
+        for param_set in chain.from_iterable(self.built[:last]):  # their phases change, because blocks were added
             phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
             for one in param_set.stack_states:
                 one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
 
     def forget(self, index: int) -> None:
         """Remove the groups from `index` on."""
-        del self.infos[index:], self.parameters[index:], self.frozen[index:]
+        del self.infos[index:], self.parameters[index:]
         self.batches = [groups for groups in self.batches if groups <= index]
         del self.built[len(self.batches) :]
         self._assignments.forget(index)
@@ -163,6 +156,10 @@ class ParamSets:
                     "in the place of the others in its param_groups"
                 )
 
+    def frozen(self) -> list[list[bool]]:
+        """Return for each group which of its parameters had `requires_grad=False` when it was added."""
+        return [[spec.frozen for spec in self._assignments[index]] for index in range(len(self.infos))]
+
     def names(self) -> set[str]:
         """Return the names of all parameters that have a name."""
         return {info.name for infos in self.infos for info in infos if info.name is not None}
@@ -181,21 +178,18 @@ class ParamSets:
         There is a parameter set for each device and each group of ranks, and for each param group if stages request its
         learning rate. The result depends on nothing else.
         """
-        found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec, RankGroup | None]]] = {}
+        found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
         with_lr = {path for path, rule in self.recipe.updates().items() if "lr" in asking(rule.stages())}
         for index in self.groups_of(batch):
-            own = self._assignments[index]
-            for row in zip(self.parameters[index], own.specs, own.rank_groups, strict=True):
-                if id(row[0]) in wanted:
-                    parameter, spec, rank_group = row
+            for parameter, spec in zip(self.parameters[index], self._assignments[index], strict=True):
+                if id(parameter) in wanted:
                     if parameter.is_complex():
-                        require_pairs(self.recipe, spec, rank_group)
-                    key = parameter.device, rank_group, index if spec.path in with_lr else None
+                        require_pairs(self.recipe, spec)
+                    key = parameter.device, spec.rank_group, index if spec.path in with_lr else None
                     here = spec if spec.device == parameter.device else replace(spec, device=parameter.device)
-                    found.setdefault(key, []).append((parameter, here, rank_group))
+                    found.setdefault(key, []).append((parameter, here))
         sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
-        phases = self._assignments.phases
-        return [ParamSet(params, specs, self.recipe, phases, ranks[0]) for params, specs, ranks in sets]
+        return [ParamSet(params, specs, self.recipe, self._assignments.phases) for params, specs in sets]
 
     def install(
         self,
@@ -297,7 +291,7 @@ class ParamSets:
         return sum((param_set.skipped for param_set in self), Counter())
 
 
-def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None) -> None:
+def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
     """Raise ValueError unless a complex parameter can be updated as pairs of real numbers, as in torch's optimizers.
 
     Entry-wise chains can do that. Stages on matrices, and constraints, would mix the two parts of a number.
@@ -308,7 +302,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None)
         mixing = f"{spec.path}.constraints" if spec.path else "constraints"
     if mixing is None and recipe.line_search is not None:
         mixing = "line_search"
-    if mixing is None and rank_group is None:
+    if mixing is None and spec.rank_group is None:
         return
     fault = "it is divided over ranks" if mixing is None else f"{mixing} does not update entries one by one"
     raise ValueError(

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.layouts import local, local_gradients
-from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
@@ -25,7 +24,7 @@ from ..stacks.rank_checks import RankChecks
 from ..stacks.stack import ActiveBlocks, StackState, active_blocks, build
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
-from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
+from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs
 from .exchange import LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
@@ -60,12 +59,12 @@ class ParamSet:
         specs: Sequence[ParamSpec],
         recipe: Recipe,
         phases: Phases,
-        rank_group: RankGroup | None = None,
     ) -> None:
         self.parameters, self.specs = list(parameters), list(specs)
+        rank_group = specs[0].rank_group
         self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
         routes = ((path, rule) for path, rule in self.updates.items() if isinstance(rule, Route))
-        self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes}
+        self._routes = {path: (route.lr_ratio, route.weight_decay) for path, route in routes}
         self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
         self._complex = any(parameter.is_complex() for parameter in parameters)
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)

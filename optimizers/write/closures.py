@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -40,11 +39,11 @@ class Passes:
     def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
         self._closure, self._model = closure, model
         self._devices = {parameter.device for parameter in parameters}
-        self._start: _Start | None = None
+        self._start: _Before | None = None
 
     def first(self) -> Any:
         """Call the closure for the first time in this step, and return its result."""
-        self._start = _Start(self._model, self._devices) if self._devices else None
+        self._start = _Before(self._model, self._devices) if self._devices else None
         return self._call()
 
     def again(self) -> Any:
@@ -89,11 +88,15 @@ def require_no_calls(closure: object, repeated_by: str | None) -> None:
         )
 
 
-class _Start:
+class _Before:
     """The buffers and the states of random number generators before the first call."""
 
     def __init__(self, model: nn.Module | None, devices: Iterable[torch.device]) -> None:
-        self._devices = [device for device in devices if _has_generator(device)]
+        self._devices = [  # the device of a fake tensor may not exist here
+            device
+            for device in devices
+            if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
+        ]
         self._random = _random_states(self._devices)
         self._buffers = Buffers.of(model)
 
@@ -136,19 +139,18 @@ class Buffers:
 
         Kernels of norms write without raising a version, so that buffers of norms always count as changed.
         """
-        return [key for key in self._tensors if _may_differ(*key, self._tensors[key], self._versions[key])]
+        found = []
+        for key, tensor in self._tensors.items():
+            now = key[0]._buffers.get(key[1])
+            if isinstance(key[0], _NormBase) or now is not tensor or _version(now) != self._versions[key]:
+                found.append(key)
+        return found
 
     def restore(self, names: Iterable[BufferName]) -> None:
         """Put the recorded tensors with their recorded values back into the modules."""
         for key in (names := list(names)):
             key[0]._buffers[key[1]] = self._tensors[key]
         _copy((self._tensors[key], self._values[key]) for key in names)
-
-
-def _may_differ(module: nn.Module, name: str, tensor: Tensor | None, version: int | None) -> bool:
-    """Return True if a buffer may have been replaced or changed since it was `tensor` at the version `version`."""
-    now = module._buffers.get(name)
-    return isinstance(module, _NormBase) or now is not tensor or _version(now) != version
 
 
 def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
@@ -174,11 +176,6 @@ def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
     """Return the states of the generator of the CPU and of the default generator of each device."""
     states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in devices]
     return [torch.get_rng_state(), *states]
-
-
-def _has_generator(device: torch.device) -> bool:
-    """Return True if a device has a generator of its own here. The device of a fake tensor may not exist here."""
-    return device.type not in ("cpu", "meta") and bool(torch.get_device_module(device).is_available())
 
 
 def _at(device: torch.device) -> tuple[torch.device, ...]:
@@ -250,6 +247,8 @@ SCALE = "step_scale"
 """Key of param groups for the fraction s of the whole step that the last line search accepted."""
 Average = Callable[[Tensor], Tensor]
 """A function that returns the mean over all ranks of a number of this rank."""
+Start = Sequence[tuple[Tensor, Tensor]]
+"""Parameters with gradients, and copies of their values before the step, as far as this rank holds them."""
 
 
 class LineSearch(Component):
@@ -281,78 +280,61 @@ class LineSearch(Component):
                 "remove one of the two"
             )
 
-    def begin(self, parameters: Iterable[Tensor]) -> Search:
-        """Return a search that holds a copy of the parameters with gradients, before the step."""
-        moved = [parameter for parameter in parameters if parameter.grad is not None]
-        return Search(self, moved, [local(parameter.detach()).clone() for parameter in moved])
-
-
-@dataclass(frozen=True)
-class Search:
-    """The line search of one step.
-
-    rule: the line search of the recipe.
-    parameters: parameters with gradients.
-    start: values of these parameters before the step, as far as this rank holds them.
-    """
-
-    rule: LineSearch
-    parameters: Sequence[Tensor]
-    start: Sequence[Tensor]
+    def begin(self, parameters: Iterable[Tensor]) -> Start:
+        """Return copies of the parameters with gradients, before the step."""
+        return [(p, local(p.detach()).clone()) for p in parameters if p.grad is not None]
 
     def finish(
-        self,
-        passes: Passes,
-        loss: Any,
-        groups: Sequence[MutableMapping[str, Any]],
-        average: Average,
+        self, start: Start, passes: Passes, loss: Any, groups: Sequence[MutableMapping[str, Any]], average: Average
     ) -> None:
         """Shorten the step until Armijo's condition holds, and store the accepted fraction in the param groups.
 
         Fake tensors have no values, and keep the whole step.
 
+        start: result of `begin` before the step.
         passes: the calls of the closure in this step.
         loss: loss before the step, of this rank.
         groups: param groups.
         average: function that averages losses over ranks.
         """
-        if any(fake_mode(parameter) is not None for parameter in self.parameters):
+        if any(fake_mode(parameter) is not None for parameter, _ in start):
             return
-        ends = [local(parameter.detach()).clone() for parameter in self.parameters]
-        gradients = [parameter.grad for parameter in self.parameters]
-        slope, length = self._products(ends)
+        ends = [local(parameter.detach()).clone() for parameter, _ in start]
+        gradients = [parameter.grad for parameter, _ in start]
+        slope, length = _products(start, ends)
         highest = average(_number(loss, ends))
         if not (length > 0 and bool(highest.isfinite())):
             return
-        scale = min(1.0, self.rule.grow * float(groups[0].get(SCALE, 1.0)))
-        for trial in range(self.rule.trials):
-            scale *= self.rule.shrink if trial else 1.0
-            for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
-                local(parameter.detach()).copy_(torch.lerp(start, end, scale))
+        scale = min(1.0, self.grow * float(groups[0].get(SCALE, 1.0)))
+        for trial in range(self.trials):
+            scale *= self.shrink if trial else 1.0
+            for (parameter, before), end in zip(start, ends, strict=True):
+                local(parameter.detach()).copy_(torch.lerp(before, end, scale))
             found = average(_number(passes.again(), ends))
-            if bool(found <= highest - self.rule.sufficient * scale * max(slope, 0.0)):
+            if bool(found <= highest - self.sufficient * scale * max(slope, 0.0)):
                 break
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for (parameter, _), gradient in zip(start, gradients, strict=True):
             parameter.grad = gradient
         for group in groups:
             group[SCALE] = scale
 
-    def _products(self, ends: Sequence[Tensor]) -> tuple[float, float]:
-        """Return <G, D> and <D, D> over all entries of all parameters, including shards of other ranks.
 
-        ends: values of the parameters after the whole step, as far as this rank holds them.
-        """
-        sums: dict[Any, Tensor] = {}
-        for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
-            step, gradient = (start - end).double(), local(like(parameter)).double()
-            own = torch.stack([(gradient * step).sum(), step.square().sum()])
-            key = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
-            sums[key] = sums[key] + own.to(sums[key].device) if key in sums else own
-        wholes = [own if key is None else _whole(own, *key) for key, own in sums.items()]
-        if not wholes:
-            return 0.0, 0.0
-        slope, square = torch.stack([own.to(wholes[0].device) for own in wholes]).sum(0).tolist()
-        return slope, square
+def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
+    """Return <G, D> and <D, D> over all entries of all parameters, including shards of other ranks.
+
+    ends: values of the parameters after the whole step, as far as this rank holds them.
+    """
+    sums: dict[Any, Tensor] = {}
+    for (parameter, before), end in zip(start, ends, strict=True):
+        step, gradient = (before - end).double(), local(like(parameter)).double()
+        own = torch.stack([(gradient * step).sum(), step.square().sum()])
+        key = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
+        sums[key] = sums[key] + own.to(sums[key].device) if key in sums else own
+    wholes = [own if key is None else _whole(own, *key) for key, own in sums.items()]
+    if not wholes:
+        return 0.0, 0.0
+    slope, square = torch.stack([own.to(wholes[0].device) for own in wholes]).sum(0).tolist()
+    return slope, square
 
 
 def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:

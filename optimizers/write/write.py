@@ -219,24 +219,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
-class RouteRates(NamedTuple):
-    """Rates that a route declares for its parameters.
-
-    lr_ratio: factor of the learning rate of the param group.
-    decay: rule of weight decay, whose rate replaces that of the param group. None: the rule of the recipe, with the
-        rate of the param group.
-    """
-
-    lr_ratio: float = 1.0
-    decay: WeightDecay | None = None
-
-
 @dataclass(frozen=True)
 class Rates:
     """Learning rate and weight decay of P parameters at one step.
 
     decay: rule of weight decay of the recipe, which holds for all routes without a rule of their own.
-    routes: rates that routes declare, by path.
+    routes: by path of a route, the factor of the learning rate of the param group, and the rule of weight decay, whose
+        rate replaces that of the param group. A rule of None is the rule of the recipe.
     hypers: values of the param groups, by number of the group.
     groups: `[P]`, number of the param group of each parameter.
     by_value: True to treat groups with equal values as one group. Ranks that sum over the same parameters set it to
@@ -244,7 +233,7 @@ class Rates:
     """
 
     decay: WeightDecay
-    routes: Mapping[str, RouteRates]
+    routes: Mapping[str, tuple[float, WeightDecay | None]]
     hypers: Mapping[int, Hyper]
     groups: NDArray[np.int64]
     by_value: bool = True
@@ -270,7 +259,7 @@ class Rates:
 
     def _scale(self, path: str, group: int) -> StepScale:
         if (path, group) not in self._scales:
-            hyper, (ratio, own) = self.hypers[group], self.routes.get(path, RouteRates())
+            hyper, (ratio, own) = self.hypers[group], self.routes.get(path, (1.0, None))
             decay, rate = (self.decay, hyper.weight_decay) if own is None else (own, own.rate)
             alpha = decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio)
             self._scales[path, group] = StepScale(hyper.lr * ratio, alpha, decay, rate)
