@@ -8,7 +8,6 @@ from .averaging import PrimalAveraging as PrimalAveraging
 from .averaging import ScheduleFree as ScheduleFree
 from .closures import LineSearch as LineSearch
 from .closures import SharpnessAware as SharpnessAware
-from .constraints import BoundConstraint as BoundConstraint
 from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball

@@ -295,7 +295,45 @@ The field `placed` of a decay has an effect with z alone.
 _DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do not follow it, as Distributed Shampoo)"
 
 
-class ScheduleFree(Averaging):
+class BaseAndAverage(Averaging, ABC):
+    """The module's sequences: gradients are taken between a base iterate z and its average x."""
+
+    @property
+    @abstractmethod
+    def mu_and_decay(self) -> tuple[float, Decay]:
+        """mu_y, the weight of x in y, and the iterate that weight decay is taken at."""
+
+    @abstractmethod
+    def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
+        """Return the weight c of each parameter in the present update."""
+
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
+
+    def begin(self, batch: IterateBatch) -> None:
+        batch.begin()
+
+    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return batch.y if self.mu_and_decay[1] == "y" else batch.slots["z"]
+
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        y, z, mixing = batch.y, batch.slots["z"], self.mixing(batch)
+        mu, decay_at = self.mu_and_decay
+        if decay_at == "z_apart":
+            update = update.decay(z)
+        elif decay_at == "y":
+            update = update.decayed_at(y)
+        old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
+        update(z)
+        blend(y, old, mixing, batch.mask)
+        accumulate(y, torch._foreach_sub(list(z), old), [1 - mu * (1 - c) for c in mixing])
+        batch.show_y()
+
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return torch._foreach_lerp(list(batch.slots["z"]), list(batch.y), 1 / self.mu_and_decay[0])
+
+
+class ScheduleFree(BaseAndAverage):
     """Schedule-free learning: the module's sequences with mu_y = beta and c_t = w_t / (w_1 + ... + w_t).
 
     w_t = lr_t^p t^r (Defazio et al. 2024, arXiv:2405.15682, equations 3-5 and section 3; arXiv:2512.17131 for r). With
@@ -308,27 +346,18 @@ class ScheduleFree(Averaging):
     step_power: float = Field(default=0.0, ge=0, le=32, description="power r of the update's number in the weights")
     decay_at: Decay = Field(default="y", description=_DECAY)
 
+    @property
+    def mu_and_decay(self) -> tuple[float, Decay]:
+        return self.beta, self.decay_at
+
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
-        return {**_slots(shape, low_precision), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
+        return {**super().slots(shape, low_precision), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
 
     def state_meaning(self) -> Mapping[str, Any]:
         weights = {"lr_power": self.lr_power, "step_power": self.step_power}
         return {**weights, "beta": self.beta}
 
-    def begin(self, batch: IterateBatch) -> None:
-        batch.begin()
-
-    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
-        return _decaying(batch, self.decay_at)
-
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        _advance(batch, update, self.beta, self._mixing(batch), self.decay_at)
-
-    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        return _average(batch, self.beta)
-
-    def _mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
-        """Return the weight c of each parameter, and add w_t to its sum of weights."""
+    def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
         sums = batch.slots["weight_sum"]
         before = torch.stack(list(sums))
         same = (batch.steps == batch.steps[0]).all()
@@ -342,7 +371,7 @@ class ScheduleFree(Averaging):
         return mixing.tolist() if may_branch_on_values(mixing) else mixing.unbind(0)
 
 
-class PrimalAveraging(Averaging):
+class PrimalAveraging(BaseAndAverage):
     """Generalized primal averaging (GPA): the module's sequences with a constant c = 1 - mu_x.
 
     Defazio et al. 2025, arXiv:2512.17131. With mu_x = 0 it is the base method; over plain gradient descent with mu_y =
@@ -354,54 +383,12 @@ class PrimalAveraging(Averaging):
     mu_y: float = Field(default=0.7, gt=0, le=1, description="weight of x in y")
     decay_at: Decay = Field(default="z", description=_DECAY)
 
-    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
-        return _slots(shape, low_precision)
+    @property
+    def mu_and_decay(self) -> tuple[float, Decay]:
+        return self.mu_y, self.decay_at
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {"mu_y": self.mu_y}
 
-    def begin(self, batch: IterateBatch) -> None:
-        batch.begin()
-
-    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
-        return _decaying(batch, self.decay_at)
-
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        _advance(batch, update, self.mu_y, [1 - self.mu_x] * len(batch.parameters), self.decay_at)
-
-    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        return _average(batch, self.mu_y)
-
-
-def _slots(shape: tuple[int, ...], low_precision: bool) -> dict[str, Slot]:
-    """Return the slot z, and the slot y of a parameter with less precision than its updates."""
-    return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
-
-
-def _decaying(batch: IterateBatch, decay_at: Decay) -> Sequence[Tensor]:
-    """Return the iterates that weight decay is taken at, one for each parameter."""
-    return batch.y if decay_at == "y" else batch.slots["z"]
-
-
-def _advance(
-    batch: IterateBatch, update: ParameterUpdate, mu_y: float, mixing: Sequence[float | Tensor], decay_at: Decay
-) -> None:
-    """Advance z and y by one update of the module's sequences.
-
-    mixing: the weight c of each parameter.
-    """
-    y, z = batch.y, batch.slots["z"]
-    if decay_at == "z_apart":
-        update = update.decay(z)
-    elif decay_at == "y":
-        update = update.decayed_at(y)
-    old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
-    update(z)
-    blend(y, old, mixing, batch.mask)
-    accumulate(y, torch._foreach_sub(list(z), old), [1 - mu_y * (1 - c) for c in mixing])
-    batch.show_y()
-
-
-def _average(batch: IterateBatch, mu_y: float) -> Sequence[Tensor]:
-    """Return the averages x, computed from y and z."""
-    return torch._foreach_lerp(list(batch.slots["z"]), list(batch.y), 1 / mu_y)
+    def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
+        return [1 - self.mu_x] * len(batch.parameters)

@@ -227,28 +227,22 @@ class QKClip(Constraint):
 
 
 @dataclass(frozen=True)
-class BoundConstraint:
-    """A constraint with its inputs for the n tensors of one update: its slots and its context."""
-
-    constraint: Constraint
-    slots: Slots
-    context: ConstraintContext
-
-
-@dataclass(frozen=True)
 class ParameterUpdate:
     """One update of n tensors under constraints:  W <- W - lr alpha W - lr U.
 
     updates: n tensors U, of the shapes of W.
     step_scale: lr and alpha.
     mask: n 0-d booleans, False for tensors that do not change. None: all may change.
-    constraints: constraints in order. Each is applied before the write (`adjust`) and after it (`retract`).
+    constraints: constraints in order, with their slots. Each is applied before the write (`adjust`) and after it
+        (`retract`).
+    context: inputs of the constraints beside the tensors. The learning rate and the mask are those of the update.
     """
 
     updates: Tensors
     step_scale: StepScale
     mask: Tensors | None = None
-    constraints: Sequence[BoundConstraint] = ()
+    constraints: Sequence[tuple[Constraint, Slots]] = ()
+    context: ConstraintContext = ConstraintContext()
 
     def __call__(self, tensors: Tensors) -> None:
         """Change n tensors in place by weight decay, update and constraints."""
@@ -257,21 +251,19 @@ class ParameterUpdate:
             return
         updates = self.updates
         before: Tensors = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
-        lr, mask = self.step_scale.lr, self.mask
-        for bound in self.constraints:
-            updates = bound.constraint.adjust(bound.slots, before, updates, replace(bound.context, lr=lr, mask=mask))
+        context = replace(self.context, lr=self.step_scale.lr, mask=self.mask)
+        for constraint, slots in self.constraints:
+            updates = constraint.adjust(slots, before, updates, context)
         after: Tensors = copies(before, before[0].dtype)
         write(after, updates, self.step_scale)
-        for bound in self.constraints:
-            after = bound.constraint.retract(
-                bound.slots, before, updates, after, replace(bound.context, lr=lr, mask=mask)
-            )
+        for constraint, slots in self.constraints:
+            after = constraint.retract(slots, before, updates, after, context)
         put(tensors, after, self.mask)
 
-    def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:
-        """Return the update of the tensors with the chosen indices, under the given constraints."""
+    def slice_rows(self, chosen: Sequence[int]) -> ParameterUpdate:
+        """Return the update of the tensors with the chosen indices, without constraints."""
         mask = None if self.mask is None else [self.mask[index] for index in chosen]
-        return ParameterUpdate([self.updates[index] for index in chosen], self.step_scale, mask, constraints)
+        return ParameterUpdate([self.updates[index] for index in chosen], self.step_scale, mask)
 
     def decayed_at(self, others: Tensors) -> ParameterUpdate:
         """Return this update with the weight decay of other tensors:  U <- U + alpha W_other, and alpha <- 0."""

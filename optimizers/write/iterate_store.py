@@ -16,7 +16,7 @@ from eigengraft.numerics import compute_dtype, differs_from_rounded
 from eigengraft.slots import AVERAGING, PARTNER_STAGE, Slot, StateKey
 
 from .averaging import Averaging, IterateBatch, Mode
-from .constraints import BoundConstraint, Constraint, ConstraintContext, ParameterUpdate
+from .constraints import Constraint, ConstraintContext, ParameterUpdate, Slots
 from .write import Hyper
 
 HELD = StateKey(None, AVERAGING, "train")
@@ -102,10 +102,11 @@ class IterateStore:
 
         stages: stages of constraints to begin again, as "<path>.constraints.<label>". Others stay.
         """
-        for bound in self._bound(self.paths[position], [position]):
-            own = self.tensors[position].get(stage := _stage(self.paths[position], bound.constraint), {})
-            if own and stage in stages and not any(bool(x.any()) for x in own.values()):
-                bound.constraint.begin(bound.slots, [self.parameters[position]], bound.context)
+        constraints, context = self._with_slots(self.paths[position], [position])
+        for constraint, slots in constraints:
+            stage = _stage(self.paths[position], constraint)
+            if slots and stage in stages and not any(bool(x.any()) for (x,) in slots.values()):
+                constraint.begin(slots, [self.parameters[position]], context)
 
     @torch.no_grad()
     def _begin(self, positions: Sequence[int], constrained: bool) -> None:
@@ -113,8 +114,9 @@ class IterateStore:
             batch = self._batch(own, np.zeros(len(own), dtype=np.int64))
             if self.averaging is not None:
                 self.averaging.begin(batch)
-            for bound in self._bound(path, own) if constrained else ():
-                bound.constraint.begin(bound.slots, batch.parameters, bound.context)
+            constraints, context = self._with_slots(path, own)
+            for constraint, slots in constraints if constrained else ():
+                constraint.begin(slots, batch.parameters, context)
 
     @torch.no_grad()
     def adopt_writes(self, positions: Sequence[int]) -> None:
@@ -144,7 +146,8 @@ class IterateStore:
         place = {position: index for index, position in enumerate(positions)}
         for path, own in self._alike(positions):
             chosen = [place[position] for position in own]
-            chosen_update = update.slice_rows(chosen, self._bound(path, own))
+            constraints, context = self._with_slots(path, own)
+            chosen_update = replace(update.slice_rows(chosen), constraints=constraints, context=context)
             if self.averaging is None:
                 chosen_update([self.parameters[position] for position in own])
             else:
@@ -163,11 +166,16 @@ class IterateStore:
     def _batch(self, positions: Sequence[int], steps: NDArray[np.int64]) -> IterateBatch:
         return IterateBatch([self.parameters[p] for p in positions], self._named(positions, AVERAGING), steps)
 
-    def _bound(self, path: str, positions: Sequence[int]) -> list[BoundConstraint]:
+    def _with_slots(
+        self, path: str, positions: Sequence[int]
+    ) -> tuple[list[tuple[Constraint, Slots]], ConstraintContext]:
+        """Return the constraints of an update with their slots for some parameters, and the context of all of them."""
         sums = None if self.shard_sums is None else partial(self.shard_sums, positions)
         signals = {name: [tensors[position] for position in positions] for name, tensors in self.signals.items()}
-        context = ConstraintContext(shard_sums=sums, signals=signals)
-        return [BoundConstraint(c, self._named(positions, _stage(path, c)), context) for c in self.constraints[path]]
+        pairs: list[tuple[Constraint, Slots]] = [
+            (own, self._named(positions, _stage(path, own))) for own in self.constraints[path]
+        ]
+        return pairs, ConstraintContext(shard_sums=sums, signals=signals)
 
     def _named(self, positions: Sequence[int], stage: str) -> Mapping[str, list[Tensor]]:
         names = self.tensors[positions[0]].get(stage, {})
