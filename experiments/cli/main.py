@@ -1,4 +1,4 @@
-"""The commands train, show, list, schema, ablate, report, reproduce, track, demo, bench and plan of `eigengraft`.
+"""The commands train, show, list, schema, ablate, report, doctor, reproduce, track, demo, bench and plan of `eigengraft`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.
@@ -191,6 +191,7 @@ def schema_command(
 app.command("list")(catalog.list_command)
 app.command("ablate")(study.ablate_command)
 app.command("report")(study.report_command)
+app.command("doctor")(study.doctor_command)
 app.command("reproduce")(papers.reproduce_command)
 app.add_typer(papers.track_app, name="track")
 app.command("demo")(study.demo_command)

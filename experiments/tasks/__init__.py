@@ -6,6 +6,7 @@ from .base import Batch as Batch
 from .base import Dataset as Dataset
 from .base import Examples as Examples
 from .base import Fingerprint as Fingerprint
+from .base import LabelError as LabelError
 from .base import Metrics as Metrics
 from .base import Task as Task
 from .base import data_fault as data_fault

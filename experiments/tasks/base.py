@@ -47,6 +47,18 @@ def data_fault(batch: Batch) -> str:
     return ""
 
 
+class LabelError(ValueError):
+    """Classes of a batch that the outputs of the model have no score for."""
+
+    def __init__(self, kind: str, targets: Tensor, classes: int) -> None:
+        """kind: kind of the task. targets: classes, integers. classes: number of scores of each output."""
+        low, high = int(targets.min()), int(targets.max())
+        super().__init__(
+            f"task.{kind}: targets from {low} to {high} are out of range, as each output has {classes} scores, for the "
+            f"classes 0 to {classes - 1}; number the classes from 0, or give the model one output for each class"
+        )
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """The identity of the data of a run.
@@ -155,7 +167,10 @@ class Task(Component, family="task"):
                 f"targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; for another loss "
                 "define `loss(self, outputs, targets)` in the task"
             )
-        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        try:
+            return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        except IndexError:  # raised on the CPU only; a device checks labels without telling the host
+            raise LabelError(getattr(self, "kind", "?"), targets, outputs.shape[-1]) from None
 
     def reported(self, mean: float) -> float:
         """Return the validation loss to report for a mean of `loss` over all validation targets. Here: that mean."""

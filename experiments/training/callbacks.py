@@ -135,8 +135,7 @@ class Log(Protocol):
 
 
 class Tracker(Callback, ABC):
-    """A callback that passes on every row of metrics: loss, val_loss, val_accuracy, lr, seconds, step_ms and
-    optimizer_ms.
+    """A callback that passes on the numbers of every row of metrics: losses, rate, times, norms of layers and counts.
 
     A tracker of your own is a component with the method `open`. The log that it opens belongs to the process and is not
     stored in the component.
@@ -296,7 +295,8 @@ class Callbacks:
     def _track(self, view: RunView) -> None:
         """Pass the last row to every tracker that has not received it."""
         row = view.rows[-1]
-        step, values = row["step"], {name: v for name, v in row.items() if name != "step" and v is not None}
+        step = row["step"]
+        values = {name: v for name, v in row.items() if name != "step" and isinstance(v, (int, float))}
         for place, one in enumerate(self.callbacks):
             if isinstance(one, Tracker):
                 log, last = self.logs.get(place) or (one.open(view, step), step - 1)

@@ -1,16 +1,27 @@
-"""The diagnosis of a run that diverged or got worse: the first value that went wrong, its place and its usual cause."""
+"""The diagnosis of a run that diverged or got worse: the first value that went wrong, its place and its usual cause.
+
+A step that sees a value that is not finite leads to one search through batch, state, weights, loss, validation and
+gradients. A run does this search once, so that healthy steps cost nothing. `eigengraft doctor` reads its result.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..tasks import Batch, Dataset, data_fault
+import eigengraft
+from eigengraft.distributed.layouts import local
+from eigengraft.optimizers.state.shown_state import own_state
+from eigengraft.slots import StateKey
+
+from ..tasks import Batch, Dataset, LabelError, data_fault
+from ..tasks.base import GradientPass
 from .parallel import Ranks
 
 WORSE = 1.5
@@ -20,6 +31,31 @@ A cross-entropy that starts at the loss of a uniform guess rises by half only if
 batches is far smaller.
 """
 
+Place = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
+"""The kind of value that went wrong first; "error": none, but an error ended the run."""
+Cause = Literal[
+    "data", "validation data", "labels", "initialization", "learning rate", "precision", "failed root", "model", "error"
+]
+"""The usual cause of a fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first thing that went wrong in a run, as fault.json has it.
+
+    place: kind of the value.
+    cause: usual cause.
+    step: number of the step, from 1.
+    layer: name of the parameter, or "<parameter>: <slot>" for state; "" for none.
+    text: a sentence about value, place and cause.
+    """
+
+    place: Place
+    cause: Cause
+    step: int
+    layer: str
+    text: str
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -27,68 +63,144 @@ class Divergence:
 
     batch: batch of that step, the rows of all ranks.
     step: number of that step, from 1.
-    loss: training loss of that step.
+    loss: training loss of that step; None: the step was not finished.
     val_loss: validation loss after that step; None: there was no evaluation.
     """
 
     model: nn.Module
+    optimizer: eigengraft.Optimizer
+    gradients: GradientPass
     dataset: Dataset
     batch: Batch
     step: int
-    loss: float
+    loss: float | None
     val_loss: float | None
     ranks: Ranks
 
-    def diagnosis(self) -> str:
-        """Return a text about the first value that is not finite, in the order batch, weight, loss, validation data,
-        gradient.
+    def fault(self) -> Fault:
+        """Return the first value that is not finite, in the order batch, state, weight, loss, validation, gradient.
 
-        All ranks must call this, and all receive the same text.
+        State comes before weights, as gradients that are not finite do not change it: state that is not finite makes
+        weights so, and not the other way round. All ranks must call this, and all receive the same fault.
         """
-        if fault := data_fault(self.batch):
-            return (
-                f"the batch of step {self.step} has {fault}; the data are at fault, another learning rate cannot help"
-            )
+        if text := data_fault(self.batch):
+            text = f"the batch of step {self.step} has {text}; the data are at fault, another learning rate cannot help"
+            return Fault("batch", "data", self.step, "", text)
+        if slot := self._first(self._state()):
+            text = f"the state {slot} is not finite, while the batch is; a step wrote it before the weights"
+            return Fault("state", "learning rate", self.step, slot, f"{text}; a smaller lr or a larger eps may help")
         weight = self._first((name, parameter) for name, parameter in self.model.named_parameters())
-        if not math.isfinite(self.loss):
+        if self.loss is not None and not math.isfinite(self.loss):
             return self._of_loss(weight)
         if self.val_loss is not None and not math.isfinite(self.val_loss):
-            for index, batch in enumerate(self.dataset.evaluation()):
-                if fault := data_fault(batch):
-                    return f"validation batch {index} has {fault}; the validation data are at fault, not the training"
-            return (
-                f"the validation loss is {self.val_loss} and the training loss {self.loss:.4g}: outputs overflow on "
-                "validation data, which are finite; compare their range with that of the training data"
-            )
-        named = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
-        gradient = self._first((name, own) for name, own in named if own is not None)
-        return (
-            f"the loss is finite, but no gradient could be used for many steps; the first that is not finite is that "
-            f"of {gradient}; an operation of the model has no finite derivative there, as a root of 0, or overflows"
-        )
+            return self._of_evaluation(self.val_loss)
+        return self._of_gradient()
 
-    def _of_loss(self, weight: str | None) -> str:
+    def of_error(self, error: Exception, tolerated: int) -> Fault:
+        """Return the fault behind an error that ended a step or an evaluation of a single process.
+
+        tolerated: number of refreshes of a root that may fail in a row.
+        """
+        name = f"{type(error).__name__}: {error}"
+        if isinstance(error, LabelError):
+            return Fault("batch", "labels", self.step, "", str(error))
+        if slot := next((key for key, x in self._state("failures") if bool((x > tolerated).any())), ""):
+            return Fault("state", "failed root", self.step, slot, str(error))
+        if isinstance(error, FloatingPointError):
+            return self.fault()
+        return Fault("error", "error", self.step, "", name)
+
+    def _of_gradient(self) -> Fault:
+        named = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
+        name = self._first((name, own) for name, own in named if own is not None)
+        if name is not None:
+            text = (
+                "the loss is finite, but a gradient could not be used; the first that is not finite is that of "
+                f"{name}; an operation of the model has no finite derivative there, as a root of 0, or overflows"
+            )
+            return Fault("gradient", "model", self.step, name, text)
+        sets = self.optimizer.param_sets
+        name = next((name for own in sets for name in own.names if own.skipped[name]), "")
+        text = f"the gradient of {name} is finite, but its squares overflow; a smaller lr or a scaled loss may help"
+        return Fault("gradient", "learning rate", self.step, name, text)
+
+    def _of_evaluation(self, val_loss: float) -> Fault:
+        for index, batch in enumerate(self.dataset.evaluation()):
+            if text := data_fault(batch):
+                text = f"validation batch {index} has {text}; the validation data are at fault, not the training"
+                return Fault("evaluation", "validation data", self.step, "", text)
+        text = (
+            f"the validation loss is {val_loss} and the training loss {self.loss:.4g}: outputs overflow on "
+            "validation data, which are finite; compare their range with that of the training data"
+        )
+        return Fault("evaluation", "validation data", self.step, "", text)
+
+    def _of_loss(self, weight: str | None) -> Fault:
         if self.step == 1:
             what = "a loss" if weight is None else f"the weight {weight}"
-            return f"{what} that is not finite before the first update; the initial weights or the loss are at fault"
+            text = f"{what} that is not finite before the first update; the initial weights or the loss are at fault"
+            in_float32 = None if weight else self._loss_in_float32()
+            if in_float32 is None:
+                return Fault("weight" if weight else "loss", "initialization", 1, weight or "", text)
+            return self._of_precision(in_float32)
         if weight is not None:
-            return f"the weight {weight} is not finite, while the batch is; an update overflowed, a smaller lr may help"
+            text = f"the weight {weight} is not finite, while the batch is; an update overflowed, a smaller lr may help"
+            return Fault("weight", "learning rate", self.step - 1, weight, text)
+        in_float32 = self._loss_in_float32()
+        if in_float32 is not None:
+            return self._of_precision(in_float32)
         sizes = self.ranks.all_gather(
             max(
-                (float(_local(own).detach().abs().max()), name)
+                (float(local(own).detach().abs().max()), name)
                 for name, own in self.model.named_parameters()
-                if _local(own).numel()
+                if local(own).numel()
             )
         )
         size, name = max(sizes)
-        return (
+        text = (
             "the loss is not finite, while the batch and all weights are; the largest weight is "
             f"{size:.3g}, in {name}; a smaller lr may help"
         )
+        return Fault("loss", "learning rate", self.step, name, text)
+
+    def _of_precision(self, in_float32: float) -> Fault:
+        text = (
+            f"the loss is {self.loss}, while batch and weights are finite and the same loss in float32 is "
+            f"{in_float32:.4g}: a number overflows in low precision; compute that part of the model in float32"
+        )
+        return Fault("loss", "precision", self.step, "", text)
+
+    def _loss_in_float32(self) -> float | None:
+        """Return the loss of the batch in float32 if the run computes in a lower precision and it is finite there.
+
+        Of several processes none computes it, as a layer's parameters may be on all of them.
+        """
+        low = [p for p in self.model.parameters() if p.is_floating_point() and p.element_size() < 4]
+        if self.ranks.distributed or (self.gradients.precision is None and not low):
+            return None
+        model = copy.deepcopy(self.model).float() if low else self.model
+        inputs, targets = self.batch.to(self.ranks.device)
+        with torch.no_grad():
+            loss = self.gradients.task.loss(model(inputs.float() if low else inputs), targets).item()
+        return loss if math.isfinite(loss) else None
+
+    def _state(self, role: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the slots of stages as ("<parameter>: <slot>", tensor).
+
+        role: role of the slots; None: all roles. Iterates that hold weights belong to no stage, and are left out.
+        """
+        for param_set in self.optimizer.param_sets:
+            roles = {str(key): slot.role for own in param_set.stack_states for key, slot in own.slots()}
+            for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
+                for text, x in own_state(self.optimizer.state[parameter]).items():
+                    key = StateKey.parse(text)
+                    declared = roles.get(str(key._replace(block=None, part="")))
+                    if key.block is not None and role in (None, declared):
+                        yield f"{name}: {text}", x.float() if x.element_size() < 2 else x  # 8 bits lack isfinite
 
     def _first(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first tensor with an entry that is not finite on any rank, None if all are finite."""
-        found = next((name for name, own in named if not bool(torch.isfinite(_local(own)).all())), None)
+        found = next((name for name, own in named if not bool(torch.isfinite(local(own)).all())), None)
         return next((name for name in self.ranks.all_gather(found) if name is not None), None)
 
 
@@ -97,8 +209,3 @@ def worse_than_at_first(first: float | None, last: float | None) -> str:
     if first is None or last is None or not 0 < WORSE * first < last:
         return ""
     return f"the training loss rose from {first:.4g} at the first step to {last:.4g} at the end; a smaller lr may help"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the entries of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -52,6 +52,7 @@ class Result:
     train_loss: mean loss over the steps of the last row of metrics; None if it was not finite.
     diagnosis: the first value of a diverged run that was not finite, and its usual cause; or the rise of the training
         loss in a run that got worse; empty if nothing was found.
+    first_loss: training loss of the first step; None if it was not finite.
     """
 
     diverged: bool
@@ -66,30 +67,43 @@ class Result:
     optimizer_ms: float
     train_loss: float | None = None
     diagnosis: str = ""
+    first_loss: float | None = None
 
 
 @dataclass
 class MetricsWindow:
-    """Losses and milliseconds of the steps since the last row of metrics."""
+    """Losses, milliseconds and events of the steps since the last row of metrics.
+
+    skipped: updates of a parameter that were skipped, because its gradient was not finite.
+    clipped: steps in which `grad_clip` shortened the gradient.
+    """
 
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    clipped: int = 0
 
-    def row(self, step: int, lr: float, seconds: float, metrics: Metrics | None) -> dict[str, Any]:
-        """Return a row of metrics.jsonl: mean loss and median times of the window, and metrics of an evaluation.
+    def row(
+        self, step: int, lr: float, seconds: float, metrics: Metrics | None, layers: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return a row of metrics.jsonl: mean loss, median times, counts, metrics of an evaluation, norms of layers.
 
         metrics: result of an evaluation after this step; None: there was none.
+        layers: columns with the norms of layers.
         """
         return {
             "step": step,
-            "loss": _finite_or_none(fmean(self.losses)),
-            "val_loss": _finite_or_none(metrics.val_loss) if metrics is not None else None,
+            "loss": finite_or_none(fmean(self.losses)),
+            "val_loss": finite_or_none(metrics.val_loss) if metrics is not None else None,
             "val_accuracy": metrics.val_accuracy if metrics is not None else None,
             "lr": lr,
             "seconds": seconds,
             "step_ms": median(self.step_ms),
             "optimizer_ms": median(self.optimizer_ms),
+            "skipped": self.skipped,
+            "clipped": self.clipped,
+            **layers,
         }
 
 
@@ -128,6 +142,14 @@ class Diagnostics:
             kept = [{key: value for key, value in row.items() if key != "block"} for row in rows]
             self.directory.append_diagnostics({"step": step, **row} for row in kept)
 
+    def finish(self, step: int, layers: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows about layers after the last step, without those that the table of this step has."""
+        if self.writes:
+            keys = ("parameter", "measure")
+            known = {tuple(row[key] for key in keys) for row in self.directory.diagnostics() if row["step"] == step}
+            new = [row for row in layers if tuple(row[key] for key in keys) not in known]
+            self.directory.append_diagnostics({"step": step, **row} for row in new)
+
     def rewind(self, step: int) -> None:
         """Drop tables of steps after `step`, from which the run continues."""
         if self.writes:
@@ -137,6 +159,6 @@ class Diagnostics:
         return self.every is not None and (step % self.every == 0 or step == self.last)
 
 
-def _finite_or_none(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return the value, or None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

@@ -3,7 +3,8 @@
 config.json        the resolved experiment
 env.json           versions, machine, data, command line
 metrics.jsonl      one row per line, append-only
-diagnostics.jsonl  tables of `optimizer.inspect()`, if the experiment asks for them
+diagnostics.jsonl  norms of all layers at the end, and tables of `optimizer.inspect()` if the experiment asks for them
+fault.json         the first value that was not finite, or the error that ended the run; absent if nothing went wrong
 checkpoint.pt      everything that is needed to continue; for several processes checkpoint-<step>/
 result.json        written last: the run is complete
 lock               locked while a process trains here
@@ -88,7 +89,17 @@ class RunDirectory:
         """Drop rows of diagnostics after a step, and a last line that was cut short."""
         file = self.path / "diagnostics.jsonl"
         if file.exists():
-            write_text(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if row["step"] <= step))
+            write_text(file, "".join(json.dumps(row) + "\n" for row in self.diagnostics() if row["step"] <= step))
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """Return the rows of diagnostics so far."""
+        return read_rows(self.path / "diagnostics.jsonl")
+
+    def rewind_fault(self, step: int) -> None:
+        """Remove the record of a fault after a step, from which the run continues. It is found again if it remains."""
+        fault = self.read("fault")
+        if fault is not None and fault["step"] > step:
+            (self.path / "fault.json").unlink()
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics so far."""

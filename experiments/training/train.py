@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
+from eigengraft.distributed.layouts import local
 from eigengraft.errors import RecipeError
 
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from .callbacks import Callbacks, no_batch
-from .divergence import Divergence, worse_than_at_first
+from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
-from .outcome import Diagnostics, MetricsWindow, Result, Tick, numbers_of_rows
+from .layers import LayerRecord, Layers
+from .outcome import Diagnostics, MetricsWindow, Result, Tick, finite_or_none, numbers_of_rows
 from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model
 from .rundir import RunDirectory, load_sharded, newest_checkpoint, save_sharded
 
@@ -46,12 +48,15 @@ class Trainer:
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
         shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
         self.diagnostics = Diagnostics(self.optimizer, *shown)
+        self.layers = Layers(self.model, self.optimizer, self.ranks)
         self.batch: Batch | None = None
         callbacks = experiment.callbacks
         self.callbacks = Callbacks(callbacks, self.model, self.optimizer, directory, self.ranks, self._current_batch)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
         self.first_loss: float | None = None
         self.last_loss: float | None = None  # median over the steps of the last row, robust against a single spike
+        self.fault: Fault | None = None
+        self.skipped, self.clipped = 0, torch.zeros((), dtype=torch.int64, device=self.device)
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end, and return the result."""
@@ -61,33 +66,70 @@ class Trainer:
         metrics: Metrics | None = None
         while self.step < self.experiment.steps:
             lr = float(self.optimizer.param_groups[0]["lr"])
-            self._train_step()
-            metrics = self._evaluate() if self._due(self.experiment.eval_every) else None
+            with self._recorded_errors(self.step + 1):
+                self._train_step()
+            with self._recorded_errors(self.step, evaluation=True):
+                metrics = self._evaluate() if self._due(self.experiment.eval_every) else None
             losses = [self.window.losses[-1], *([] if metrics is None else [metrics.val_loss])]
             finite = all(map(math.isfinite, losses)) and not self._lost()
             tick = self._tick(metrics)
             if progress is not None:
                 progress(tick)
+            if not finite:
+                fault = self._divergence(self.step, *losses).fault()
+                self._note_fault(fault)
+            elif self.window.skipped and self.fault is None:
+                self._note_fault(self._skipped_gradient())
             if metrics is not None or not finite or self._due(self.experiment.log_every):
                 self._write_row(lr, metrics)
             if not finite:
-                return self._finish(None, self._diagnosis(losses))
+                return self._finish(None, fault.text)
             if not self.window.losses and self.callbacks.stop(tick):  # a row was written
                 break
             if self._due(self.experiment.checkpoint_every):
                 self._save()
         return self._finish(metrics or self._evaluate())
 
-    def _diagnosis(self, losses: list[float]) -> str:
-        """Return the reason why the last step has ended the run. `losses`: training loss, validation loss if any."""
-        batch, val_loss = self.dataset.batch(self.experiment.seed, self.step - 1), (*losses, None)[1]
-        return Divergence(self.model, self.dataset, batch, self.step, losses[0], val_loss, self.ranks).diagnosis()
+    def _divergence(self, step: int, loss: float | None = None, val_loss: float | None = None) -> Divergence:
+        """Return the state of this run after a step, in which a fault can be searched."""
+        batch = self.dataset.batch(self.experiment.seed, step - 1)
+        shown = (self.model, self.optimizer, self.gradients, self.dataset, batch)
+        return Divergence(*shown, step, loss, val_loss, self.ranks)
+
+    def _skipped_gradient(self) -> Fault:
+        """Return the fault of the last step, which skipped a gradient. No messages are sent between ranks."""
+        return replace(self._divergence(self.step), ranks=Ranks(device=self.device)).fault()
+
+    def _note_fault(self, fault: Fault) -> None:
+        """Write the first fault of the run to fault.json. Later faults follow from it, and are not written."""
+        if self.fault is None:
+            self.fault = fault
+            if self.ranks.first:
+                self.directory.write("fault", asdict(fault))
+
+    @contextmanager
+    def _recorded_errors(self, step: int, evaluation: bool = False) -> Iterator[None]:
+        """Write the fault behind an error of a step, or of the evaluation after it, to fault.json, and raise it again.
+
+        On several ranks nothing is written: an error of one rank is found by its launcher.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.ranks.distributed:
+                with suppress(Exception):  # the error itself says more than a failure to explain it
+                    fault = self._divergence(step).of_error(error, self.experiment.recipe.failure.roots)
+                    self.fault = None  # an error that ends the run matters more than a skipped gradient
+                    self._note_fault(replace(fault, place="evaluation") if evaluation else fault)
+            raise
 
     def _lost(self) -> bool:
         """Return True if no gradient has been usable for so many steps that the run counts as lost."""
         return all(param_set.finite_check.lost() for param_set in self.optimizer.param_sets)
 
     def _train_step(self) -> None:
+        if measured := self._measured(self.step + 1):
+            self.layers.before()
         start = self._now()
         rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
         self.batch = batch = rows.to(self.device)
@@ -98,11 +140,24 @@ class Trainer:
         self.scheduler.step()
         self.step += 1
         self.diagnostics.after(self.step)
+        if measured:
+            self.layers.after()
+        self._count_skipped()
         self.seconds += end - start
         self.window.losses.append(self.ranks.mean(loss.item()))
         self.first_loss = self.window.losses[-1] if self.step == 1 else self.first_loss
         self.window.step_ms.append(1e3 * (end - start))
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
+
+    def _count_skipped(self) -> None:
+        """Count the skipped updates that the host knows of. Those found on a device are counted a step later."""
+        skipped = sum(param_set.skipped.total() for param_set in self.optimizer.param_sets)
+        self.window.skipped, self.skipped = self.window.skipped + skipped - self.skipped, skipped
+
+    def _measured(self, step: int) -> bool:
+        """Return True if the norms of a step are measured: of the first step, and of steps with a row of metrics."""
+        periods = (self.experiment.log_every, self.experiment.eval_every)
+        return step in (1, self.experiment.steps) or any(step % every == 0 for every in periods)
 
     def _current_batch(self) -> Batch:
         return no_batch() if self.batch is None else self.batch
@@ -112,7 +167,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.gradients.backward(self.module, batch, weight)
         if self.experiment.grad_clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
+            self.clipped += local(norm > self.experiment.grad_clip)
         self.middle = self._now()
         return loss
 
@@ -144,9 +200,17 @@ class Trainer:
 
     def _write_row(self, lr: float, metrics: Metrics | None) -> None:
         self.last_loss = median(self.window.losses)
+        self._read_clipped()
         if self.ranks.first:
-            self.directory.append(self.window.row(self.step, lr, self.seconds, metrics))
+            layers = self.layers.row(self._measured(self.step))
+            self.directory.append(self.window.row(self.step, lr, self.seconds, metrics, layers))
         self.window = MetricsWindow()
+
+    def _read_clipped(self) -> None:
+        """Add the clipped steps that were counted on the device to the window."""
+        if self.experiment.grad_clip is not None:
+            self.window.clipped += int(self.clipped)
+            self.clipped.zero_()
 
     def _finish(self, metrics: Metrics | None, diagnosis: str = "") -> Result:
         """Write and return the result.
@@ -159,6 +223,7 @@ class Trainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         held = max(self.ranks.all_gather(self.optimizer.state_bytes()))
         result = self.ranks.on_first(lambda: self._result(metrics, parameters, held, diagnosis))
+        self.diagnostics.finish(self.step, self.layers.table())
         self.optimizer.eval()
         self.callbacks.finished(result)
         return result
@@ -175,14 +240,16 @@ class Trainer:
             parameters=parameters,
             state_bytes=state_bytes,
             state_bytes_per_parameter=state_bytes / parameters,
+            first_loss=None if self.first_loss is None else finite_or_none(self.first_loss),
             **numbers,
         )
         self.directory.write("result", asdict(result))
         return result
 
     def _save(self) -> None:
+        self._read_clipped()
         notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
-        notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss}
+        notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss, "layers": asdict(self.layers.record)}
         notes["scheduler"] = self.scheduler.state_dict()
         if self.ranks.distributed:
             save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
@@ -213,6 +280,18 @@ class Trainer:
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
             # checkpoints of older versions lack these
             self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
+            self.layers.record = LayerRecord(**notes.get("layers", {}))
+        self._continue_fault()
+
+    def _continue_fault(self) -> None:
+        """Read the fault of the steps that were made, if any."""
+
+        def read() -> dict[str, Any] | None:
+            self.directory.rewind_fault(self.step)
+            return self.directory.read("fault")
+
+        known = self.ranks.on_first(read)
+        self.fault = Fault(**known) if known is not None else None
 
     def _load_single(self) -> dict[str, Any] | None:
         state = self.directory.load()

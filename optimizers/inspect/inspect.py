@@ -27,6 +27,7 @@ from ..isolation import kept_from_compiler
 from ..stacks.stack import ActiveBlocks, StackState
 from ..state.param_sets import ParamSets
 from ..step.step import ParamSet
+from .norms import NormWatch
 from .table import Inspection, Measurement
 
 
@@ -39,6 +40,8 @@ class Watched(Protocol):
     param_sets: ParamSets
     param_groups: list[dict[str, Any]]
     watched_rows: tuple[Measurement, ...]
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
 
     def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
 
@@ -53,18 +56,25 @@ def watch_next_step(optimizer: Watched) -> None:
     ]
     for _, stack_state, watch in watched:
         stack_state.step_watch = watch
+    norms: list[tuple[ParamSet, NormWatch]] = []
+
+    @kept_from_compiler
+    def begin(*_: Any) -> None:
+        before.remove()
+        norms.extend((param_set, NormWatch(param_set.parameters)) for param_set in optimizer.param_sets)
 
     @kept_from_compiler
     def finish(*_: Any) -> None:
-        handle.remove()
-        rows: list[Measurement] = []
+        after.remove()
+        rows = [row for param_set, watch in norms for row in _of_norms(param_set, watch)]
         for param_set, stack_state, watch in watched:
             if stack_state.step_watch is watch:  # no other call of this function came in between
                 stack_state.step_watch = None
                 rows += _of_step(param_set, stack_state, watch.samples.values())
         optimizer.watched_rows = tuple(rows)
 
-    handle = optimizer.register_step_post_hook(finish)
+    before = optimizer.register_step_pre_hook(begin)
+    after = optimizer.register_step_post_hook(finish)
 
 
 def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection:
@@ -93,6 +103,19 @@ def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
     for param_set in param_sets:
         if fake_mode(param_set.parameters[0]) is not None:
             raise ValueError(f"{who}: {param_set.names[0]} is a fake tensor, which has no values to measure")
+
+
+def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
+    """Yield the norms of each parameter in a watched step. A parameter without a gradient has no row for its norm."""
+    ranks = 1 if param_set.rank_group is None else param_set.rank_group.size
+    squares = watch.squares(ranks).T.tolist()
+    for name, (weight, gradient, update), given in zip(param_set.names, squares, watch.with_gradient, strict=True):
+        measures = {"weight_norm": (weight, weight, 1 / ranks)}
+        if given:
+            measures["gradient_norm"] = (gradient, gradient, 1 / ranks)
+        measures["update_ratio"] = (update, update, weight)
+        for measure, sums in measures.items():
+            yield Measurement(name, None, "", "", measure, sums)
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 Sums = tuple[float, float, float]
 """The numbers a, b, c of a measurement a / sqrt(b c). They are sums over entries and add up over blocks and ranks."""
@@ -41,6 +41,44 @@ class Measurement:
     def key(self) -> tuple[str, int | None, str, str, str]:
         """Return (parameter, block, stage, slot, measure), which identifies a row."""
         return self.parameter, self.block, self.stage, self.slot, self.measure
+
+
+WORST: Mapping[str, tuple[Literal["largest", "smallest"], ...]] = {
+    "update_ratio": ("largest", "smallest"),
+    "gradient_norm": ("largest", "smallest"),
+    "weight_norm": ("largest",),
+    "weight_growth": ("largest", "smallest"),
+    "zero_gradients": ("largest",),
+    "skipped": ("largest",),
+    "failures": ("largest",),
+    "condition": ("largest",),
+    "residual": ("largest",),
+    "angle": ("largest",),
+    "orthogonality": ("largest",),
+    "storage_error": ("largest",),
+}
+"""Measure -> the ends of its range that point to a layer with a problem, in the order of the tables of worst layers."""
+_COUNTS = ("zero_gradients", "skipped", "failures")
+"""Measures whose value 0 is no problem, so that no layer is the worst."""
+
+
+_Layer = TypeVar("_Layer")
+
+
+def worst(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[tuple[_Layer, str, Literal["largest", "smallest"]]]:
+    """Yield (layer, measure, end) of the extreme values of the measures in `WORST`, in its order.
+
+    rows: (layer, measure, value). NaN counts as infinity.
+    """
+    found: dict[str, list[tuple[float, _Layer]]] = {}
+    for layer, measure, value in rows:
+        if measure in WORST and not (measure in _COUNTS and value == 0):
+            found.setdefault(measure, []).append((value, layer))
+    for measure, ends in WORST.items():
+        own = found.get(measure, [])
+        for end in ends if len(own) > 1 else ends[:1] if own else ():
+            pick = max if end == "largest" else min
+            yield pick(own, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])[1], measure, end
 
 
 COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
@@ -87,6 +125,14 @@ class Inspection(Sequence[Measurement]):
         asked = {name: value for name, value in wanted.items() if value is not None}
         rows = (row for row in self.rows if all(getattr(row, name) == value for name, value in asked.items()))
         return type(self)(tuple(row for row in rows if stage in (None, row.stage, row.stage.rpartition(".")[2])))
+
+    def worst(self) -> Self:
+        """Return the row of the largest value of each measure that points to a problem, and of the smallest for some.
+
+        The largest comes first. Gradients and updates are a problem at both ends, a condition number only if it is
+        large. A count that is 0 everywhere has no row.
+        """
+        return type(self)(tuple(row for row, _, _ in worst((row, row.measure, row.value) for row in self.rows)))
 
     def values(self) -> list[float]:
         """Return the value of every row."""

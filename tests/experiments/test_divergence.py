@@ -84,7 +84,7 @@ def experiment(fault: Fault = "none", **fields: object) -> Experiment:
         ("targets", r"the batch of step [1-4] has 1 numbers in its targets"),
         ("validation", r"validation batch 0 has 1 numbers in its inputs .*rows 3 of 8\)"),
         ("initial weight", r"the weight 2\.weight that is not finite before the first update"),
-        ("gradient", r"no gradient could be used for many steps; the first that is not finite is that of weight;"),
+        ("gradient", r"a gradient could not be used; the first that is not finite is that of weight;"),
         ("range", r"the validation loss is inf .* outputs overflow on validation data, which are finite"),
     ],
 )

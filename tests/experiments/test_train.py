@@ -23,7 +23,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAJECTORY = ("step", "loss", "val_loss", "val_accuracy", "lr")
-CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "optimizer_ms"}
+NORMS = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
+CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "optimizer_ms", "skipped", "clipped", "failed_roots"}
+CONTRACT |= {f"{norm}{end}" for norm in NORMS for end in ("", "_largest", "_smallest")}
+CONTRACT |= {f"{norm}_{end}_layer" for norm in NORMS for end in ("largest", "smallest")}
 DIGITS = {
     "task": {"kind": "digits", "width": 16, "batch_size": 32},
     "recipe": "soap_fitted",
@@ -138,7 +141,15 @@ class TestFiles:
 
     def test_nothing_else_is_left_behind(self, run: tuple[Path, Experiment, list[Tick]]) -> None:
         names = {path.name for path in run[0].iterdir()}
-        assert names == {"config.json", "env.json", "metrics.jsonl", "checkpoint.pt", "result.json", "lock"}
+        assert names == {
+            "config.json",
+            "env.json",
+            "metrics.jsonl",
+            "diagnostics.jsonl",
+            "checkpoint.pt",
+            "result.json",
+            "lock",
+        }
 
 
 def test_training_learns(tmp_path: Path) -> None:
@@ -178,7 +189,8 @@ def test_diagnostics_are_written_beside_the_metrics_and_change_no_number(tmp_pat
     train(load_experiment(DIGITS), tmp_path / "plain")
     train(load_experiment(DIGITS, ['diagnostics="every 4"']), tmp_path / "run")
     assert trajectory(tmp_path / "run") == trajectory(tmp_path / "plain")
-    assert not (tmp_path / "plain" / "diagnostics.jsonl").exists()
+    assert {line["step"] for line in told(tmp_path / "plain")} == {14}, "of the end alone, about layers alone"
+    assert {(line["stage"], line["slot"]) for line in told(tmp_path / "plain")} == {("", "")}
     lines = told(tmp_path / "run")
     assert sorted({line["step"] for line in lines}) == [4, 8, 12, 14]  # each fourth step, and the last
     assert {tuple(line) for line in lines} == {("step", "parameter", "stage", "slot", "measure", "value")}

@@ -274,7 +274,8 @@ def test_the_first_rank_alone_writes_and_tells(home: Path, launched: Launched) -
     assert first["heard"] > 0 and second["heard"] == 0
     assert first["outcome"] == second["outcome"]
     directory = home / "two" / "soap-fsdp2"
-    names = {"config.json", "env.json", "metrics.jsonl", "result.json", "lock", "checkpoint-12", "checkpoint-14"}
+    names = {"config.json", "env.json", "metrics.jsonl", "diagnostics.jsonl", "result.json", "lock"}
+    names |= {"checkpoint-12", "checkpoint-14"}
     assert {path.name for path in directory.iterdir()} == names
     assert json.loads((directory / "env.json").read_text())["ranks"] == 2
     assert len(rows(directory)) == 14

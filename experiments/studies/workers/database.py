@@ -46,7 +46,7 @@ _CLOCKS = {
 }
 """SQL expression of each supported database for its present time in UTC, independent of the session's time zone."""
 _RESULT, _FAULT = "result.json", "error.txt"
-_COPIED = ("config.json", "env.json", "metrics.jsonl", "diagnostics.jsonl", _RESULT)
+_COPIED = ("config.json", "env.json", "metrics.jsonl", "diagnostics.jsonl", "fault.json", _RESULT)
 
 
 @dataclass(frozen=True)

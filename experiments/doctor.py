@@ -1,0 +1,358 @@
+"""The diagnosis of a run from its directory: what went wrong, at which step, in which layer, why, and what to do.
+
+The files of a run say what happened: fault.json the first value that was not finite, metrics.jsonl the loss and the
+norms of layers, diagnostics.jsonl the norms of all layers at the end. Only the size of initial outputs needs the task,
+which is loaded again if its data are on this machine. Nothing is trained, and no file is changed.
+
+Limits below separate runs that went wrong from runs that work, on the runs of tests/experiments/test_doctor.py and the
+study `demo`. They are wide: a healthy run that is called sick costs more trust than a sick one without a finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from eigengraft.errors import RecipeError
+
+from .files import read_object, read_rows
+from .reports.records import fault_file
+from .training.divergence import Cause, Fault, worse_than_at_first
+from .training.experiment import Experiment, load_experiment
+from .training.train import isolated_run
+
+LARGE_STEP = 0.3
+"""Ratio of an update to its weight, both for all layers together, from which the learning rate counts as too high.
+
+Healthy ratios are between 1e-4 and 1e-2, and 0.1 in the first steps of a warm start. A ratio of 1 replaces the weights.
+"""
+SMALL_STEP = 1e-6
+"""Ratio of an update to its weight, for all layers together, below which the learning rate counts as too low.
+
+Half a unit of the last place of float32 is 6e-8 of a number. A run of a thousand steps of this size changes 0.1 %.
+"""
+STALLED = 0.02
+"""Fraction of the first loss by which the loss of a run falls at least. A run that learns falls much further."""
+EXPLODED = 10
+"""Factor by which the norm of an exploding layer grows, over its start and over the median growth of all layers."""
+EXPLODED_ALONE = 10
+"""Further factor for a run whose loss fell, as a layer with small initial weights grows in healthy runs too."""
+LARGE_START = 3
+"""Ratio of the first cross-entropy to that of a uniform guess from which initial weights count as too large."""
+
+Kind = Literal[Cause, "exploding layer", "dead layer", "stalled"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Text for all findings of one kind.
+
+    usual: usual causes.
+    remedy: things to do, in the order in which they are tried.
+    """
+
+    usual: str
+    remedy: str
+
+
+ADVICE: Mapping[Kind, Advice] = {
+    "data": Advice(
+        "a row of the data has NaN or infinity, from a missing value or from a division by a spread of 0",
+        "remove or fill the rows named above; `eigengraft.testing.check_task` finds them before a run",
+    ),
+    "validation data": Advice(
+        "rows that only validation reads have NaN, or are scaled differently from the training rows",
+        "check the validation rows named above, and scale them with the numbers of the training rows",
+    ),
+    "labels": Advice(
+        "classes are numbered from 1, an extra class means `ignore`, or the model has too few outputs",
+        "number the classes from 0, and give the model one output for each",
+    ),
+    "initialization": Advice(
+        "initial weights are too large for the width of their layer, or are not finite",
+        "scale initial weights by 1 / sqrt(inputs), start the output layer at 0, or set `task.init: spectral`",
+    ),
+    "learning rate": Advice(
+        "the learning rate is too high for this recipe, or rises too fast",
+        "divide lr by 10, add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr",
+    ),
+    "precision": Advice(
+        "activations or logits exceed the range of the low precision, which float32 still holds",
+        "compute the layer with large numbers in float32, normalize its inputs, or remove `precision`",
+    ),
+    "failed root": Advice(
+        "a statistic is nearly singular or badly scaled, so that its inverse root cannot be computed",
+        "raise `eps` of the root solver, choose `solver: eigh`, lower lr, or raise `failure.roots`",
+    ),
+    "model": Advice(
+        "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
+        "add a small number inside the root, log or division of the layer",
+    ),
+    "error": Advice(
+        "the code of the task, the model or a callback raised the error",
+        "read the message; `eigengraft --debug train` prints where it was raised",
+    ),
+    "exploding layer": Advice(
+        "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
+        "lower `lr_ratio` of its route, add a norm before it, or give it weight decay",
+    ),
+    "dead layer": Advice(
+        "units behind it never fire (ReLU with very negative inputs), a factor is 0, or the loss does not use it",
+        "lower lr, check the initial biases, use a smooth activation, or remove the layer",
+    ),
+    "stalled": Advice(
+        "the learning rate is far too low or too high, labels do not belong to inputs, or gradients are cut off",
+        "multiply lr by 100; if the loss still does not fall, train on one batch and check its labels",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that went wrong in a run.
+
+    kind: its cause.
+    step: step at which it was seen; None: it is about the whole run.
+    layer: name of the layer, or of its state; "" for none.
+    text: a sentence with what was seen.
+    """
+
+    kind: Kind
+    step: int | None
+    layer: str
+    text: str
+
+    @property
+    def usual(self) -> str:
+        """Usual causes of findings of this kind."""
+        return ADVICE[self.kind].usual
+
+    @property
+    def remedy(self) -> str:
+        """Things to do about findings of this kind."""
+        return ADVICE[self.kind].remedy
+
+
+@dataclass(frozen=True)
+class Record:
+    """The files of a run.
+
+    config: the experiment.
+    result: the result; {} while the run has none.
+    rows: rows of metrics.
+    layers: measure -> layer -> value, of the last rows of diagnostics about layers. A value of None is not finite.
+    fault: the first fault that the run recorded.
+    error: text of the error that a study recorded; "" for none.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    result: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    layers: Mapping[str, Mapping[str, float | None]]
+    fault: Fault | None
+    error: str = field(repr=False)
+
+    @classmethod
+    def read(cls, directory: Path) -> Record:
+        """Read a directory. Raises RecipeError if it is not that of a run."""
+        config = read_object(directory / "config.json")
+        if not config:
+            runs = sorted(str(path.parent) for path in directory.glob("**/config.json"))[:3]
+            hint = f"; choose one of its runs, such as {', '.join(runs)}" if runs else "; give the directory of a run"
+            raise RecipeError(f"{directory}: has no config.json, which every run has{hint}")
+        own = [row for row in read_rows(directory / "diagnostics.jsonl") if row["stage"] == row["slot"] == ""]
+        layers: dict[str, dict[str, float | None]] = {}
+        for row in own:
+            if row["step"] == own[-1]["step"]:
+                layers.setdefault(row["measure"], {})[row["parameter"]] = row["value"]
+        fault, failed = read_object(directory / "fault.json"), fault_file(directory)
+        return cls(
+            directory,
+            config,
+            read_object(directory / "result.json"),
+            read_rows(directory / "metrics.jsonl"),
+            layers,
+            Fault(**fault) if fault else None,
+            failed.read_text(encoding="utf-8") if failed.exists() else "",
+        )
+
+    def numbers(self, column: str) -> list[float]:
+        """Return the values of a column of metrics, without rows that have none."""
+        return [row[column] for row in self.rows if row.get(column) is not None]
+
+    @property
+    def first_loss(self) -> float | None:
+        """Training loss at the start: that of the first step, or the mean of the first row."""
+        first = self.result.get("first_loss")
+        return first if first is not None else next(iter(self.numbers("loss")), None)
+
+    @property
+    def last_loss(self) -> float | None:
+        """Median training loss over the last quarter of the rows; None without rows."""
+        losses = self.numbers("loss")
+        return median(losses[-max(1, len(losses) // 4) :]) if losses else None
+
+    @property
+    def peak_step(self) -> tuple[float, int] | None:
+        """Largest update_ratio of all layers together, with its step; None if none was measured."""
+        steps = [(row["update_ratio"], row["step"]) for row in self.rows if row.get("update_ratio") is not None]
+        return max(steps, default=None)
+
+
+def diagnose(directory: str | Path) -> list[Finding]:
+    """Return what went wrong in a run, the first cause first; [] if nothing was found.
+
+    Args:
+        directory: directory of a run that has ended, was stopped, or still trains.
+
+    Raises:
+        RecipeError: the directory is not that of a run.
+    """
+    record = Record.read(Path(directory))
+    found = list(_of_fault(record))
+    if not found and record.error:
+        found.append(Finding("error", None, "", record.error.strip().splitlines()[-1]))
+    worse = worse_than_at_first(record.first_loss, record.last_loss)
+    if record.result.get("diverged") and not found:
+        found.append(Finding("learning rate", record.result["steps"], "", record.result["diagnosis"]))
+    stalled = not found and not worse and _stalled(record)
+    sick = bool(found) or bool(worse) or stalled
+    start = list(_large_start(record)) if not found or found[0].kind in ("learning rate", "stalled") else []
+    layers = [*_exploding(record, sick), *_dead(record)]
+    if worse and not found:
+        found.append(Finding("learning rate", None, "", f"{worse}{_step_size(record)}"))
+    if stalled:
+        found.append(_stall(record))
+    vague = found and found[0].kind in ("learning rate", "stalled", "model")
+    found = [*start, *layers, *found] if vague or not found else [*found, *start, *layers]
+    return [*found, *_counts(record, found)]
+
+
+def _of_fault(record: Record) -> Iterator[Finding]:
+    """Yield the fault that the run recorded. The sizes of steps decide between a model and its learning rate."""
+    fault = record.fault
+    if fault is None:
+        return
+    kind: Kind = fault.cause
+    peak = record.peak_step
+    if kind == "model" and peak is not None and peak[0] >= LARGE_STEP:
+        kind = "learning rate"
+    first = f"step {fault.step}: {fault.place} first: {fault.text}" if fault.place != "error" else fault.text
+    yield Finding(kind, fault.step, fault.layer, first + (_step_size(record) if kind == "learning rate" else ""))
+
+
+def _step_size(record: Record) -> str:
+    """Return a clause about the largest measured step if it is too large, else an empty text."""
+    peak = record.peak_step
+    if peak is None or peak[0] < LARGE_STEP:
+        return ""
+    return f"; at step {peak[1]} an update had {peak[0]:.2g} times the norm of the weights, healthy are 1e-4 to 1e-2"
+
+
+def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
+    """Yield the layer whose weights have grown far more than those of the others, if there is one.
+
+    sick: True if something else is wrong with the run, so that less growth is enough.
+    """
+    grown = {
+        name: math.inf if value is None else value for name, value in record.layers.get("weight_growth", {}).items()
+    }
+    if len(grown) < 2:
+        return
+    name = max(grown, key=grown.__getitem__)
+    others = median(value for layer, value in grown.items() if layer != name)
+    if grown[name] >= EXPLODED * max(1.0, others) * (1 if sick else EXPLODED_ALONE):
+        text = f"the weights of {name} have grown to {grown[name]:.3g} times their first norm"
+        yield Finding(
+            "exploding layer", None, name, f"{text}, and those of other layers to {others:.3g} times (median)"
+        )
+
+
+def _dead(record: Record) -> Iterator[Finding]:
+    """Yield the layers without a gradient in all of at least two measured steps."""
+    measured = sum(row.get("gradient_norm") is not None for row in record.rows)
+    dead = [name for name, zeros in record.layers.get("zero_gradients", {}).items() if zeros == 1]
+    if not dead and not record.layers:  # a run that still trains, or was stopped: its rows have the smallest gradient
+        found = {row["gradient_norm_smallest_layer"] for row in record.rows if row.get("gradient_norm_smallest") == 0}
+        everywhere = all(row.get("gradient_norm_smallest") in (0, None) for row in record.rows)
+        dead = sorted(found) if everywhere and len(found) == 1 else []
+    if dead and measured >= 2:
+        others = f" and {len(dead) - 1} more layers" if len(dead) > 1 else ""
+        text = f"{dead[0]}{others} had no gradient other than 0 in any measured step ({measured} rows)"
+        yield Finding("dead layer", None, dead[0], text)
+
+
+def _stalled(record: Record) -> bool:
+    """Return True if neither the training loss nor the validation loss has fallen over at least four rows."""
+    losses, evaluations, first, last = (
+        record.numbers("loss"),
+        record.numbers("val_loss"),
+        record.first_loss,
+        record.last_loss,
+    )
+    if first is None or last is None or len(losses) < 4 or first <= 0:
+        return False
+    learned = min(last, *losses) < (1 - STALLED) * first
+    return not learned and not (len(evaluations) > 1 and min(evaluations) < (1 - STALLED) * evaluations[0])
+
+
+def _stall(record: Record) -> Finding:
+    """Return the finding about a loss that does not fall, with the size of steps."""
+    text = f"the training loss does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
+    peak = record.peak_step
+    if peak is not None and peak[0] < SMALL_STEP:
+        text += f"; updates have at most {peak[0]:.2g} times the norm of the weights: the learning rate is too low"
+    return Finding("stalled", None, "", text + _step_size(record))
+
+
+def _large_start(record: Record) -> Iterator[Finding]:
+    """Yield the finding about initial outputs that are far from a uniform guess, if the task and its data are here."""
+    try:
+        experiment = load_experiment(dict(record.config))
+        loss, classes = _initial_loss(experiment)
+    except Exception:  # imports or data of the run are not on this machine, or its task has changed
+        return
+    guess = math.log(classes) if classes > 1 else math.inf
+    if loss > LARGE_START * guess:
+        text = (
+            f"the loss before the first step is {loss:.3g}, and that of a uniform guess among {classes} is {guess:.3g}"
+        )
+        yield Finding("initialization", 1, "", text)
+
+
+def _initial_loss(experiment: Experiment) -> tuple[float, int]:
+    """Return the loss of the first batch with the initial weights, and the number of classes; 0 for other losses."""
+    task = experiment.task
+    with isolated_run(experiment), torch.no_grad():
+        inputs, targets = task.load().batch(experiment.seed, 0)
+        outputs = task.new_model(experiment.seed)(inputs)
+    classes = outputs.shape[-1] if task.reports_accuracy and not targets.is_floating_point() else 0
+    return task.loss(outputs, targets).item(), classes
+
+
+def _counts(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield findings about counts in the metrics, for runs whose fault is another one."""
+    kinds = {one.kind for one in found}
+    failed = [row["step"] for row in record.rows if row.get("failed_roots")]
+    if failed and "failed root" not in kinds:
+        text = f"roots or bases could not be computed in {len(failed)} of {len(record.rows)} rows; old ones were used"
+        yield Finding("failed root", failed[0], "", text)
+
+
+def describe(directory: Path, findings: Sequence[Finding]) -> str:
+    """Return the findings as text for readers."""
+    if not findings:
+        return f"{directory}: nothing found"
+    lines = [f"{directory}: {findings[0].kind}"]
+    for number, one in enumerate(findings, start=1):
+        where = "".join((f", step {one.step}" if one.step is not None else "", f", {one.layer}" if one.layer else ""))
+        lines += [f"\n{number}. {one.kind}{where}", f"   seen:    {one.text}", f"   usually: {one.usual}"]
+        lines += [f"   do:      {one.remedy}"]
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""Norms of layers during a run: columns of the metrics, and a table of all layers at the end.
+
+A layer is one parameter. Norms are computed in the first step and in steps with a row of metrics, and are read there
+once. Other steps have no additional operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft.optimizers.inspect.norms import NormWatch
+
+from .parallel import Ranks
+
+MEASURES = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
+"""Measures of layers in a row of metrics: that of all layers together, the largest and smallest, and their layers."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of one layer, or of all layers together.
+
+    weight: norm before the step.
+    gradient: norm of the gradient of the step; None: there was no gradient.
+    update: norm of the change of the weight in the step.
+    first: norm of the weight before the first step.
+    """
+
+    weight: float
+    gradient: float | None
+    update: float
+    first: float
+
+    def measures(self) -> dict[str, float]:
+        """Return the measures that are defined: no ratio to a weight that is 0. Values that are NaN are infinite."""
+        ratio = self.update / self.weight if self.weight else None
+        growth = self.weight / self.first if self.first else None
+        values = zip(MEASURES, (self.weight, self.gradient, ratio, growth), strict=True)
+        return {name: math.inf if math.isnan(value) else value for name, value in values if value is not None}
+
+
+@dataclass
+class LayerRecord:
+    """The part of the norms of all layers that is stored in a checkpoint. All mappings are by layer.
+
+    first: norm of the weight before the first step.
+    peak: largest ratio of an update to its weight in a measured step.
+    zeros: number of measured steps in which the gradient was missing or 0.
+    steps: number of measured steps.
+    """
+
+    first: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, float] = field(default_factory=dict)
+    zeros: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+
+    def add(self, norms: dict[str, Norms]) -> None:
+        """Take the norms of a measured step into account."""
+        self.steps += 1
+        for name, own in norms.items():
+            self.zeros[name] = self.zeros.get(name, 0) + (not own.gradient)
+            self.peak[name] = max(self.peak.get(name, 0.0), own.measures().get("update_ratio", 0.0))
+
+
+class Layers:
+    """The layers of a model in training, on one rank.
+
+    record: history of the norms, which a checkpoint contains.
+    last: norms of the last measured step by layer; empty before the first.
+    failed_roots: number of roots and bases whose last refresh had failed in the last measured step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: eigengraft.Optimizer, ranks: Ranks) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+        self.names = [name for name, _ in named]
+        self.parameters: Sequence[Tensor] = [p for _, p in named]
+        self.optimizer, self.ranks = optimizer, ranks
+        self.record, self.last, self.failed_roots = LayerRecord(), dict[str, Norms](), 0
+        self._watch: NormWatch | None = None
+
+    def before(self) -> None:
+        """Prepare to measure the next step."""
+        self._watch = NormWatch(self.parameters) if self.parameters else None
+
+    def after(self) -> None:
+        """Measure the step that `before` prepared, if any. On several ranks all of them call this."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        squares = watch.squares(self.ranks.size)
+        counts = [state.tensors[key] for state in self.optimizer.stack_states() for key in state.failure_counts]
+        failed = torch.cat([(count > 0).flatten() for count in counts]).sum() if counts else squares.new_zeros(())
+        numbers = torch.cat([squares.flatten(), failed.to(squares).view(1)])
+        if self.ranks.size > 1:
+            dist.all_reduce(numbers)
+        *flat, failures = numbers.tolist()
+        size = len(self.names)
+        roots = [math.sqrt(value) if value >= 0 else math.nan for value in flat]
+        weights, gradients, updates = (roots[place * size : (place + 1) * size] for place in range(3))
+        for name, weight in zip(self.names, weights, strict=True):
+            self.record.first.setdefault(name, weight)
+        rows = zip(self.names, weights, gradients, updates, watch.with_gradient, strict=True)
+        self.last = {
+            name: Norms(weight, gradient if given else None, update, self.record.first[name])
+            for name, weight, gradient, update, given in rows
+        }
+        self.failed_roots = int(failures)
+        self.record.add(self.last)
+
+    def row(self, measured: bool) -> dict[str, Any]:
+        """Return the columns of a row of metrics. They are None if the step of the row was not measured."""
+        columns: dict[str, Any] = {"failed_roots": self.failed_roots}
+        layers = {name: own.measures() for name, own in self.last.items()} if measured else {}
+        whole = _together(self.last.values()).measures() if layers else {}
+        for measure in MEASURES:
+            own = {name: measures[measure] for name, measures in layers.items() if measure in measures}
+            columns[measure] = _number(whole.get(measure))
+            for end, pick in _ENDS.items():
+                layer = pick(own, key=own.__getitem__) if own else None
+                columns[f"{measure}_{end}"] = None if layer is None else _number(own[layer])
+                columns[f"{measure}_{end}_layer"] = layer
+        return columns
+
+    def table(self) -> Iterator[dict[str, Any]]:
+        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and two of the run so far.
+
+        update_ratio_peak: largest update_ratio of a measured step.
+        zero_gradients: fraction of measured steps in which the gradient was missing or 0.
+        """
+        for name, own in self.last.items():
+            zeros = self.record.zeros[name] / self.record.steps
+            over_run = {"update_ratio_peak": self.record.peak[name], "zero_gradients": zeros}
+            for measure, value in {**own.measures(), **over_run}.items():
+                fields = {"parameter": name, "stage": "", "slot": "", "measure": measure}
+                yield {**fields, "value": _number(value)}
+
+
+_ENDS: dict[str, Callable[..., str]] = {"largest": max, "smallest": min}
+
+
+def _together(norms: Collection[Norms]) -> Norms:
+    """Return the norms of all layers as one vector."""
+    fields = ([one.weight for one in norms], [one.update for one in norms], [one.first for one in norms])
+    weight, update, first = (math.hypot(*values) for values in fields)
+    return Norms(weight, math.hypot(*(one.gradient or 0.0 for one in norms)), update, first)
+
+
+def _number(value: float | None) -> float | None:
+    """Return the value, or None for infinity, which JSON lacks."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,71 @@
+"""Norms of parameters, their gradients and their updates in one step: a few kernels for all parameters, and no wait.
+
+A watched step of `inspect` has a row for each norm, and a training run has columns of them in its metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eigengraft.distributed.layouts import is_dtensor, local
+
+
+class NormWatch:
+    """The norms of parameters in one step. It copies the parameters before the step, and changes nothing.
+
+    with_gradient: True for each parameter that had a gradient in the step; empty before `squares` was called.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        """Copy the parameters, which one step then updates.
+
+        parameters: at least one parameter; all are on one device.
+        """
+        self.parameters, self.with_gradient = list(parameters), list[bool]()
+        held = [_real(parameter) for parameter in self.parameters]
+        self._before = [torch.empty_like(own) for own in held]
+        torch._foreach_copy_(self._before, held)
+
+    def squares(self, ranks: int = 1) -> Tensor:
+        """Return sums of squares `[3, P]` in float64, on the device: of weights before the step, gradients, updates.
+
+        A parameter without a gradient has 0 for its gradient. If ranks share the parameters, the sum of the result
+        over ranks is that of whole parameters. Call this once, after the step and before gradients are cleared.
+
+        ranks: number of ranks that share the parameters.
+        """
+        weights = _squares(self._before)
+        torch._foreach_sub_(self._before, [_real(parameter) for parameter in self.parameters])
+        none = torch.zeros((), dtype=weights.dtype, device=weights.device)
+        given = [p.grad for p in self.parameters if p.grad is not None]
+        found = iter(_squares([_real(gradient) for gradient in given]).unbind() if given else ())
+        self.with_gradient = [p.grad is not None for p in self.parameters]
+        gradients = torch.stack([next(found) if there else none for there in self.with_gradient])
+        sums = torch.stack([weights, gradients, _squares(self._before)])
+        self._before = []
+        if ranks == 1:
+            return sums
+        return sums / torch.tensor([_copies(p, ranks) for p in self.parameters], dtype=torch.float64).to(sums.device)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the entries of a tensor that this rank holds, those of a complex tensor as pairs of real numbers."""
+    own = local(tensor.detach())
+    return torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+
+
+def _squares(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, `[P]` in float64, in which squares of float32 cannot overflow."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
+
+
+def _copies(parameter: Tensor, ranks: int) -> int:
+    """Return the number of ranks that hold the same entries of a parameter as this rank."""
+    if not is_dtensor(parameter):
+        return ranks
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
