@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -108,7 +108,7 @@ ADVICE: Mapping[Kind, Advice] = {
     ),
     "stalled": Advice(
         "the learning rate is far too low or too high, labels do not belong to inputs, or gradients are cut off",
-        "multiply lr by 100; if the loss still does not fall, train on one batch and check its labels",
+        "choose lr so that an update has 1e-3 times the norm of the weights; train on one batch, and check its labels",
     ),
 }
 
@@ -137,6 +137,36 @@ class Finding:
     def remedy(self) -> str:
         """Things to do about findings of this kind."""
         return ADVICE[self.kind].remedy
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor found in a run. `print` shows it, and it is true if something was found.
+
+    directory: directory of the run.
+    findings: what went wrong, the first cause first; () if nothing was found.
+    notes: checks that were not possible, with the reason.
+    """
+
+    directory: Path
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __str__(self) -> str:
+        lines = [f"{self.directory}: {self.findings[0].kind if self.findings else 'nothing found'}"]
+        for number, one in enumerate(self.findings, start=1):
+            step = "" if one.step is None else f", step {one.step}"
+            lines += [f"\n{number}. {one.kind}{step}{one.layer and f', {one.layer}'}", f"   seen:    {one.text}"]
+            lines += [f"   usually: {one.usual}", f"   do:      {one.remedy}"]
+        return "\n".join([*lines, *(f"\nnot checked: {note}" for note in self.notes)])
+
+    def records(self) -> dict[str, Any]:
+        """Return the findings and notes as plain data."""
+        rows = [{**asdict(one), "usual": one.usual, "remedy": one.remedy} for one in self.findings]
+        return {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
 
 
 @dataclass(frozen=True)
@@ -200,39 +230,38 @@ class Record:
         return median(losses[-max(1, len(losses) // 4) :]) if losses else None
 
     @property
-    def peak_step(self) -> tuple[float, int] | None:
-        """Largest update_ratio of all layers together, with its step; None if none was measured."""
-        steps = [(row["update_ratio"], row["step"]) for row in self.rows if row.get("update_ratio") is not None]
-        return max(steps, default=None)
+    def largest_step(self) -> float | None:
+        """Largest measured ratio of an update to the weights; None if none was measured.
+
+        It is that of all layers together in a row, or the median over layers of their largest ratios if that is more.
+        """
+        peaks = [_or_infinite(peak) for peak in self.layers.get("update_ratio_peak", {}).values()]
+        return max([*self.numbers("update_ratio"), *([median(peaks)] if peaks else [])], default=None)
 
 
-def diagnose(directory: str | Path) -> list[Finding]:
-    """Return what went wrong in a run, the first cause first; [] if nothing was found.
+def diagnose(directory: str | Path) -> Diagnosis:
+    """Return what went wrong in a run.
 
     Args:
         directory: directory of a run that has ended, was stopped, or still trains.
 
+    Returns:
+        The findings, the first cause first, and the checks that were not possible.
+
     Raises:
         RecipeError: the directory is not that of a run.
     """
-    record = Record.read(Path(directory))
-    found = list(_of_fault(record))
-    if not found and record.error:
-        found.append(Finding("error", None, "", record.error.strip().splitlines()[-1]))
-    worse = worse_than_at_first(record.first_loss, record.last_loss)
-    if record.result.get("diverged") and not found:
-        found.append(Finding("learning rate", record.result["steps"], "", record.result["diagnosis"]))
-    stalled = not found and not worse and _stalled(record)
-    sick = bool(found) or bool(worse) or stalled
-    start = list(_large_start(record)) if not found or found[0].kind in ("learning rate", "stalled") else []
-    layers = [*_exploding(record, sick), *_dead(record)]
-    if worse and not found:
-        found.append(Finding("learning rate", None, "", f"{worse}{_step_size(record)}"))
-    if stalled:
-        found.append(_stall(record))
-    vague = found and found[0].kind in ("learning rate", "stalled", "model")
-    found = [*start, *layers, *found] if vague or not found else [*found, *start, *layers]
-    return [*found, *_counts(record, found)]
+    record, notes = Record.read(Path(directory)), list[str]()
+    found = [*_of_fault(record), *_of_end(record)]
+    if not found or found[0].kind in _SYMPTOMS:
+        found = [*_large_start(record, notes), *_exploding(record, sick=bool(found)), *_dead(record), *found]
+    if not any(one.kind == "failed root" for one in found):
+        found += _failed_roots(record)
+    return Diagnosis(record.directory, tuple(found), tuple(notes))
+
+
+_SYMPTOMS = ("learning rate", "stalled", "model")
+"""Kinds that a layer or the initial weights may explain. These are then checked, and findings about them come first."""
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
@@ -241,38 +270,68 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     if fault is None:
         return
     kind: Kind = fault.cause
-    peak = record.peak_step
-    if kind == "model" and peak is not None and peak[0] >= LARGE_STEP:
+    if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind = "learning rate"
     first = f"step {fault.step}: {fault.place} first: {fault.text}" if fault.place != "error" else fault.text
     yield Finding(kind, fault.step, fault.layer, first + (_step_size(record) if kind == "learning rate" else ""))
 
 
+def _of_end(record: Record) -> Iterator[Finding]:
+    """Yield a finding about how the run ended, if it recorded no fault that ended it."""
+    if record.result.get("diverged") and record.fault is None:  # of an older version
+        yield Finding("learning rate", record.result["steps"], "", record.result["diagnosis"])
+    elif record.error and not record.result and record.fault is None:
+        yield Finding("error", None, "", record.error.strip().splitlines()[-1])
+    elif record.result.get("diverged") or (record.fault is not None and not record.result):
+        return
+    elif worse := worse_than_at_first(record.first_loss, record.last_loss):
+        yield Finding("learning rate", None, "", f"{worse}{_step_size(record)}")
+    elif _is_stalled(record):
+        yield _stalled(record)
+
+
 def _step_size(record: Record) -> str:
     """Return a clause about the largest measured step if it is too large, else an empty text."""
-    peak = record.peak_step
-    if peak is None or peak[0] < LARGE_STEP:
+    largest = record.largest_step or 0.0
+    if largest < LARGE_STEP:
         return ""
-    return f"; at step {peak[1]} an update had {peak[0]:.2g} times the norm of the weights, healthy are 1e-4 to 1e-2"
+    return f"; an update had {largest:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
 
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
-    """Yield the layer whose weights have grown far more than those of the others, if there is one.
+    """Yield the layer whose weights or updates were far larger than those of the others, if there is one.
 
-    sick: True if something else is wrong with the run, so that less growth is enough.
+    sick: True if something else is wrong with the run. If not, only a layer that has grown far more is found.
     """
-    grown = {
-        name: math.inf if value is None else value for name, value in record.layers.get("weight_growth", {}).items()
-    }
-    if len(grown) < 2:
-        return
-    name = max(grown, key=grown.__getitem__)
-    others = median(value for layer, value in grown.items() if layer != name)
-    if grown[name] >= EXPLODED * max(1.0, others) * (1 if sick else EXPLODED_ALONE):
-        text = f"the weights of {name} have grown to {grown[name]:.3g} times their first norm"
-        yield Finding(
-            "exploding layer", None, name, f"{text}, and those of other layers to {others:.3g} times (median)"
-        )
+    rows = [row for row in record.rows if row.get("weight_growth_largest_layer")]
+    grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
+    if grown:
+        most, name, row = max(grown, key=lambda one: one[0])
+        others = _of_others(record, "weight_growth", name) or _or_infinite(row["weight_growth_smallest"])
+        limit = EXPLODED * max(1.0, others) * (1 if sick else EXPLODED_ALONE)
+        if most >= limit:
+            step = next(row["step"] for growth, layer, row in grown if layer == name and growth >= limit)
+            text = f"the weights of {name} grew to {most:.3g} times their first norm"
+            text += f", and those of the other layers to {others:.3g} times (median)"
+            yield Finding("exploding layer", step, name, text)
+            return
+    peaks = record.layers.get("update_ratio_peak", {})
+    name = max(peaks, key=lambda layer: _or_infinite(peaks[layer]), default="")
+    others, peak = _of_others(record, "update_ratio_peak", name), _or_infinite(peaks.get(name, 0.0))
+    if sick and others is not None and peak >= EXPLODED * max(1.0, EXPLODED_ALONE * others):
+        text = f"an update of {name} had {peak:.3g} times the norm of its weights"
+        yield Finding("exploding layer", None, name, f"{text}, and of the other layers {others:.3g} times (median)")
+
+
+def _of_others(record: Record, measure: str, name: str) -> float | None:
+    """Return the median of a measure at the end over all layers but one; None without other layers."""
+    others = [_or_infinite(value) for layer, value in record.layers.get(measure, {}).items() if layer != name]
+    return median(others) if others else None
+
+
+def _or_infinite(value: float | None) -> float:
+    """Return the value of a measure that was recorded. None, for a value that is not finite, counts as infinity."""
+    return math.inf if value is None else value
 
 
 def _dead(record: Record) -> Iterator[Finding]:
@@ -289,42 +348,38 @@ def _dead(record: Record) -> Iterator[Finding]:
         yield Finding("dead layer", None, dead[0], text)
 
 
-def _stalled(record: Record) -> bool:
+def _is_stalled(record: Record) -> bool:
     """Return True if neither the training loss nor the validation loss has fallen over at least four rows."""
-    losses, evaluations, first, last = (
-        record.numbers("loss"),
-        record.numbers("val_loss"),
-        record.first_loss,
-        record.last_loss,
-    )
-    if first is None or last is None or len(losses) < 4 or first <= 0:
+    evaluations, first, last = record.numbers("val_loss"), record.first_loss, record.last_loss
+    if first is None or last is None or first <= 0 or len(record.numbers("loss")) < 4:
         return False
-    learned = min(last, *losses) < (1 - STALLED) * first
-    return not learned and not (len(evaluations) > 1 and min(evaluations) < (1 - STALLED) * evaluations[0])
+    learned = len(evaluations) > 1 and evaluations[-1] < (1 - STALLED) * evaluations[0]
+    return not learned and last >= (1 - STALLED) * first
 
 
-def _stall(record: Record) -> Finding:
+def _stalled(record: Record) -> Finding:
     """Return the finding about a loss that does not fall, with the size of steps."""
     text = f"the training loss does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
-    peak = record.peak_step
-    if peak is not None and peak[0] < SMALL_STEP:
-        text += f"; updates have at most {peak[0]:.2g} times the norm of the weights: the learning rate is too low"
+    largest = record.largest_step
+    if largest is not None and largest < SMALL_STEP:
+        text += f"; updates have at most {largest:.2g} times the norm of the weights: the learning rate is too low"
     return Finding("stalled", None, "", text + _step_size(record))
 
 
-def _large_start(record: Record) -> Iterator[Finding]:
-    """Yield the finding about initial outputs that are far from a uniform guess, if the task and its data are here."""
+def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
+    """Yield the finding about initial outputs that are far from a uniform guess.
+
+    notes: receives the reason if the task or its data are not on this machine.
+    """
     try:
-        experiment = load_experiment(dict(record.config))
-        loss, classes = _initial_loss(experiment)
-    except Exception:  # imports or data of the run are not on this machine, or its task has changed
+        loss, classes = _initial_loss(load_experiment(dict(record.config)))
+    except Exception as error:  # whatever files of the user's own raise
+        notes.append(f"the initial outputs, as the task cannot be loaded: {error}")
         return
     guess = math.log(classes) if classes > 1 else math.inf
     if loss > LARGE_START * guess:
-        text = (
-            f"the loss before the first step is {loss:.3g}, and that of a uniform guess among {classes} is {guess:.3g}"
-        )
-        yield Finding("initialization", 1, "", text)
+        text = f"the loss before the first step is {loss:.3g}"
+        yield Finding("initialization", 1, "", f"{text}, and that of a uniform guess among {classes} is {guess:.3g}")
 
 
 def _initial_loss(experiment: Experiment) -> tuple[float, int]:
@@ -337,22 +392,9 @@ def _initial_loss(experiment: Experiment) -> tuple[float, int]:
     return task.loss(outputs, targets).item(), classes
 
 
-def _counts(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield findings about counts in the metrics, for runs whose fault is another one."""
-    kinds = {one.kind for one in found}
+def _failed_roots(record: Record) -> Iterator[Finding]:
+    """Yield the finding about roots that failed and were replaced by older ones."""
     failed = [row["step"] for row in record.rows if row.get("failed_roots")]
-    if failed and "failed root" not in kinds:
+    if failed:
         text = f"roots or bases could not be computed in {len(failed)} of {len(record.rows)} rows; old ones were used"
         yield Finding("failed root", failed[0], "", text)
-
-
-def describe(directory: Path, findings: Sequence[Finding]) -> str:
-    """Return the findings as text for readers."""
-    if not findings:
-        return f"{directory}: nothing found"
-    lines = [f"{directory}: {findings[0].kind}"]
-    for number, one in enumerate(findings, start=1):
-        where = "".join((f", step {one.step}" if one.step is not None else "", f", {one.layer}" if one.layer else ""))
-        lines += [f"\n{number}. {one.kind}{where}", f"   seen:    {one.text}", f"   usually: {one.usual}"]
-        lines += [f"   do:      {one.remedy}"]
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The commands train, show, list, schema, ablate, report, doctor, reproduce, track, demo, bench and plan of `eigengraft`.
+"""The commands of `eigengraft`: train, show, list, schema, ablate, report, doctor, reproduce, track, demo, bench, plan.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.

@@ -1,11 +1,10 @@
-"""The commands `eigengraft ablate`, `report`, `doctor` and `demo`, with the tables and progress bars of studies and runs."""
+"""The commands `eigengraft ablate`, `report`, `doctor` and `demo`, with tables and progress bars of runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -105,21 +104,17 @@ def report_command(
 
 def doctor_command(
     run: Annotated[Path, typer.Argument(help="the directory of a run, finished, stopped or still training")],
-    as_json: Annotated[bool, typer.Option("--json", help="print a list of findings as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print findings and notes as JSON")] = False,
 ) -> None:
     """Say what went wrong in a run: the first wrong value, its step and layer, the usual cause, and what to do.
 
     Exit code 0: nothing was found. 1: something was found. 2: the directory is not that of a run.
     """
-    from ..doctor import describe, diagnose
+    from ..doctor import diagnose
 
-    findings = diagnose(run)
-    if as_json:
-        rows = [{**asdict(one), "usual": one.usual, "remedy": one.remedy} for one in findings]
-        typer.echo(json.dumps(rows, indent=2))
-    else:
-        typer.echo(describe(run, findings))
-    if findings:
+    diagnosis = diagnose(run)
+    typer.echo(json.dumps(diagnosis.records(), indent=2) if as_json else diagnosis)
+    if diagnosis:
         raise typer.Exit(1)
 
 

@@ -42,7 +42,7 @@ class Norms:
     def measures(self) -> dict[str, float]:
         """Return the measures that are defined: no ratio to a weight that is 0. Values that are NaN are infinite."""
         ratio = self.update / self.weight if self.weight else None
-        growth = self.weight / self.first if self.first else None
+        growth = self.weight / self.first if 0 < self.first < math.inf else None
         values = zip(MEASURES, (self.weight, self.gradient, ratio, growth), strict=True)
         return {name: math.inf if math.isnan(value) else value for name, value in values if value is not None}
 

@@ -1,0 +1,246 @@
+"""The doctor: ten prepared failures, each named by its cause, step and layer, and healthy runs with nothing found."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from eigengraft import RecipeError
+from eigengraft.experiments import Experiment, Tick, train
+from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.doctor import ADVICE, Diagnosis, diagnose
+from eigengraft.experiments.files import read_object
+from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
+from eigengraft.experiments.tasks.base import generator
+from eigengraft.experiments.training.callbacks import Callback, RunView
+
+from ..refusals import refused
+
+Sickness = Literal["none", "row", "validation", "init", "nan init", "dead", "overflow", "labels"]
+CLASSES = 4
+
+
+class Huge(nn.Module):
+    """x <- x * c / c  through a product near the largest number of float32, which bfloat16 rounds to infinity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = torch.full((1, 1), 3.4e38)  # below the largest float32, above the largest bfloat16
+        huge = nn.functional.linear(torch.ones(len(x), 1), last)
+        return x * (huge.float() / 3.4e38)
+
+
+class Patient(Task):
+    """Classify 96 points of 8 numbers into four classes by an MLP, with one thing that is wrong."""
+
+    kind: Literal["test_patient"] = "test_patient"
+    sickness: Sickness = "none"
+    reports_accuracy: ClassVar[bool] = True
+
+    def load(self) -> Dataset:
+        x = torch.from_numpy(generator(0).standard_normal((96, 8))).float()
+        y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+        if self.sickness == "row":
+            x[37, 5] = torch.nan
+        if self.sickness == "validation":
+            x[90, 2] = torch.nan
+        if self.sickness == "labels":
+            y += 1
+        mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
+        return Examples(Batch(x[:64], y[:64]), Batch(x[64:], y[64:]), 16, mark)
+
+    def build(self) -> nn.Module:
+        layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)]
+        model = nn.Sequential(*layers, *([Huge()] if self.sickness == "overflow" else []))
+        with torch.no_grad():
+            if self.sickness == "init":
+                for layer in (model[0], model[2], model[4]):
+                    layer.weight.mul_(30)
+            if self.sickness == "nan init":
+                model[2].weight[3, 4] = torch.nan
+            if self.sickness == "dead":
+                model[0].bias.fill_(-100)
+        return model
+
+
+Task.members.pop("test_patient")  # other tests are about every member of the family
+
+
+def patient(sickness: Sickness = "none", **fields: Any) -> Experiment:
+    usual = {"recipe": "adamw", "lr": 0.01, "steps": 60, "eval_every": 20, "log_every": 5}
+    return Experiment(task=Patient(sickness=sickness), **{**usual, **fields})
+
+
+@pytest.fixture(autouse=True)
+def known_task(registry: None) -> None:
+    """The doctor loads the task of a run by its kind."""
+    Task.members["test_patient"] = Patient
+
+
+def treated(experiment: Experiment, directory: Path) -> Diagnosis:
+    """Train, and return what the doctor finds. An error that ends the run is none of the test."""
+    try:
+        train(experiment, directory)
+    except (ValueError, ArithmeticError):
+        assert not (directory / "result.json").exists()
+    return diagnose(directory)
+
+
+FAST = {"name": "fast", "match": {"name": "2.weight"}, "lr_ratio": 3e4, "update": ["momentum", "rms"]}
+EXPLODING = {"base": "adamw", "routes": [FAST]}
+REFRESH = {"kind": "every", "steps": 5, "stagger": "none"}
+ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REFRESH}]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "kind", "step", "layer", "words"),
+    [
+        (patient("row"), "data", range(1, 5), "", ("batch", "rows")),
+        (patient("validation"), "validation data", [20], "", ("evaluation", "rows 26 of 32")),
+        (patient(recipe="sgd", lr=1e6), "learning rate", range(1, 9), None, ("times the norm",)),
+        (patient(recipe="signum", lr=10.0), "learning rate", [None], "", ("rose from", "times the norm")),
+        (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
+        (patient("dead"), "dead layer", [None], "0.weight", ("12 rows",)),
+        (patient("init"), "initialization", [1], "", ("uniform guess among 4",)),
+        (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
+        (patient("overflow", precision="bfloat16"), "precision", [1], "", ("float32",)),
+        (patient(lr=1e-12), "stalled", [None], "", ("does not fall", "too low")),
+        (patient("labels"), "labels", [1, 2], "", ("1 to 4", "4 scores")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_failure_is_named(
+    experiment: Experiment, kind: str, step: Any, layer: str | None, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    diagnosis = treated(experiment, tmp_path / "run")
+    first = diagnosis.findings[0]
+    assert first.kind == kind, first
+    assert first.step in step and layer in (None, first.layer), first
+    assert all(word in first.text for word in words), first.text
+    assert ADVICE[first.kind].remedy in str(diagnosis) and not diagnosis.notes
+
+
+@pytest.mark.parametrize(
+    "experiment", [patient(), patient(recipe="soap_fitted", steps=40), patient(recipe="sgd", lr=0.3, grad_clip=1.0)]
+)
+def test_nothing_is_found_in_a_healthy_run(experiment: Experiment, tmp_path: Path) -> None:
+    assert treated(experiment, tmp_path) == Diagnosis(tmp_path, ())
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path)]).exit_code == 0
+    assert not (tmp_path / "fault.json").exists()
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise torch.linalg.LinAlgError("did not converge")
+
+
+def test_a_root_that_fails_is_named_with_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.linalg, "eigh", broken)
+    ended = treated(patient(recipe={"update": ROOTS, "failure": {"roots": 1}}, lr=1e-2), tmp_path / "ended")
+    root = ended.findings[0]
+    assert (root.kind, root.step) == ("failed root", 5)
+    assert root.layer.startswith("0.weight: ") and "failures" in root.layer
+    kept = treated(patient(recipe={"update": ROOTS, "failure": {"roots": 99}}, lr=1e-2), tmp_path / "tolerated")
+    root = kept.findings[-1]
+    assert root.kind == "failed root" and root.step == 5 and "12 of 12 rows" in root.text
+
+
+def test_a_skipped_gradient_is_recorded_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Spike(Callback):
+        """Spoil one gradient before the step that uses it."""
+
+        kind: Literal["test_spike"] = "test_spike"
+
+        def started(self, run: RunView) -> None:
+            weight, count = run.model.get_parameter("2.weight"), iter(range(1, 99))
+            weight.register_hook(lambda g: torch.full_like(g, torch.inf) if next(count) in (7, 9) else None)
+
+    found = treated(patient(callbacks=[Spike()]), tmp_path).findings
+    assert [(one.kind, one.step, one.layer) for one in found] == [("model", 7, "2.weight")]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["skipped"]] == [10] and sum(row["skipped"] for row in rows) == 2
+    assert read_object(tmp_path / "result.json")["diverged"] is False
+
+
+def test_state_that_is_not_finite_is_named_before_the_weights_that_it_spoils(tmp_path: Path) -> None:
+    class Corrupt(Callback):
+        """Spoil a second moment after step 10, as a faulty device or file would."""
+
+        kind: Literal["test_corrupt"] = "test_corrupt"
+
+        def stepped(self, run: RunView, tick: Tick) -> bool:
+            if tick.step == 10:
+                state = run.optimizer.state[run.model.get_parameter("2.weight")]
+                (key,) = (key for key in state if str(key).endswith("rms/v"))
+                state[key][0] = torch.nan
+            return False
+
+    first = treated(patient(callbacks=[Corrupt()]), tmp_path).findings[0]
+    assert first.step == 12 and first.layer.startswith("2.weight: ") and "state first" in first.text
+
+
+def stop_at(step: int) -> Callable[[Tick], None]:
+    """An interrupt, as far as files go."""
+
+    def progress(tick: Tick) -> None:
+        if tick.step == step:
+            raise Stopped
+
+    return progress
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_continued_run_has_the_diagnosis_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    sick = patient(recipe=EXPLODING, lr=1e-3, checkpoint_every=3)
+    with pytest.raises(Stopped):
+        train(sick, tmp_path / "parts", stop_at(4))
+    assert treated(sick, tmp_path / "parts").findings == treated(sick, tmp_path / "whole").findings
+
+
+def test_the_record_of_an_error_goes_when_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = patient(recipe={"update": ROOTS, "failure": {"roots": 0}}, lr=1e-2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", broken)
+        assert treated(experiment, tmp_path)
+    assert (tmp_path / "fault.json").exists()
+    assert not treated(experiment, tmp_path)
+
+
+def test_an_error_of_the_task_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("the scanner is off")
+
+    monkeypatch.setattr(Patient, "loss", fails)
+    (found,) = treated(patient(), tmp_path).findings
+    assert (found.kind, found.step, found.text) == ("error", 1, "ValueError: the scanner is off")
+
+
+def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path) -> None:
+    treated(patient(lr=1e-12), tmp_path / "run")
+    said = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")])
+    assert said.exit_code == 1 and "stalled" in said.output and ADVICE["stalled"].usual in said.output
+    Task.members.pop("test_patient")  # as on a machine without the file that defines it
+    printed = json.loads(CliRunner().invoke(app, ["doctor", str(tmp_path / "run"), "--json"]).output)
+    assert [one["kind"] for one in printed["findings"]] == ["stalled"]
+    assert "test_patient" in printed["notes"][0]
+
+
+def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Path) -> None:
+    train(patient(steps=1), tmp_path / "study" / "seed-0")
+    with refused(RecipeError, tmp_path / "study", tmp_path / "study" / "seed-0"):
+        diagnose(tmp_path / "study")
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "study")]).exit_code == 2
+
+
+@pytest.mark.parametrize(("sickness", "kinds"), [("dead", ["dead layer"]), ("none", [])])
+def test_a_stopped_run_is_diagnosed_from_its_rows(sickness: Sickness, kinds: list[str], tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        train(patient(sickness), tmp_path, stop_at(31))
+    assert [one.kind for one in diagnose(tmp_path).findings][:1] == kinds
