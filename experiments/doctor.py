@@ -11,8 +11,8 @@ study `demo`. They are wide: a healthy run that is called sick costs more trust 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -21,8 +21,8 @@ import torch
 
 from eigengraft.errors import RecipeError
 
-from .files import read_object, read_rows
-from .reports.records import fault_file
+from .files import read_object
+from .reports.records import Run
 from .training.divergence import Cause, Fault, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.train import isolated_run
@@ -171,56 +171,34 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Record:
-    """The files of a run.
+    """The files of a run, and the numbers that the checks below compare.
 
-    config: the experiment.
-    result: the result; {} while the run has none.
-    rows: rows of metrics.
-    layers: measure -> layer -> value, of the last rows of diagnostics about layers. A value of None is not finite.
+    run: configuration, rows, result and layers.
     fault: the first fault that the run recorded.
-    error: text of the error that a study recorded; "" for none.
     """
 
-    directory: Path
-    config: Mapping[str, Any]
-    result: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    layers: Mapping[str, Mapping[str, float | None]]
+    run: Run
     fault: Fault | None
-    error: str = field(repr=False)
 
     @classmethod
     def read(cls, directory: Path) -> Record:
         """Read a directory. Raises RecipeError if it is not that of a run."""
-        config = read_object(directory / "config.json")
-        if not config:
+        run = Run({}, 0, directory)
+        if not run.config:
             runs = sorted(str(path.parent) for path in directory.glob("**/config.json"))[:3]
             hint = f"; choose one of its runs, such as {', '.join(runs)}" if runs else "; give the directory of a run"
             raise RecipeError(f"{directory}: has no config.json, which every run has{hint}")
-        own = [row for row in read_rows(directory / "diagnostics.jsonl") if row["stage"] == row["slot"] == ""]
-        layers: dict[str, dict[str, float | None]] = {}
-        for row in own:
-            if row["step"] == own[-1]["step"]:
-                layers.setdefault(row["measure"], {})[row["parameter"]] = row["value"]
-        fault, failed = read_object(directory / "fault.json"), fault_file(directory)
-        return cls(
-            directory,
-            config,
-            read_object(directory / "result.json"),
-            read_rows(directory / "metrics.jsonl"),
-            layers,
-            Fault(**fault) if fault else None,
-            failed.read_text(encoding="utf-8") if failed.exists() else "",
-        )
+        fault = read_object(directory / "fault.json")
+        return cls(run, Fault(**fault) if fault else None)
 
     def numbers(self, column: str) -> list[float]:
         """Return the values of a column of metrics, without rows that have none."""
-        return [row[column] for row in self.rows if row.get(column) is not None]
+        return [row[column] for row in self.run.rows if row.get(column) is not None]
 
     @property
     def first_loss(self) -> float | None:
         """Training loss at the start: that of the first step, or the mean of the first row."""
-        first = self.result.get("first_loss")
+        first = self.run.result.get("first_loss")
         return first if first is not None else next(iter(self.numbers("loss")), None)
 
     @property
@@ -235,7 +213,7 @@ class Record:
 
         It is that of all layers together in a row, or the median over layers of their largest ratios if that is more.
         """
-        peaks = [_or_infinite(peak) for peak in self.layers.get("update_ratio_peak", {}).values()]
+        peaks = list(self.run.layers.get("update_ratio_peak", {}).values())
         return max([*self.numbers("update_ratio"), *([median(peaks)] if peaks else [])], default=None)
 
 
@@ -257,7 +235,7 @@ def diagnose(directory: str | Path) -> Diagnosis:
         found = [*_large_start(record, notes), *_exploding(record, sick=bool(found)), *_dead(record), *found]
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
-    return Diagnosis(record.directory, tuple(found), tuple(notes))
+    return Diagnosis(record.run.directory, tuple(found), tuple(notes))
 
 
 _SYMPTOMS = ("learning rate", "stalled", "model")
@@ -278,11 +256,11 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 
 def _of_end(record: Record) -> Iterator[Finding]:
     """Yield a finding about how the run ended, if it recorded no fault that ended it."""
-    if record.result.get("diverged") and record.fault is None:  # of an older version
-        yield Finding("learning rate", record.result["steps"], "", record.result["diagnosis"])
-    elif record.error and not record.result and record.fault is None:
-        yield Finding("error", None, "", record.error.strip().splitlines()[-1])
-    elif record.result.get("diverged") or (record.fault is not None and not record.result):
+    if record.run.result.get("diverged") and record.fault is None:  # of an older version
+        yield Finding("learning rate", record.run.result["steps"], "", record.run.result["diagnosis"])
+    elif record.run.error and not record.run.result and record.fault is None:
+        yield Finding("error", None, "", record.run.error.strip().splitlines()[-1])
+    elif record.run.result.get("diverged") or (record.fault is not None and not record.run.result):
         return
     elif worse := worse_than_at_first(record.first_loss, record.last_loss):
         yield Finding("learning rate", None, "", f"{worse}{_step_size(record)}")
@@ -303,7 +281,7 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
 
     sick: True if something else is wrong with the run. If not, only a layer that has grown far more is found.
     """
-    rows = [row for row in record.rows if row.get("weight_growth_largest_layer")]
+    rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
     if grown:
         most, name, row = max(grown, key=lambda one: one[0])
@@ -315,9 +293,9 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
             text += f", and those of the other layers to {others:.3g} times (median)"
             yield Finding("exploding layer", step, name, text)
             return
-    peaks = record.layers.get("update_ratio_peak", {})
-    name = max(peaks, key=lambda layer: _or_infinite(peaks[layer]), default="")
-    others, peak = _of_others(record, "update_ratio_peak", name), _or_infinite(peaks.get(name, 0.0))
+    peaks = record.run.layers.get("update_ratio_peak", {})
+    name = max(peaks, key=peaks.__getitem__, default="")
+    others, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
     if sick and others is not None and peak >= EXPLODED * max(1.0, EXPLODED_ALONE * others):
         text = f"an update of {name} had {peak:.3g} times the norm of its weights"
         yield Finding("exploding layer", None, name, f"{text}, and of the other layers {others:.3g} times (median)")
@@ -325,23 +303,23 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
 
 def _of_others(record: Record, measure: str, name: str) -> float | None:
     """Return the median of a measure at the end over all layers but one; None without other layers."""
-    others = [_or_infinite(value) for layer, value in record.layers.get(measure, {}).items() if layer != name]
+    others = [value for layer, value in record.run.layers.get(measure, {}).items() if layer != name]
     return median(others) if others else None
 
 
 def _or_infinite(value: float | None) -> float:
-    """Return the value of a measure that was recorded. None, for a value that is not finite, counts as infinity."""
+    """Return the value of a measure in a row of metrics. None, for a value that is not finite, counts as infinity."""
     return math.inf if value is None else value
 
 
 def _dead(record: Record) -> Iterator[Finding]:
     """Yield the layers without a gradient in all of at least two measured steps."""
-    measured = sum(row.get("gradient_norm") is not None for row in record.rows)
-    dead = [name for name, zeros in record.layers.get("zero_gradients", {}).items() if zeros == 1]
-    if not dead and not record.layers:  # a run that still trains, or was stopped: its rows have the smallest gradient
-        found = {row["gradient_norm_smallest_layer"] for row in record.rows if row.get("gradient_norm_smallest") == 0}
-        everywhere = all(row.get("gradient_norm_smallest") in (0, None) for row in record.rows)
-        dead = sorted(found) if everywhere and len(found) == 1 else []
+    measured = sum(row.get("gradient_norm") is not None for row in record.run.rows)
+    dead = [name for name, zeros in record.run.layers.get("zero_gradients", {}).items() if zeros == 1]
+    if not dead and not record.run.layers:  # a run that still trains or was stopped has only the smallest of each row
+        rows = [row for row in record.run.rows if row.get("gradient_norm_smallest") is not None]
+        found = {row["gradient_norm_smallest_layer"] for row in rows if row["gradient_norm_smallest"] == 0}
+        dead = sorted(found) if len(found) == 1 and all(row["gradient_norm_smallest"] == 0 for row in rows) else []
     if dead and measured >= 2:
         others = f" and {len(dead) - 1} more layers" if len(dead) > 1 else ""
         text = f"{dead[0]}{others} had no gradient other than 0 in any measured step ({measured} rows)"
@@ -372,7 +350,7 @@ def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
     notes: receives the reason if the task or its data are not on this machine.
     """
     try:
-        loss, classes = _initial_loss(load_experiment(dict(record.config)))
+        loss, classes = _initial_loss(load_experiment(dict(record.run.config)))
     except Exception as error:  # whatever files of the user's own raise
         notes.append(f"the initial outputs, as the task cannot be loaded: {error}")
         return
@@ -394,7 +372,8 @@ def _initial_loss(experiment: Experiment) -> tuple[float, int]:
 
 def _failed_roots(record: Record) -> Iterator[Finding]:
     """Yield the finding about roots that failed and were replaced by older ones."""
-    failed = [row["step"] for row in record.rows if row.get("failed_roots")]
+    rows = record.run.rows
+    failed = [row["step"] for row in rows if row.get("failed_roots")]
     if failed:
-        text = f"roots or bases could not be computed in {len(failed)} of {len(record.rows)} rows; old ones were used"
+        text = f"roots or bases could not be computed in {len(failed)} of {len(rows)} rows; old ones were used"
         yield Finding("failed root", failed[0], "", text)

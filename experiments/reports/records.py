@@ -88,8 +88,19 @@ class Run:
 
     @cached_property
     def diagnostics(self) -> list[dict[str, Any]]:
-        """Lines of diagnostics.jsonl, which many runs do not have."""
+        """Lines of diagnostics.jsonl, which runs have at their end, and before it if the experiment asks for them."""
         return read_rows(self.directory / "diagnostics.jsonl")
+
+    @cached_property
+    def layers(self) -> dict[str, dict[str, float]]:
+        """Measures of layers at the end of the run, by measure and layer. Values that are not finite are infinite."""
+        rows = [row for row in self.diagnostics if row["stage"] == row["slot"] == ""]
+        found: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row["step"] == rows[-1]["step"]:
+                value = math.inf if row["value"] is None else float(row["value"])
+                found.setdefault(row["measure"], {})[row["parameter"]] = value
+        return found
 
     @cached_property
     def error(self) -> str:

@@ -28,6 +28,7 @@ from .tables import (
     format_reached,
     format_summary,
     sentences,
+    worst_layers,
     write_runs_csv,
     write_tables,
 )
@@ -99,7 +100,8 @@ def render(records: Records) -> str:
     return environment.get_template("report.html.jinja").render(
         records=records,
         panels=[
-            (panel, _drawings(panel, index), sentences(panel, records)) for index, panel in enumerate([*best, *panels])
+            (panel, _drawings(panel, index), sentences(panel, records), worst_layers(panel))
+            for index, panel in enumerate([*best, *panels])
         ],
         sweeps=[
             (f"{head}: {title}", Markup(figures.inline_svg(figure, f"sweep-{index}")))

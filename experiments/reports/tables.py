@@ -55,6 +55,36 @@ def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
     return f"{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
 
 
+_WORST = {
+    "update_ratio_peak": "largest update / weight",
+    "weight_growth": "largest growth of a weight",
+    "gradient_norm": "largest gradient at the end",
+    "zero_gradients": "most steps with gradient 0",
+}
+"""Measure of layers -> title of its column in the table of worst layers, whose cells have the largest value."""
+
+
+def worst_layers(panel: ComparisonPanel) -> list[list[tuple[str, str]]]:
+    """Return a table of the worst layer of each measure: a row for each label, (value, layer) in a cell.
+
+    The first row has the titles, and the worst value is that of all seeds. [] if no run has recorded its layers.
+    """
+    rows = [[(row.title, ""), *(_worst(row, measure) for measure in _WORST)] for row in panel.rows]
+    rows = [row for row in rows if any(value != _NONE for value, _ in row[1:])]
+    head = [("", ""), *((title, "") for title in _WORST.values())]
+    return [head, *rows] if rows else []
+
+
+def _worst(row: ComparisonRow, measure: str) -> tuple[str, str]:
+    found = [(value, layer) for run in row.runs for layer, value in run.layers.get(measure, {}).items()]
+    if not found:
+        return _NONE, ""
+    value, layer = max(found)
+    if measure == "zero_gradients":
+        return (f"{100 * value:.0f} %", layer) if value else ("0 %", "")
+    return "not finite" if math.isinf(value) else f"{value:.3g}", layer
+
+
 def format_length(row: ComparisonRow) -> tuple[str, str]:
     """Return mean steps, and mean training seconds corrected for other load of the machine."""
     ended = [run.seconds()[-1] for run in row.runs if run.result]

@@ -23,6 +23,7 @@ from eigengraft import (
     Traits,
     compose,
 )
+from eigengraft.optimizers.inspect.norms import NormWatch
 from eigengraft.preconditioners import Cadence, Every, Probability
 from eigengraft.quantization import Int8
 
@@ -204,6 +205,63 @@ class Dated(Stage):
 
 
 Stage.members.pop("test_dated")  # the laws are about every member of the family
+
+
+def test_norms_are_of_the_weight_before_the_step_of_its_gradient_and_of_its_change() -> None:
+    values = {
+        "w": normal(5, 3, seed=0),
+        "z": torch.complex(normal(4, seed=1), normal(4, seed=2)),
+        "zero": torch.zeros(2, dtype=torch.float64),
+    }
+    values["unused"] = normal(2, seed=3)
+    held = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    optimizer = Optimizer(held.items(), "sgd", lr=0.1, weight_decay=0.0)
+    given = {
+        "w": normal(5, 3, seed=3),
+        "z": torch.complex(normal(4, seed=4), normal(4, seed=5)),
+        "zero": normal(2, seed=6),
+    }
+    optimizer.watch_next_step()
+
+    def closure() -> Tensor:  # gradients appear inside the step, after it has begun
+        for name, gradient in given.items():
+            held[name].grad = gradient
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    table = optimizer.inspect()
+    for name, before in values.items():
+        change, weight = float((held[name].detach() - before).norm()), float(before.norm())
+        assert math.isclose(only(table, parameter=name, measure="weight_norm"), weight, rel_tol=1e-14)
+        ratio = only(table, parameter=name, measure="update_ratio")
+        assert math.isclose(ratio, change / weight, rel_tol=1e-14) if weight else math.isnan(ratio)
+        norms = table.select(parameter=name, measure="gradient_norm").values()
+        assert norms == pytest.approx([float(given[name].norm())] if name in given else [], rel=1e-14)
+
+
+def test_norms_take_as_many_kernels_for_many_parameters_as_for_few() -> None:
+    def kernels(count: int) -> Kernels:
+        found, held = Kernels(), [nn.Parameter(normal(4, 3, seed=i)) for i in range(count)]
+        for parameter in held:
+            parameter.grad = torch.ones_like(parameter)
+        with found:
+            NormWatch(held).squares()
+        del found.counts["aten::empty_like"]  # memory for copies, which no kernel fills
+        return found
+
+    assert kernels(2).counts == kernels(20).counts
+
+
+def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
+    def row(name: str, measure: str, value: float) -> Measurement:
+        return Measurement(name, None, "", "", measure, (value, 1.0, 1.0))
+
+    rows = [row("a", "update_ratio", 0.5), row("b", "update_ratio", 0.1), row("c", "update_ratio", math.nan)]
+    rows += [row("a", "skipped", 0.0), row("b", "skipped", 0.0), row("a", "condition", 3.0), row("b", "condition", 2.0)]
+    worst = Inspection((*rows, row("a", "cosine", 0.1))).worst()
+    assert [(one.parameter, one.measure) for one in worst] == [
+        ("c", "update_ratio"), ("b", "update_ratio"), ("a", "condition")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -15,7 +15,7 @@ from eigengraft.experiments.reports.drawings import difference_dots, internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
-from eigengraft.experiments.reports.tables import load_metrics, load_runs, write_parquet
+from eigengraft.experiments.reports.tables import load_metrics, load_runs, worst_layers, write_parquet
 
 from ...refusals import refused
 
@@ -296,6 +296,27 @@ def test_internals_are_drawn_where_runs_have_diagnostics(study):
         "trial-internals.svg",
         "trial-internals.png",
     }
+
+
+def test_the_worst_layer_of_each_measure_is_listed_over_all_seeds(study):
+    assert "Worst layers" not in write_report(study).read_text(encoding="utf-8")
+    values = {
+        ("soap", 0): {"update_ratio_peak": (0.1, 0.5), "zero_gradients": (0.0, 1.0)},
+        ("soap", 1): {"update_ratio_peak": (0.9, 0.2), "weight_growth": (3.0, None)},
+    }
+    for (method, seed), measures in values.items():
+        lines = [
+            {"step": 30, "parameter": layer, "stage": "", "slot": "", "measure": measure, "value": value}
+            for measure, pair in measures.items()
+            for layer, value in zip(("first", "head"), pair, strict=True)
+        ]
+        old = {**lines[0], "step": 10, "value": 99.0}
+        file = study / f"method={method}" / f"seed-{seed}" / "diagnostics.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in [old, *lines]))
+    (panel,) = compare(read_records(study))
+    _, soap = worst_layers(panel)
+    assert soap[1:] == [("0.9", "first"), ("not finite", "head"), ("\u2013", ""), ("100 %", "head")]
+    assert "Worst layers" in write_report(study).read_text(encoding="utf-8")
 
 
 def test_a_band_goes_from_quartile_to_quartile(study):
