@@ -23,7 +23,7 @@ from eigengraft.errors import RecipeError
 
 from .files import read_object
 from .reports.records import Run
-from .training.divergence import Cause, Fault, worse_than_at_first
+from .training.divergence import Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.train import isolated_run
 
@@ -37,7 +37,7 @@ SMALL_STEP = 1e-6
 
 Half a unit of the last place of float32 is 6e-8 of a number. A run of a thousand steps of this size changes 0.1 %.
 """
-STALLED = 0.02
+LEAST_FALL = 0.02
 """Fraction of the first loss by which the loss of a run falls at least. A run that learns falls much further."""
 EXPLODED = 10
 """Factor by which the norm of an exploding layer grows, over its start and over the median growth of all layers."""
@@ -46,11 +46,11 @@ EXPLODED_ALONE = 10
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess from which initial weights count as too large."""
 
-Kind = Literal[Cause, "exploding layer", "dead layer", "stalled"]
+FindingKind = Literal[FaultCause, "exploding layer", "dead layer", "stalled"]
 
 
 @dataclass(frozen=True)
-class Advice:
+class Explanation:
     """Text for all findings of one kind.
 
     usual: usual causes.
@@ -61,52 +61,52 @@ class Advice:
     remedy: str
 
 
-ADVICE: Mapping[Kind, Advice] = {
-    "data": Advice(
+EXPLANATIONS: Mapping[FindingKind, Explanation] = {
+    "data": Explanation(
         "a row of the data has NaN or infinity, from a missing value or from a division by a spread of 0",
         "remove or fill the rows named above; `eigengraft.testing.check_task` finds them before a run",
     ),
-    "validation data": Advice(
+    "validation data": Explanation(
         "rows that only validation reads have NaN, or are scaled differently from the training rows",
         "check the validation rows named above, and scale them with the numbers of the training rows",
     ),
-    "labels": Advice(
+    "labels": Explanation(
         "classes are numbered from 1, an extra class means `ignore`, or the model has too few outputs",
         "number the classes from 0, and give the model one output for each",
     ),
-    "initialization": Advice(
+    "initialization": Explanation(
         "initial weights are too large for the width of their layer, or are not finite",
         "scale initial weights by 1 / sqrt(inputs), start the output layer at 0, or set `task.init: spectral`",
     ),
-    "learning rate": Advice(
+    "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
         "divide lr by 10, add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr",
     ),
-    "precision": Advice(
+    "precision": Explanation(
         "activations or logits exceed the range of the low precision, which float32 still holds",
         "compute the layer with large numbers in float32, normalize its inputs, or remove `precision`",
     ),
-    "failed root": Advice(
+    "failed root": Explanation(
         "a statistic is nearly singular or badly scaled, so that its inverse root cannot be computed",
         "raise `eps` of the root solver, choose `solver: eigh`, lower lr, or raise `failure.roots`",
     ),
-    "model": Advice(
+    "model": Explanation(
         "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
         "add a small number inside the root, log or division of the layer",
     ),
-    "error": Advice(
+    "error": Explanation(
         "the code of the task, the model or a callback raised the error",
         "read the message; `eigengraft --debug train` prints where it was raised",
     ),
-    "exploding layer": Advice(
+    "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
         "lower `lr_ratio` of its route, add a norm before it, or give it weight decay",
     ),
-    "dead layer": Advice(
+    "dead layer": Explanation(
         "units behind it never fire (ReLU with very negative inputs), a factor is 0, or the loss does not use it",
         "lower lr, check the initial biases, use a smooth activation, or remove the layer",
     ),
-    "stalled": Advice(
+    "stalled": Explanation(
         "the learning rate is far too low or too high, labels do not belong to inputs, or gradients are cut off",
         "choose lr so that an update has 1e-3 times the norm of the weights; train on one batch, and check its labels",
     ),
@@ -123,7 +123,7 @@ class Finding:
     text: a sentence with what was seen.
     """
 
-    kind: Kind
+    kind: FindingKind
     step: int | None
     layer: str
     text: str
@@ -131,12 +131,12 @@ class Finding:
     @property
     def usual(self) -> str:
         """Usual causes of findings of this kind."""
-        return ADVICE[self.kind].usual
+        return EXPLANATIONS[self.kind].usual
 
     @property
     def remedy(self) -> str:
         """Things to do about findings of this kind."""
-        return ADVICE[self.kind].remedy
+        return EXPLANATIONS[self.kind].remedy
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     fault = record.fault
     if fault is None:
         return
-    kind: Kind = fault.cause
+    kind: FindingKind = fault.cause
     if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind = "learning rate"
     first = f"step {fault.step}: {fault.place} first: {fault.text}" if fault.place != "error" else fault.text
@@ -295,10 +295,10 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
             return
     peaks = record.run.layers.get("update_ratio_peak", {})
     name = max(peaks, key=peaks.__getitem__, default="")
-    others, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
-    if sick and others is not None and peak >= EXPLODED * max(1.0, EXPLODED_ALONE * others):
+    typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
+    if sick and typical is not None and peak >= EXPLODED * max(1.0, EXPLODED_ALONE * typical):
         text = f"an update of {name} had {peak:.3g} times the norm of its weights"
-        yield Finding("exploding layer", None, name, f"{text}, and of the other layers {others:.3g} times (median)")
+        yield Finding("exploding layer", None, name, f"{text}, and of the other layers {typical:.3g} times (median)")
 
 
 def _of_others(record: Record, measure: str, name: str) -> float | None:
@@ -331,8 +331,8 @@ def _is_stalled(record: Record) -> bool:
     evaluations, first, last = record.numbers("val_loss"), record.first_loss, record.last_loss
     if first is None or last is None or first <= 0 or len(record.numbers("loss")) < 4:
         return False
-    learned = len(evaluations) > 1 and evaluations[-1] < (1 - STALLED) * evaluations[0]
-    return not learned and last >= (1 - STALLED) * first
+    learned = len(evaluations) > 1 and evaluations[-1] < (1 - LEAST_FALL) * evaluations[0]
+    return not learned and last >= (1 - LEAST_FALL) * first
 
 
 def _stalled(record: Record) -> Finding:

@@ -31,9 +31,9 @@ A cross-entropy that starts at the loss of a uniform guess rises by half only if
 batches is far smaller.
 """
 
-Place = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
+FaultPlace = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
 """The kind of value that went wrong first; "error": none, but an error ended the run."""
-Cause = Literal[
+FaultCause = Literal[
     "data", "validation data", "labels", "initialization", "learning rate", "precision", "failed root", "model", "error"
 ]
 """The usual cause of a fault."""
@@ -50,8 +50,8 @@ class Fault:
     text: a sentence about value, place and cause.
     """
 
-    place: Place
-    cause: Cause
+    place: FaultPlace
+    cause: FaultCause
     step: int
     layer: str
     text: str

@@ -20,7 +20,7 @@ from eigengraft.optimizers.inspect.norms import NormWatch
 
 from .parallel import Ranks
 
-MEASURES = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
+LAYER_MEASURES = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
 """Measures of layers in a row of metrics: that of all layers together, the largest and smallest, and their layers."""
 
 
@@ -43,7 +43,7 @@ class Norms:
         """Return the measures that are defined: no ratio to a weight that is 0. Values that are NaN are infinite."""
         ratio = self.update / self.weight if self.weight else None
         growth = self.weight / self.first if 0 < self.first < math.inf else None
-        values = zip(MEASURES, (self.weight, self.gradient, ratio, growth), strict=True)
+        values = zip(LAYER_MEASURES, (self.weight, self.gradient, ratio, growth), strict=True)
         return {name: math.inf if math.isnan(value) else value for name, value in values if value is not None}
 
 
@@ -120,7 +120,7 @@ class Layers:
         columns: dict[str, Any] = {"failed_roots": self.failed_roots}
         layers = {name: own.measures() for name, own in self.last.items()} if measured else {}
         whole = _together(self.last.values()).measures() if layers else {}
-        for measure in MEASURES:
+        for measure in LAYER_MEASURES:
             own = {name: measures[measure] for name, measures in layers.items() if measure in measures}
             columns[measure] = _number(whole.get(measure))
             for end, pick in _ENDS.items():

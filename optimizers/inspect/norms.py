@@ -49,7 +49,8 @@ class NormWatch:
         self._before = []
         if ranks == 1:
             return sums
-        return sums / torch.tensor([_copies(p, ranks) for p in self.parameters], dtype=torch.float64).to(sums.device)
+        copies = [_copies(parameter, ranks) for parameter in self.parameters]
+        return sums / torch.tensor(copies, dtype=sums.dtype, device="cpu").to(sums.device)
 
 
 def _real(tensor: Tensor) -> Tensor:

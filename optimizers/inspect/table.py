@@ -65,7 +65,9 @@ _COUNTS = ("zero_gradients", "skipped", "failures")
 _Layer = TypeVar("_Layer")
 
 
-def worst(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[tuple[_Layer, str, Literal["largest", "smallest"]]]:
+def worst_ends(
+    rows: Iterable[tuple[_Layer, str, float]],
+) -> Iterator[tuple[_Layer, str, Literal["largest", "smallest"]]]:
     """Yield (layer, measure, end) of the extreme values of the measures in `WORST`, in its order.
 
     rows: (layer, measure, value). NaN counts as infinity.
@@ -132,7 +134,7 @@ class Inspection(Sequence[Measurement]):
         The largest comes first. Gradients and updates are a problem at both ends, a condition number only if it is
         large. A count that is 0 everywhere has no row.
         """
-        return type(self)(tuple(row for row, _, _ in worst((row, row.measure, row.value) for row in self.rows)))
+        return type(self)(tuple(row for row, _, _ in worst_ends((row, row.measure, row.value) for row in self.rows)))
 
     def values(self) -> list[float]:
         """Return the value of every row."""

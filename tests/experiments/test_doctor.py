@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Tick, train
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.doctor import ADVICE, Diagnosis, diagnose
+from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
 from eigengraft.experiments.tasks.base import generator
@@ -122,7 +122,7 @@ def test_a_failure_is_named(
     assert first.kind == kind, first
     assert first.step in step and layer in (None, first.layer), first
     assert all(word in first.text for word in words), first.text
-    assert ADVICE[first.kind].remedy in str(diagnosis) and not diagnosis.notes
+    assert EXPLANATIONS[first.kind].remedy in str(diagnosis) and not diagnosis.notes
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_an_error_of_the_task_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path) -> None:
     treated(patient(lr=1e-12), tmp_path / "run")
     said = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")])
-    assert said.exit_code == 1 and "stalled" in said.output and ADVICE["stalled"].usual in said.output
+    assert said.exit_code == 1 and "stalled" in said.output and EXPLANATIONS["stalled"].usual in said.output
     Task.members.pop("test_patient")  # as on a machine without the file that defines it
     printed = json.loads(CliRunner().invoke(app, ["doctor", str(tmp_path / "run"), "--json"]).output)
     assert [one["kind"] for one in printed["findings"]] == ["stalled"]
