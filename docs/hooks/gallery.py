@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
 import eigengraft
 from markup import inline
-from recipes import state_bytes
+from measured import ROOT, milliseconds, runs, state_bytes, steps_of, task_scores
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "papers" / "laptop_track" / "results"
 BUDGETS = ROOT / "tests" / "gpu" / "budgets.csv"
 TASKS = {"python": "Python sources", "digits": "handwritten digits"}
 """Tasks in the pictures, by their name in the results, with their caption."""
@@ -30,6 +26,8 @@ The axis of losses is logarithmic, and the same for all recipes.
 - **state**: bytes of state per parameter of a 1024 x 1024 weight.
 - **traffic**: memory that a step between two refreshes reads and writes on an accelerator, as a multiple of the
   parameters' bytes. It is counted on GPT-2 small with a simulated accelerator.
+- **ms**: counted time of the optimizer in a step of GPT-2 small on one H100,
+  [a lower bound](../papers/laptop_track/README.md#counted-cost).
 - **steps**: steps to the track's target loss, of 200, on the two tasks.
 """
 
@@ -46,15 +44,15 @@ def page() -> str:
 
 
 def card(name: str) -> str:
-    """Return the HTML of one recipe: name, summary, two pictures, and three numbers."""
+    """Return the HTML of one recipe: name, summary, two pictures, and four numbers."""
     about = (eigengraft.load_recipe(name).about or "").partition(" (")[0]
     pictures = "".join(
         f"<figure>{picture(task, name)}<figcaption>{caption}</figcaption></figure>" for task, caption in TASKS.items()
     )
     traffic = traffics().get(name)
     facts = [f"state {state_bytes(name):.1f}", f"traffic {traffic:.0f}" if traffic is not None else ""]
-    steps = [str(steps_to_target(name).get(task) or "not reached") for task in TASKS]
-    facts.append(f"steps {' / '.join(steps)}")
+    facts.append(f"{milliseconds(name):.3g} ms")
+    facts.append(f"steps {' / '.join(steps_of(task_scores(name)[task]) for task in TASKS)}")
     return (
         f'<div class="card"><a href="recipes/{name}.html"><code>{name}</code></a><p>{inline(about)}</p>'
         f"<div>{pictures}</div><p>{' · '.join(filter(None, facts))}</p></div>"
@@ -64,14 +62,12 @@ def card(name: str) -> str:
 @cache
 def curves(name: str) -> dict[str, Curve]:
     """Return the mean curve of a recipe for each task in the pictures; {} if one of them was not run."""
-    path = RESULTS / f"{name.replace('/', '_')}.json"
-    if not path.is_file():
-        return {}
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     found = {}
     for task in TASKS:
-        seeds = [dict(zip(*row["curve"], strict=True)) for row in rows if row["labels"].get("task") == task]
-        steps = [step for step in (seeds[0] if seeds else {}) if all(seed.get(step) is not None for seed in seeds)]
+        seeds = [dict(zip(run.steps, run.losses, strict=True)) for run in runs(name).get(task, ())]
+        steps = [
+            step for step in (seeds[0] if seeds else {}) if all(seed.get(step, math.inf) < math.inf for seed in seeds)
+        ]
         found[task] = {step: sum(seed[step] for seed in seeds) / len(seeds) for step in steps}
     return found if all(found.values()) else {}
 
@@ -105,15 +101,3 @@ def traffics() -> dict[str, float]:
     """Return the traffic of a steady step by recipe, from the table of budgets that the tests check."""
     with BUDGETS.open(encoding="utf-8", newline="") as file:
         return {row["recipe"]: float(row["traffic"]) for row in csv.DictReader(file)}
-
-
-@cache
-def steps_to_target(name: str) -> dict[str, int]:
-    """Return the steps of a recipe to the target of each task, from the table of the track."""
-    lines = (ROOT / "papers" / "laptop_track" / "README.md").read_text(encoding="utf-8").splitlines()
-    head = next(line for line in lines if line.startswith("| entry |"))
-    tasks = [cell.split()[0] for cell in head.strip("| ").split(" | ")[2:]]
-    own = f"| `{name.replace('/', '_')}` |"
-    row = next((line for line in lines if line.startswith(own)), "")
-    cells = [cell.split()[0] for cell in row.strip("| ").split(" | ")[2:]]
-    return {task: int(cell) for task, cell in zip(tasks, cells, strict=False) if cell.isdigit()}

@@ -1,8 +1,8 @@
-"""Reference pages of the shipped recipes: what they say of themselves, their YAML, their parts and their state."""
+"""Reference pages of the shipped recipes: what they follow, their YAML, their parts, their state and their numbers."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -11,11 +11,13 @@ from typing import Any, Literal, get_args
 import eigengraft
 from eigengraft.component import Component
 from eigengraft.experiments.cli.console import to_yaml
-from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import recipe_folder, shipped
 from markup import inline, table
+from measured import COUNTED_MODELS, H100, ROOT, SHAPE, cells, goals_table, milliseconds, section, state_bytes
 
-SHAPE = (1024, 1024)
+ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+INDEX_TASKS = {"python": "Python sources", "digits": "digits"}
+"""Tasks of the laptop track in the index, with their headings."""
 
 
 def recipe_pages() -> dict[str, str]:
@@ -32,11 +34,13 @@ def recipe_page(name: str) -> str:
     return "\n\n".join(
         [
             f"# {name}",
-            inline(recipe.about or ""),
+            linked(inline(recipe.about or "")),
+            *_papers(recipe.about or "", up),
             *_relatives(name, up),
             f'```yaml title="optimizers/recipe/shipped/{name}.yaml"\n{text.rstrip()}\n```',
             f'`eigengraft.compose("{name}", model)` in Python, `recipe: {name}` in YAML.',
             f"**State:** {state_bytes(name):.2f} bytes per parameter of a {SHAPE[0]} x {SHAPE[1]} weight in float32.",
+            section(name, up),
             f"**Parts:** {', '.join(links)}.",
             f'??? info "Every field, defaults included"\n\n    ```yaml\n    {full}\n    ```',
         ]
@@ -57,23 +61,59 @@ def _relatives(name: str, up: str) -> Iterator[str]:
         yield f"Base of {', '.join(map(link, derived))}."
 
 
-def index_page() -> str:
-    """All shipped recipes with what they say of themselves."""
-    rows = []
-    for name in eigengraft.shipped_recipes():
-        about = inline(eigengraft.load_recipe(name).about or "")
-        rows.append([f"[`{name}`]({name}.md)", about, f"{state_bytes(name):.2f}"])
-    head = (
-        "# Shipped recipes\n\nState is in bytes per parameter of a "
-        f"{SHAPE[0]} x {SHAPE[1]} weight in float32, with the recipe's own blocking."
-    )
-    return f"{head}\n\n{table(['recipe', 'what it is', 'state'], rows)}\n"
+def linked(text: str) -> str:
+    """Return Markdown in which numbers of arXiv are links."""
+    return ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def _papers(about: str, up: str) -> Iterator[str]:
+    """Links to the pages of the papers here that a recipe names."""
+    pages = dict.fromkeys(page for number in ARXIV.findall(about) for page in paper_pages().get(number, ()))
+    if pages:
+        links = (f"[{title}]({up}../papers/{folder}/README.md)" for folder, title in pages)
+        yield f"Tested against its paper: {', '.join(links)}."
 
 
 @cache
-def state_bytes(name: str) -> float:
-    """Bytes of state per parameter of one weight matrix, counted without allocating anything."""
-    return int(plan(name, [("weight", SHAPE)], (1,)).state.max()) / math.prod(SHAPE)
+def paper_pages() -> dict[str, list[tuple[str, str]]]:
+    """(folder, title) of the pages of papers/ by the numbers of arXiv that are in the first lines of the page."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for path in sorted((ROOT / "papers").glob("*/README.md")):
+        lines = path.read_text(encoding="utf-8").splitlines()[:5]
+        for number in ARXIV.findall("\n".join(lines)):
+            found[number].append((path.parent.name, lines[0].removeprefix("# ")))
+    return found
+
+
+def index_page() -> str:
+    """All shipped recipes with what they follow and with their numbers, below a table of recipes by goal."""
+    rows = []
+    for name in eigengraft.shipped_recipes():
+        about = linked(inline(eigengraft.load_recipe(name).about or ""))
+        numbers = (f"{state_bytes(name):.2f}", f"{milliseconds(name):.3g}", *cells(name, list(INDEX_TASKS)))
+        rows.append([f"[`{name}`]({name}.md)", about, *numbers])
+    tasks = [f"{title}: {what}" for title in INDEX_TASKS.values() for what in ("steps", "loss", "rate")]
+    head = ["recipe", "what it is", "state", "ms", "profile", *tasks]
+    model = next(iter(COUNTED_MODELS.values()))
+    return f"""# Shipped recipes
+
+## Which one should I use?
+
+The table follows from the runs of the [laptop track](../../papers/laptop_track/README.md), small tasks that train in
+seconds. Start with a recipe of your goal, and compare it with `adamw` on a task of your own (`eigengraft ablate`).
+
+{goals_table()}
+
+## All recipes
+
+- **state**: bytes per parameter of a {SHAPE[0]} x {SHAPE[1]} weight in float32, with the recipe's own blocking.
+- **ms**: counted time of the optimizer in a step of {model} on one
+  {H100.name}, [a lower bound](../../papers/laptop_track/README.md#counted-cost).
+- **profile**: score on the laptop track, 1 for the fewest steps on every task.
+- **steps, loss, rate**: steps to the target, final loss and best learning rate on two of its tasks.
+
+{table(head, rows)}
+"""
 
 
 def base_of(name: str) -> str | None:

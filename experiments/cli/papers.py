@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,12 +33,13 @@ def reproduce_command(
     to hold.
     """
     from ..reproduction.claims import load_claims
+    from ..reproduction.pages import paper_pages
 
     _require_effect(check, write, out, workers)
     claims = load_claims(folder)
     if not check and not write:
         _run_studies(folder, claims, out or Path("runs") / folder.resolve().name, workers)
-    stale = _outdated_pages(folder, renew=not check)
+    stale = _outdated(paper_pages(folder), renew=not check)
     wrong = _print_verdicts(folder, claims)
     for page in stale:
         typer.echo(f"{page}: differs from the results; write it with --write")
@@ -64,12 +66,10 @@ def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | No
         keep_results(collect_results(out / name), folder / "results" / f"{name}.json")
 
 
-def _outdated_pages(folder: Path, renew: bool) -> list[str]:
-    """Return the generated pages that differ from a folder's results. With `renew`, write all pages and return none."""
-    from ..reproduction.pages import paper_pages
-
+def _outdated(pages: Mapping[Path, str], renew: bool) -> list[str]:
+    """Return the paths whose files differ from their generated text. With `renew`, write all files and return none."""
     stale = []
-    for path, text in paper_pages(folder).items():
+    for path, text in pages.items():
         if renew:
             make_directory(path.parent)
             write_text(path, text)
@@ -94,12 +94,12 @@ track_app = typer.Typer(
     no_args_is_help=True, help="A benchmark with fixed tasks and rules: steps to a loss, entries are recipes."
 )
 
-Folder = Annotated[Path, typer.Option(help="folder of the track, which keeps the runs of entries in results/")]
+Folder = Annotated[Path, typer.Option(help="folder of the track, with entries.yaml, results.csv and the page")]
 
 
 @track_app.command("run")
 def track_run_command(
-    recipe: Annotated[str, typer.Argument(help="a recipe file, which names the entry, or a shipped recipe's name")],
+    entry: Annotated[str, typer.Argument(help="an entry of the folder, a recipe file, or a shipped recipe's name")],
     folder: Folder = Path("runs/track"),
     out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/track/runs/NAME")] = None,
     workers: Workers = None,
@@ -109,39 +109,35 @@ def track_run_command(
 
     The same command again continues a stopped one.
     """
-    from ..track.track import entry_name, entry_study, keep_entry, load_track
+    from ..track.track import RESULTS, entry_study, find_entry, keep_entry, load_track
 
-    track, name = load_track(), entry_name(recipe)
+    track, found = load_track(), find_entry(entry, folder)
     directory = run_to_end(
-        entry_study(track, recipe, imports or ()), [], out or Path("runs/track/runs") / name, workers
+        entry_study(track, found, imports or ()), [], out or Path("runs/track/runs") / found.name, workers
     )
-    path = folder / "results" / f"{name}.json"
-    for task in keep_entry(track, directory, path):
+    for task in keep_entry(track, found, directory, folder):
         remedy = "compare only with entries that were made with the same data"
         typer.echo(f"{task}: the data differ from those of version {track.version}; {remedy}")
-    typer.echo(f"{path}; for the table: eigengraft track report --folder {folder}")
+    typer.echo(f"{folder / RESULTS}; for the tables: eigengraft track report --folder {folder}")
 
 
 @track_app.command("report")
 def track_report_command(
     folder: Folder = Path("runs/track"),
     check: Annotated[
-        bool, typer.Option("--check", help="write nothing: say whether the table is that of its results")
+        bool, typer.Option("--check", help="write nothing: say whether the page is that of its results")
     ] = False,
 ) -> None:
-    """Print the table of all entries in a folder, and write it as table.md, beside the figure profile.svg."""
-    from ..track.track import load_track, read_entries, scores, track_table, write_profiles
+    """Print the steps of all entries in a folder, and write its page README.md and its figure profile.svg."""
+    from ..track.report import standing, steps_table, track_page, write_profiles
+    from ..track.track import load_track
 
-    track = load_track()
-    entries = read_entries(track, folder / "results")
-    found = scores(track, entries)
-    table = track_table(track, entries, found)
-    typer.echo(table)
-    path = folder / "table.md"
-    if check:
-        if not path.is_file() or path.read_text(encoding="utf-8") != table:
-            typer.echo(f"{path}: differs from the results; write it with `eigengraft track report`")
-            raise typer.Exit(1)
-        return
-    write_text(path, table)
-    write_profiles(found, folder / "profile.svg")
+    now = standing(load_track(), folder)
+    typer.echo(steps_table(now))
+    stale = _outdated(track_page(now, folder), renew=not check)
+    for page in stale:
+        typer.echo(f"{page}: differs from the results; write it with `eigengraft track report --folder {folder}`")
+    if stale:
+        raise typer.Exit(1)
+    if not check:
+        write_profiles(now, folder / "profile.svg")

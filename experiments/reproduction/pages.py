@@ -40,7 +40,7 @@ def paper_pages(folder: Path) -> dict[Path, str]:
     pages = {folder / "results" / "claims.md": f"# {claims.paper}\n\n{table}"}
     readme = folder / "README.md"
     if readme.is_file():
-        pages[readme] = _renewed(readme, tables)
+        pages[readme] = renewed(readme.read_text(encoding="utf-8"), tables, str(readme))
     return pages
 
 
@@ -102,13 +102,16 @@ def _measured(finding: ClaimFinding, claim: PaperClaim) -> str:
     return f"{text} [{finding.low:{sign}.3f}, {finding.high:{sign}.3f}]"
 
 
-def _renewed(readme: Path, tables: Mapping[str, str]) -> str:
-    """Return README.md with new tables between its markers. Raises RecipeError for a marker of an unknown table."""
+def renewed(text: str, tables: Mapping[str, str], where: str) -> str:
+    """Return a page with new tables between its markers. Raises RecipeError for a marker of an unknown table.
+
+    where: path of the page, for the error.
+    """
 
     def table(found: re.Match[str]) -> str:
         name = found["name"]
         if name not in tables:
-            raise RecipeError(f"{readme}: the marker '{name}' names no table; tables are {', '.join(tables)}")
+            raise RecipeError(f"{where}: the marker '{name}' names no table; tables are {', '.join(tables)}")
         return f"{found[1]}{tables[name]}{found[3]}"
 
-    return _MARKED.sub(table, readme.read_text(encoding="utf-8"))
+    return _MARKED.sub(table, text)

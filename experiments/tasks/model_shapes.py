@@ -24,6 +24,7 @@ class Llama(NamedTuple):
     hidden: width of its feed-forward layers.
     keys: width of its keys and values.
     vocabulary: number of tokens.
+    tied: True if the head is the embedding.
     """
 
     layers: int
@@ -31,6 +32,7 @@ class Llama(NamedTuple):
     hidden: int
     keys: int
     vocabulary: int
+    tied: bool = False
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield every parameter by its name in published checkpoints; the weight of a Linear is [outputs, inputs]."""
@@ -45,7 +47,8 @@ class Llama(NamedTuple):
             for name in ("input", "post_attention"):
                 yield f"{block}.{name}_layernorm.weight", (d,)
         yield "model.norm.weight", (d,)
-        yield "lm_head.weight", (self.vocabulary, d)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, d)
 
 
 class GPT2(NamedTuple):
@@ -77,13 +80,15 @@ class GPT2(NamedTuple):
 
 
 MODELS: Mapping[str, Llama | GPT2] = {
+    "llama-1b": Llama(layers=16, width=2048, hidden=8192, keys=8 * 64, vocabulary=128256, tied=True),
     "llama-8b": Llama(layers=32, width=4096, hidden=14336, keys=8 * 128, vocabulary=128256),
     "llama-70b": Llama(layers=80, width=8192, hidden=28672, keys=8 * 128, vocabulary=128256),
     "gpt2": GPT2(layers=12, width=768, vocabulary=50257, length=1024),
 }
 """Published models by name.
 
-Llama 3: Grattafiori et al. 2024, table 3, with 8 heads of keys and values of 128 each. GPT-2 small, without a head.
+Llama 3: Grattafiori et al. 2024, table 3, with 8 heads of keys and values of 128 each. Llama 3.2 1B: its published
+configuration, 1.24e9 parameters. GPT-2 small, without a head.
 """
 
 

@@ -1,28 +1,34 @@
-"""A track: its rules as data, the runs of its entries, their scores, and the table and figure of all entries."""
+"""A track: its rules as data, its two tables of entries and of runs, and the scores of entries."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+import yaml
 from pydantic import Field
 
 from eigengraft.component import Component, validated
-from eigengraft.optimizers.recipe.loading import read_yaml
+from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_recipes
 
-from ..files import read_object
-from ..reports.figures import INK, LIGHT, save_figure, style_axes
+from ..files import make_directory, write_text
 from ..reports.records import read_records
 from ..reports.seed_statistics import Target
-from ..reports.tables import format_rate, markdown_table
-from ..reproduction.results import collect_results, keep_results
+from ..reproduction.results import NUMBERS, collect_results
 from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")
+ENTRIES, RESULTS = "entries.yaml", "results.csv"
+"""Files of a folder of a track: the recipe of each entry, and a row for each run."""
+MADE = ("track", "date", "cpu", "device", "threads", "python", "torch", "eigengraft")
+"""Columns of the provenance of a run: version of the rules, date, machine and versions."""
+COLUMNS = ("entry", "task", "seed", "lr", "edge", *NUMBERS, "data", "curve", *MADE)
+"""Columns of the table of runs. `curve` has `step:loss` for each evaluation."""
 
 
 class TrackTask(Component):
@@ -56,27 +62,46 @@ def load_track(path: Path = LAPTOP) -> Track:
     return validated(Track, read_yaml(path))
 
 
-def entry_study(track: Track, recipe: str, imports: Iterable[str] = ()) -> Study:
+@dataclass(frozen=True)
+class Entry:
+    """One recipe of a track: the name of its rows, and its recipe as a recipe file declares it."""
+
+    name: str
+    recipe: Mapping[str, Any]
+
+
+def find_entry(source: str, folder: Path) -> Entry:
+    """Return the entry that `source` names: one in the table of a folder, a recipe file, or a shipped recipe."""
+    known = read_recipes(folder)
+    if source in known:
+        return Entry(source, known[source])
+    if Path(source).suffix not in (".yaml", ".yml"):
+        raw_recipe(source)  # an unknown name is refused here
+        return Entry(entry_name(source), {"base": source})
+    declared = read_yaml(source)
+    alone = isinstance(declared, Mapping) and declared.get("base") in (None, *shipped_recipes())
+    return Entry(Path(source).stem, declared if alone else raw_recipe(source))
+
+
+def entry_name(recipe: str) -> str:
+    """Return the name of the entry of a shipped recipe."""
+    return recipe.replace("/", "_")
+
+
+def entry_study(track: Track, entry: Entry, imports: Iterable[str] = ()) -> Study:
     """Return the study of one entry: every task with its search and its seeds.
 
-    recipe: name of a shipped recipe, or a recipe file.
     imports: files or modules that define components of the recipe.
     """
-    base: Mapping[str, Any] = {**track.base, "recipe": recipe, "imports": list(imports)}
     return load_study(
         {
-            "name": entry_name(recipe),
-            "base": dict(base),
+            "name": entry.name,
+            "base": {**track.base, "recipe": dict(entry.recipe), "imports": list(imports)},
             "axes": {"task": {name: task.experiment for name, task in track.tasks.items()}},
             "tune": track.tune,
             "seeds": track.seeds,
         }
     )
-
-
-def entry_name(recipe: str) -> str:
-    """Return the name of an entry: that of the recipe, or of its file without the suffix."""
-    return Path(recipe).stem
 
 
 @dataclass(frozen=True)
@@ -115,56 +140,90 @@ class EntryRuns:
     made: Mapping[str, str]
 
 
-def keep_entry(track: Track, directory: Path, path: Path) -> list[str]:
-    """Write the finished runs of an entry's study to a file. Return the tasks whose data differ from those of the
-    track.
+def keep_entry(track: Track, entry: Entry, directory: Path, folder: Path) -> list[str]:
+    """Write an entry and the finished runs of its study into the tables of a folder, in place of its earlier ones.
 
-    Raises ValueError if a run is not finished.
+    Return the tasks whose data differ from those of the track. Raises ValueError if a run is not finished.
     """
     content = collect_results(directory)
-    records = read_records(directory)
-    others = []
-    for row, run in zip(content["rows"], records.runs, strict=True):
-        task = row["labels"]["task"]
-        row["data"] = run.data[1][:16]
-        if row["data"] != track.tasks[task].sha256[:16] and task not in others:
+    made = {"track": str(track.version), **content["made"]}
+    rows, others = [], []
+    for row, run in zip(content["rows"], read_records(directory).runs, strict=True):
+        task, data = row["labels"]["task"], run.data[1][:16]
+        losses = [math.nan if loss is None else loss for loss in row["curve"][1]]
+        curve = " ".join(f"{step}:{loss}" for step, loss in zip(row["curve"][0], losses, strict=True))
+        rows.append({**row, "entry": entry.name, "task": task, "data": data, "curve": curve, **made})
+        if data != track.tasks[task].sha256[:16] and task not in others:
             others.append(task)
-    content["made"] = {"track": str(track.version), **content["made"]}
-    keep_results(content, path)
+    make_directory(folder)
+    kept = [row for row in _rows(folder) if row["entry"] != entry.name]
+    write_text(folder / RESULTS, results_text(sorted([*kept, *rows], key=lambda row: str(row["entry"]))))
+    known = {**read_recipes(folder), entry.name: dict(entry.recipe)}
+    write_text(folder / ENTRIES, yaml.safe_dump(known, default_flow_style=None, width=120))
     return others
 
 
+def results_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the table of runs as CSV. Numbers that a run does not have are empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def read_recipes(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the recipes of the entries in a folder by name; {} if it has no table of entries."""
+    path = folder / ENTRIES
+    return dict(read_yaml(path)) if path.is_file() else {}
+
+
 def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
-    """Return the entries in a folder. Raises ValueError if runs are missing or entries had different data."""
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
+    """Return the runs of all entries in a folder.
+
+    Raises ValueError if runs are missing, or if entries had different data.
+    """
+    found: dict[str, list[Mapping[str, str]]] = {}
+    for row in _rows(folder):
+        found.setdefault(row["entry"], []).append(row)
+    if not found:
         raise ValueError(f"track: '{folder}' has no results of entries; make some with `eigengraft track run`")
-    entries = [_read(track, path) for path in paths]
+    entries = [_entry(track, name, rows, folder / RESULTS) for name, rows in found.items()]
     for task in track.tasks:
         data = {entry.name: {run.data for run in entry.runs[task]} for entry in entries}
         first = entries[0].name
-        for name, found in data.items():
-            if found != data[first]:
+        for name, other in data.items():
+            if other != data[first]:
                 raise ValueError(f"track: {first} and {name} were run with different data of {task}; run one again")
     return entries
 
 
-def _read(track: Track, path: Path) -> EntryRuns:
-    content = read_object(path)
-    if content["made"].get("track") != str(track.version):
-        raise ValueError(f"{path}: results are of version {content['made'].get('track')}, not {track.version}")
-    found: dict[str, list[TaskRun]] = {task: [] for task in track.tasks}
-    for row in content["rows"]:
-        steps, losses = row["curve"]
-        finite = [math.inf if loss is None else loss for loss in losses]
-        one = TaskRun(row["seed"], steps, finite, row["seconds"], row["lr"], row.get("edge", ""), row["data"])
-        found[row["labels"]["task"]].append(one)
-    runs = {task: sorted(some, key=lambda run: run.seed) for task, some in found.items()}
+def _rows(folder: Path) -> list[dict[str, str]]:
+    path = folder / RESULTS
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _entry(track: Track, name: str, rows: Sequence[Mapping[str, str]], path: Path) -> EntryRuns:
+    runs: dict[str, list[TaskRun]] = {task: [] for task in track.tasks}
+    for row in rows:
+        if row["track"] != str(track.version):
+            raise ValueError(f"{path}: results of {name} are of version {row['track']}, not {track.version}")
+        runs[row["task"]].append(_run(row))
     for task, some in runs.items():
-        if [run.seed for run in some] != sorted(track.seeds):
-            seeds = [run.seed for run in some]
-            raise ValueError(f"{path}: runs of {task} must have the seeds {sorted(track.seeds)}, got {seeds}")
-    return EntryRuns(path.stem, runs, content["made"])
+        some.sort(key=lambda run: run.seed)
+        if (seeds := [run.seed for run in some]) != sorted(track.seeds):
+            raise ValueError(f"{path}: runs of {name} on {task} must have the seeds {sorted(track.seeds)}, got {seeds}")
+    return EntryRuns(name, runs, {key: rows[0][key] for key in MADE})
+
+
+def _run(row: Mapping[str, str]) -> TaskRun:
+    points = [point.split(":") for point in row["curve"].split()]
+    losses = [loss if math.isfinite(loss := float(text)) else math.inf for _, text in points]
+    numbers = float(row["seconds"]), float(row["lr"])
+    return TaskRun(int(row["seed"]), [int(step) for step, _ in points], losses, *numbers, row["edge"], row["data"])
 
 
 WORST_RATIO = 4.0
@@ -189,6 +248,10 @@ class TaskScore:
     edge: str
 
 
+Scores = Mapping[str, Mapping[str, TaskScore]]
+"""Entry -> task -> score."""
+
+
 def score(task: TrackTask, z: float, runs: Sequence[TaskRun]) -> TaskScore:
     """Return the score of an entry on one task.
 
@@ -211,15 +274,22 @@ def scores(track: Track, entries: Sequence[EntryRuns]) -> dict[str, dict[str, Ta
     }
 
 
-def ratios(found: Mapping[str, Mapping[str, TaskScore]]) -> dict[str, dict[str, float]]:
-    """Return entry -> task -> steps divided by the fewest of all entries, infinity if the target is not reached."""
-    fewest: dict[str, float] = {}
-    for own in found.values():
-        for task, one in own.items():
-            fewest[task] = min(one.steps, fewest.get(task, math.inf))
-    return {
-        name: {task: one.steps / fewest[task] if one.steps < math.inf else math.inf for task, one in own.items()}
+def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str, dict[str, float]]:
+    """Return entry -> task -> steps divided by the fewest of all entries, infinity if the target is not reached.
+
+    costs: cost of one step by entry, with which its steps are multiplied first; None: all steps cost the same.
+    """
+    spent = {
+        name: {task: one.steps * (1.0 if costs is None else costs[name]) for task, one in own.items()}
         for name, own in found.items()
+    }
+    fewest: dict[str, float] = {}
+    for own in spent.values():
+        for task, value in own.items():
+            fewest[task] = min(value, fewest.get(task, math.inf))
+    return {
+        name: {task: value / fewest[task] if value < math.inf else math.inf for task, value in own.items()}
+        for name, own in spent.items()
     }
 
 
@@ -231,68 +301,3 @@ def profile(own: Mapping[str, float], at: Sequence[float]) -> list[float]:
 def profile_score(own: Mapping[str, float]) -> float:
     """Return the integral of rho(tau) from 1 to 4, divided by 3, as AlgoPerf does: 1 for fewest steps everywhere."""
     return sum(max(0.0, WORST_RATIO - ratio) for ratio in own.values()) / (len(own) * (WORST_RATIO - 1))
-
-
-DRAWN, BASELINE = 8, "adamw"
-"""Number of best entries in the figure, and the entry that is always in it."""
-
-
-def track_table(track: Track, entries: Sequence[EntryRuns], found: Mapping[str, Mapping[str, TaskScore]]) -> str:
-    """Return tables with a row for each entry, the best profile first.
-
-    The first table has steps to the target and seconds, or the final loss. The second has learning rates.
-    """
-    apart = ratios(found)
-    order = sorted(found, key=lambda name: (-profile_score(apart[name]), name))
-    goals = [f"{name} to {task.target:g} of {task.experiment['steps']}" for name, task in track.tasks.items()]
-    steps = markdown_table(
-        ("entry", "profile", *goals),
-        [(f"`{name}`", f"{profile_score(apart[name]):.2f}", *map(_reached, found[name].values())) for name in order],
-    )
-    rates = markdown_table(
-        ("entry", *track.tasks, "made"),
-        [(f"`{name}`", *map(_rate, found[name].values()), _made(entries, name)) for name in order],
-    )
-    return f"Steps to the target, and seconds:\n\n{steps}\nLearning rates that the searches chose:\n\n{rates}"
-
-
-def draw_profiles(found: Mapping[str, Mapping[str, TaskScore]]) -> Figure:
-    """Draw rho(tau) of the DRAWN entries with the best profiles, and of AdamW."""
-    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    apart = ratios(found)
-    order = sorted(found, key=lambda name: (-profile_score(apart[name]), name))
-    for style, name in enumerate([*order[:DRAWN], *(name for name in order[DRAWN:] if name == BASELINE)]):
-        at = sorted({1.0, WORST_RATIO, *(one for one in apart[name].values() if one < WORST_RATIO)})
-        dash = "-" if style < len(LIGHT) else (0, (5, 1.5))
-        # each line is a little lower than the one before, so that lines that coincide stay visible
-        shares = [share - 0.006 * style for share in profile(apart[name], at)]
-        colour = LIGHT[style % len(LIGHT)]
-        axes.plot(at, shares, drawstyle="steps-post", color=colour, linewidth=1.7, linestyle=dash, label=name)
-    axes.set_xlabel("steps, divided by the fewest of all entries")
-    axes.set_ylabel("share of tasks")
-    axes.set_xlim(1, WORST_RATIO)
-    axes.set_ylim(-0.06, 1.04)
-    style_axes(axes)
-    figure.legend(loc="outside right center", fontsize=8.5, labelcolor=INK, frameon=False, handlelength=2.2)
-    return figure
-
-
-def write_profiles(found: Mapping[str, Mapping[str, TaskScore]], path: Path) -> None:
-    """Draw the profiles and save them. The suffix determines the format."""
-    save_figure(draw_profiles(found), path)
-
-
-def _reached(one: TaskScore) -> str:
-    if one.steps < math.inf:
-        return f"{one.steps:.0f} ({one.seconds:.1f} s)"
-    return f"no ({one.loss:.3f})" if math.isfinite(one.loss) else "diverged"
-
-
-def _rate(one: TaskScore) -> str:
-    return format_rate(one.lr, one.edge)
-
-
-def _made(entries: Sequence[EntryRuns], name: str) -> str:
-    made = next(entry.made for entry in entries if entry.name == name)
-    return f"{made['date']}, eigengraft {made['eigengraft']}, torch {made['torch']}"

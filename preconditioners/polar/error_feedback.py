@@ -15,7 +15,7 @@ from eigengraft.numerics import apply_aligned, safe_ratio, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import as_matrices
+from ..algebra.products import as_matrices, matrix_shape
 from ..base import Stage, Traits
 from .spectral import NewtonSchulz, PolarSolver
 
@@ -36,7 +36,9 @@ class Dion(Stage):
     rank: int = Field(default=64, ge=1, description="number r of directions, at most the shorter side")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(matrices=True)
+        m, n = matrix_shape(block)
+        r = min(self.rank, m, n)
+        return Traits(matrices=True, work=8.0 * m * n * r + 4.0 * m * r**2)  # four products, and a QR
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         rows, columns = block[0] if block else 1, math.prod(block[1:])
@@ -87,7 +89,9 @@ class Dion2(Stage):
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(matrices=True)
+        m, n = matrix_shape(block)
+        m, n = (m, n) if self.side == "left" or (self.side == "smaller" and m <= n) else (n, m)
+        return Traits(matrices=True, work=self.solver.operations(math.ceil(self.fraction * m), n) + 4.0 * m * n)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"m": Slot(block, role="first_moment", frame="vector")}

@@ -28,12 +28,21 @@ class PolarSolver(Schedulable, ABC, family="polar_solver"):
     def polar(self, x: Tensor) -> Tensor:
         """Return the polar factors of matrices x `[N, m, n]`, in the same shape. A zero matrix stays zero."""
 
+    def operations(self, m: int, n: int) -> float:
+        """Return the floating-point operations for a matrix [m, n]: by default those of five Newton-Schulz steps."""
+        return newton_schulz_operations(5, m, n)
+
     @final
     def of_blocks(self, x: Tensor) -> Tensor:
         """Return the polar factors of blocks `[N, *block]` as matrices, first axis x the rest. A
         vector is one column.
         """
         return self.polar(as_matrices(x)).reshape(x.shape)
+
+
+def newton_schulz_operations(steps: int, m: int, n: int) -> float:
+    """Return the operations of Newton-Schulz: in each step three products on the shorter side."""
+    return 6.0 * steps * min(m, n) * m * n
 
 
 class NewtonSchulz(PolarSolver):
@@ -62,6 +71,9 @@ class NewtonSchulz(PolarSolver):
     def _triples_are_used(self) -> Self:
         require_used(self.coefficients, self.steps)
         return self
+
+    def operations(self, m: int, n: int) -> float:
+        return newton_schulz_operations(self.steps, m, n)
 
     def polar(self, x: Tensor) -> Tensor:
         y = x / per_block(block_norm(x).clamp_min(self.eps), x)
@@ -121,6 +133,9 @@ class Triangular(PolarSolver):
     kind: Literal["triangular"] = "triangular"
     passes: int = Field(default=1, ge=1, le=20, description="how often rows are decorrelated")
 
+    def operations(self, m: int, n: int) -> float:
+        return 3.0 * self.passes * min(m, n) * m * n  # a product, and a substitution of half as many operations
+
     def polar(self, x: Tensor) -> Tensor:
         tall = x.shape[1] > x.shape[2]
         q = _unit_rows(x.mT if tall else x)
@@ -150,8 +165,7 @@ class Spectral(Stage):
     nuclear_norm: bool = Field(default=False, description="multiply by <d, polar(d)>, in units of the direction")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        m, n = matrix_shape(block)
-        work = 30.0 * min(m, n) * m * n  # five iterations of three products, each with 2 operations
+        work = self.solver.operations(*matrix_shape(block))
         bounded = not self.nuclear_norm
         return Traits(matrices=True, work=work, spectral_norm=1.0 if bounded else None, scale_free=bounded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -10,22 +11,30 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from eigengraft import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.seed_statistics import Target
 from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.tasks.model_shapes import MODELS
+from eigengraft.experiments.track.cost import H100, TOKENS, optimizer_ms, step_costs, step_ms
+from eigengraft.experiments.track.report import PUBLISHED, rank_correlation, standing, steps_table, track_page
 from eigengraft.experiments.track.track import (
+    RESULTS,
     TaskRun,
     TrackTask,
     entry_study,
+    find_entry,
     load_track,
     profile,
     profile_score,
     ratios,
     read_entries,
+    read_recipes,
+    results_text,
     score,
-    scores,
-    track_table,
 )
+from eigengraft.optimizers.plan.plan import plan
+from eigengraft.optimizers.recipe.loading import load_recipe, read_yaml
 
 from ..refusals import refused
 
@@ -86,26 +95,78 @@ def test_ratios_are_to_the_fewest_steps_of_all_entries() -> None:
 
 def test_an_entry_changes_the_recipe_and_nothing_else() -> None:
     track = load_track()
-    plans = [plan_runs(entry_study(track, name)) for name in ("adamw", str(LAPTOP / "entries" / "muon.yaml"))]
+    plans = [plan_runs(entry_study(track, find_entry(name, LAPTOP))) for name in ("adamw", "muon")]
     assert len(plans[0]) == len(track.tasks) * len(track.seeds)
     for one, other in zip(*plans, strict=True):
         assert one.directory == other.directory and one.experiment.recipe != other.experiment.recipe
         assert one.experiment.replace(recipe=other.experiment.recipe) == other.experiment
 
 
-def test_the_committed_table_is_that_of_the_committed_runs() -> None:
-    done = CliRunner().invoke(app, ["track", "report", "--folder", str(LAPTOP), "--check"])
-    assert done.exit_code == 0, done.output
+def test_an_entry_is_one_of_the_folder_a_file_or_a_shipped_recipe(tmp_path: Path) -> None:
+    assert find_entry("soap", LAPTOP).recipe == {"base": "soap", "lr": 0.016}
+    assert find_entry("reference/soap", tmp_path).name == "reference_soap"
+    assert find_entry("reference/soap", tmp_path).recipe == {"base": "reference/soap"}
+    (tmp_path / "own.yaml").write_text("base: muon\nlr: 0.5\n")
+    own = find_entry(str(tmp_path / "own.yaml"), tmp_path)
+    assert (own.name, own.recipe) == ("own", {"base": "muon", "lr": 0.5})
+    (tmp_path / "derived.yaml").write_text("base: ./own.yaml\nlr: 0.25\n")  # its base is not in the table
+    derived = find_entry(str(tmp_path / "derived.yaml"), tmp_path).recipe
+    assert load_recipe(derived).update == load_recipe("muon").update
+    assert load_recipe(derived).lr == 0.25
+    with refused(RecipeError, "adanw"):
+        find_entry("adanw", tmp_path)
+
+
+def test_the_committed_page_is_that_of_the_committed_runs() -> None:
     track = load_track()
-    table = (LAPTOP / "table.md").read_text()
-    assert table in (LAPTOP / "README.md").read_text()
-    entries = read_entries(track, LAPTOP / "results")
-    assert {entry.name for entry in entries} <= {path.stem for path in (LAPTOP / "entries").iterdir()}
-    found = scores(track, entries)
-    assert track_table(track, entries, found) == table
+    now = standing(track, LAPTOP)
+    ((path, text),) = track_page(now, LAPTOP).items()
+    assert path.read_text() == text
+    assert steps_table(now) in text
+    assert set(now.scores) <= set(read_recipes(LAPTOP))
     for name, task in track.tasks.items():  # the targets are such that AdamW reaches them, and not with its last step
-        assert found["adamw"][name].steps < task.experiment["steps"]
-        assert {run.data for entry in entries for run in entry.runs[name]} == {task.sha256[:16]}
+        assert now.scores["adamw"][name].steps < task.experiment["steps"]
+        assert {run.data for entry in now.entries for run in entry.runs[name]} == {task.sha256[:16]}
+    for ranking in read_yaml(LAPTOP / PUBLISHED).values():
+        assert set(ranking["entries"]) <= set(now.scores)
+
+
+def test_the_counted_time_of_a_step_is_its_formula() -> None:
+    """AdamW has no products: bytes decide. One Newton-Schulz of five steps has 30 m^2 n operations in bfloat16."""
+    shapes = list(MODELS["gpt2"].shapes())
+    n = sum(math.prod(shape) for _, shape in shapes)
+    state = int(plan("adamw", shapes, (1,), "ddp").state[0])
+    bytes_ms = 1e3 * (12 * n + 2 * state) / H100.traffic
+    assert optimizer_ms("adamw", "gpt2") == pytest.approx(bytes_ms)
+    assert step_ms("adamw", "gpt2") == pytest.approx(bytes_ms + 6e3 * n * TOKENS / H100.bfloat16)
+    d = 768
+    products = 12 * 30 * d**3 * (1 + 3 + 4 + 4)  # projections of attention, and both layers of the feed-forward part
+    entries = float(plan("muon", shapes, (1,), "ddp").work[0]) - products
+    assert 0 < entries < 10 * n  # momentum, and Adam for all others
+    counted = 1e3 * (products / H100.bfloat16 + entries / H100.float32)
+    assert optimizer_ms("muon", "gpt2") == pytest.approx(counted)
+    full = {"base": "muon", "set": {"update.spectral.solver.precision": "input"}}
+    assert optimizer_ms(full, "gpt2") == pytest.approx(1e3 * (products + entries) / H100.float32)
+    costs = step_costs({"muon": {"base": "muon"}, "adamw": {"base": "adamw"}}, "gpt2")
+    assert costs["adamw"] == 1.0 < costs["muon"]
+
+
+def test_costs_multiply_steps_before_they_are_compared() -> None:
+    reached = [score(TASK, 0.0, [run(0, losses)]) for losses in ([2.0, 0.5], [2.0, 2.0, 2.0, 0.5], [2.0])]
+    found = {name: {"t": one} for name, one in zip("xyz", reached, strict=True)}
+    assert ratios(found, {"x": 3.0, "y": 1.0, "z": 1.0}) == {"x": {"t": 1.5}, "y": {"t": 1.0}, "z": {"t": math.inf}}
+
+
+def test_a_rank_correlation_is_spearmans_with_ties_and_an_interval() -> None:
+    from scipy.stats import spearmanr
+
+    random = np.random.default_rng(3)
+    x, y = random.normal(size=12), np.round(random.normal(size=12))
+    value, low, high = rank_correlation(list(x), list(y))
+    assert value == pytest.approx(spearmanr(x, y).statistic)
+    assert -1 <= low <= value <= high <= 1
+    assert rank_correlation([1, 2, 3, 4], [2, 4, 6, 8])[0] == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [1, 1, 1, 1]) == (0.0, 0.0, 0.0)
 
 
 def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
@@ -114,9 +175,7 @@ def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
     track, first = load_track(), json.loads((LAPTOP / "spreads.json").read_text())
     for name, task in track.tasks.items():
         assert task.sigma == float(f"{np.median(list(first[name].values())):.1g}")
-        for entry in (
-            one for one in read_entries(track, LAPTOP / "results") if one.name in FIRST and one.name != "soap_fitted"
-        ):
+        for entry in (one for one in read_entries(track, LAPTOP) if one.name in FIRST and one.name != "soap_fitted"):
             losses = np.array([run.losses for run in entry.runs[name]])
             below = np.flatnonzero(losses.mean(axis=0) <= task.target)
             spread = losses[:, below[0]].std(ddof=1) if len(below) else None
@@ -124,21 +183,32 @@ def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
             assert first[name].get(entry.name) == (None if spread is None else pytest.approx(spread, rel=1e-3))
 
 
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (LAPTOP / RESULTS).open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["entry"] == name]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda content: content["made"].update(track="0"), (1, 0)),
-        (lambda content: content["rows"].pop(), ("seeds", "[0, 1, 2]", "[0, 1]")),
-        (lambda content: content["rows"][0].update(data="abc"), ("data", "python")),
+        (lambda rows: rows[0].update(track="0"), (1, 0)),
+        (lambda rows: rows.pop(), ("seeds", "[0, 1, 2]", "[0, 1]")),
+        (lambda rows: [row.update(data="abc") for row in rows[:3]], ("data", "python")),
     ],
 )
 def test_results_that_do_not_compare_are_refused(change, says, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    content = json.loads((LAPTOP / "results" / "adamw.json").read_text())
-    (tmp_path / "adamw.json").write_text(json.dumps(content))
-    change(content)
-    (tmp_path / "other.json").write_text(json.dumps(content))
+    other = [{**row, "entry": "other"} for row in rows_of("adamw")]
+    change(other)
+    (tmp_path / RESULTS).write_text(results_text([*rows_of("adamw"), *other]))
     with refused(ValueError, *says):
         read_entries(load_track(), tmp_path)
+
+
+def test_the_table_of_runs_survives_reading_and_writing() -> None:
+    with (LAPTOP / RESULTS).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert results_text(rows) == (LAPTOP / RESULTS).read_text()
+    assert [row["entry"] for row in rows] == sorted(row["entry"] for row in rows)
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
@@ -178,10 +248,16 @@ def test_the_command_runs_an_entry_and_keeps_it(tmp_path: Path, monkeypatch: pyt
     done = CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"])
     assert done.exit_code == 0, done.output
     assert "digits: the data differ from those of version 1" in done.output
+    folder = tmp_path / "runs" / "track"
+    assert read_recipes(folder) == {"adamw": {"base": "adamw"}}
+    before = (folder / RESULTS).read_text()
+    assert CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"]).exit_code == 0
+    assert (folder / RESULTS).read_text() == before  # rows of an entry are replaced
     shown = CliRunner().invoke(app, ["track", "report"])
     assert shown.exit_code == 0, shown.output
-    assert "| `adamw` | 1.00 | 4 (" in shown.output
-    assert (tmp_path / "runs" / "track" / "profile.svg").exists()
+    assert "| `adamw` | 1.00 | 1.00 | 1.00 | 4 (" in shown.output
+    assert (folder / "profile.svg").exists()
     assert CliRunner().invoke(app, ["track", "report", "--check"]).exit_code == 0
-    (tmp_path / "runs" / "track" / "table.md").write_text("")
+    page = folder / "README.md"
+    page.write_text(page.read_text().replace("1.00", "0.99"))
     assert CliRunner().invoke(app, ["track", "report", "--check"]).exit_code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -152,6 +153,26 @@ def generated() -> dict[str, dict[str, str]]:
     finally:
         sys.path.pop(0)
     return {"families": components.family_pages(), "recipes": recipes.recipe_pages()}
+
+
+@pytest.mark.slow
+def test_recipes_by_goal_follow_from_the_laptop_track(generated: dict[str, dict[str, str]]) -> None:
+    import measured
+
+    goals = {goal: names for goal, (_, names) in measured.goals().items()}
+    now = measured.track()
+    run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
+    assert goals["fewest steps"][0] == max(run, key=measured.profile_of)
+    assert all(now.profiles[""][name.replace("/", "_")] >= 0.8 for name in goals["little memory, few steps"])
+    assert measured.state_bytes(goals["least memory"][0]) < 0.1
+    reached = [name for name in run if all(one.steps < math.inf for one in measured.task_scores(name).values())]
+    assert measured.spread_of_rates(goals["no tuning"][0]) == min(map(measured.spread_of_rates, reached))
+    for name in run:  # each page has the steps of the track's page
+        page = generated["recipes"][name]
+        for task, score in measured.task_scores(name).items():
+            assert f"| {task} | {now.track.tasks[task].target:g} | {measured.steps_of(score)} |" in page
+    assert "https://arxiv.org/abs/2409.11321" in generated["recipes"]["soap"]
+    assert "papers/soap_2024/README.md" in generated["recipes"]["soap"]
 
 
 @pytest.mark.slow

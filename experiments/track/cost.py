@@ -1,0 +1,119 @@
+"""The counted cost of a step: the least time that a model and its optimizer take on a stated card.
+
+A step takes t = 6 N T / m + max(F / f + H / m, B / b).
+
+- N: parameters of the model. T: tokens of a step on the card. 6 N T: operations of its forward and backward pass.
+- F: operations of the optimizer in float32. H: operations of stages with `precision: bfloat16`. Both are those that
+  the plan of the recipe counts (`eigengraft plan`). A refresh counts with its operations over its interval.
+- B: bytes that the optimizer reads or writes: 3 for each byte of parameters (gradient, and parameter twice) and 2 for
+  each byte of state.
+- m, f, b: rates of the card, for products in bfloat16, for products in float32, and for bytes.
+
+It is a lower bound of the time. Kernels that wait for memory between two operations, launches, and decompositions,
+which run far below the rate of products, take longer. Nothing is run to compute it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from eigengraft.component import Component
+from eigengraft.optimizers.plan.plan import known, plan
+from eigengraft.optimizers.recipe.loading import load_recipe
+from eigengraft.optimizers.recipe.recipe import Recipe
+from eigengraft.optimizers.recipe.routing import ParamInfo
+from eigengraft.preconditioners import Stage
+
+from ..tasks.model_shapes import MODELS
+
+TOKENS = 65_536
+"""Tokens of a step on one card: the share of one of 8 cards in the batch of modded-nanogpt's track 3."""
+COUNTED_MODELS = {"gpt2": "GPT-2 small", "llama-1b": "Llama 3.2 1B"}
+"""Models whose steps are counted, by their name in `MODELS`, with their name in tables."""
+
+
+class Card(NamedTuple):
+    """The rates of a card.
+
+    name: name in tables.
+    bfloat16: operations per second of a model's passes and of products in bfloat16.
+    float32: operations per second of products in float32.
+    traffic: bytes per second that are read and written.
+    """
+
+    name: str
+    bfloat16: float
+    float32: float
+    traffic: float
+
+
+H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
+"""NVIDIA's data sheet: 989e12 operations per second in bfloat16, of which passes of models reach about 40 %; 67e12 in
+float32; 3.35e12 bytes per second."""
+
+
+def step_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:
+    """Return the counted milliseconds of one step of a model with a recipe."""
+    return 6e3 * _numel(model) * TOKENS / card.bfloat16 + optimizer_ms(recipe, model, card)
+
+
+def optimizer_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:
+    """Return the counted milliseconds of the optimizer in one step of a model in float32."""
+    full, half, traffic = _work(json.dumps(recipe), model)
+    return 1e3 * max(full / card.float32 + half / card.bfloat16, traffic / card.traffic)
+
+
+def step_costs(recipes: Mapping[str, Mapping[str, Any]], model: str, base: str = "adamw") -> dict[str, float]:
+    """Return the counted time of a step with each recipe over that with `base`, a shipped recipe."""
+    unit = step_ms(base, model)
+    return {name: step_ms(recipe, model) / unit for name, recipe in recipes.items()}
+
+
+def _numel(model: str) -> int:
+    return sum(math.prod(shape) for _, shape in MODELS[model].shapes())
+
+
+@cache
+def _work(declared: str, model: str) -> tuple[float, float, float]:
+    """Return (F, H, B) of a step with the recipe in a JSON text.
+
+    All layers are equal, so the numbers are linear in the layers. They follow from models of one and of two layers.
+    """
+    recipe = load_recipe(json.loads(declared))
+    (one, two), layers = (_planned(recipe, model, layers) for layers in (1, 2)), MODELS[model].layers
+    full, half, state = (a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True))
+    return full, half, 12.0 * _numel(model) + 2.0 * state
+
+
+def _planned(recipe: Recipe, model: str, layers: int) -> tuple[float, float, float]:
+    """Return (F, H, bytes of state) of a model with that many layers."""
+    infos = _parameters(model, layers)
+    found, half = plan(recipe, infos, (1,), "ddp"), _half_operations(recipe, infos)
+    return float(found.work[0]) - half, half, float(found.state[0])
+
+
+@cache
+def _parameters(model: str, layers: int) -> tuple[ParamInfo, ...]:
+    return tuple(known(MODELS[model]._replace(layers=layers).shapes()))
+
+
+def _half_operations(recipe: Recipe, infos: Sequence[ParamInfo]) -> float:
+    """Return the operations of all stages that have a component with `precision: bfloat16`, without refreshes."""
+    total = 0.0
+    for info in infos:
+        path, _ = recipe.route(info)
+        rule = recipe.updates()[path]
+        half = [stage for _, stage in rule.stages() if _in_bfloat16(stage)]
+        for grid in rule.blocking.grids(info.shape, recipe.view_of(info).matrices) if half else ():
+            total += len(grid.keys) * sum(stage.work(grid.shape) for stage in half)
+    return total
+
+
+def _in_bfloat16(stage: Stage) -> bool:
+    """Return True if a component of the stage, other than a stage, computes products in bfloat16."""
+    parts = [value for _, value in stage if isinstance(value, Component) and not isinstance(value, Stage)]
+    return any(getattr(part, "precision", None) == "bfloat16" for part in (stage, *parts))

@@ -1,0 +1,213 @@
+"""The page of a track: tables of steps, cost and learning rates, agreement with published rankings, and a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from eigengraft.optimizers.recipe.loading import read_yaml
+
+from ..reports.figures import INK, LIGHT, save_figure, style_axes
+from ..reports.tables import format_rate, markdown_table
+from ..reproduction.pages import renewed
+from .cost import COUNTED_MODELS, H100, TOKENS, optimizer_ms, step_costs
+from .track import (
+    WORST_RATIO,
+    EntryRuns,
+    Scores,
+    TaskScore,
+    Track,
+    profile,
+    profile_score,
+    ratios,
+    read_entries,
+    read_recipes,
+    scores,
+)
+
+DRAWN, BASELINE = 8, "adamw"
+"""Number of best entries in the figure, and the entry that is always in it."""
+PUBLISHED = "published.yaml"
+"""File of a folder of a track with published rankings."""
+DRAWS = 2000
+"""Number of resamples of the interval of a rank correlation."""
+EMPTY_PAGE = "# Track\n\n" + "\n".join(
+    f"## {title}\n\n<!-- results: {name} -->\n<!-- end of results -->\n"
+    for name, title in {
+        "steps": "Steps to the target",
+        "cost": "Counted cost",
+        "rates": "Learning rates",
+        "published": "Published rankings",
+    }.items()
+)
+"""Page of a folder that has none: headings, and the markers of all tables."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """All entries of a folder with their scores, the best profile first.
+
+    costs: model -> entry -> counted time of a step over AdamW's.
+    profiles: profile score by entry, of steps (""), and of counted cost at each model.
+    """
+
+    track: Track
+    entries: Sequence[EntryRuns]
+    recipes: Mapping[str, Mapping[str, Any]]
+    scores: Scores
+    costs: Mapping[str, Mapping[str, float]]
+    profiles: Mapping[str, Mapping[str, float]]
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the entries, the best profile of steps first."""
+        return sorted(self.scores, key=lambda name: (-self.profiles[""][name], name))
+
+
+def standing(track: Track, folder: Path) -> Standing:
+    """Return the entries of a folder with their scores and costs. Raises ValueError if results are missing."""
+    entries, known = read_entries(track, folder), read_recipes(folder)
+    recipes = {entry.name: {key: value for key, value in known[entry.name].items() if key != "lr"} for entry in entries}
+    found = scores(track, entries)
+    costs = {model: step_costs(recipes, model) for model in COUNTED_MODELS}
+    apart = {"": ratios(found), **{model: ratios(found, own) for model, own in costs.items()}}
+    profiles = {key: {name: profile_score(own) for name, own in some.items()} for key, some in apart.items()}
+    return Standing(track, entries, recipes, found, costs, profiles)
+
+
+def track_page(now: Standing, folder: Path) -> dict[Path, str]:
+    """Return the text of a folder's page, with new tables between its markers, by its path."""
+    rankings = read_yaml(folder / PUBLISHED) if (folder / PUBLISHED).is_file() else {}
+    tables = {
+        "steps": steps_table(now),
+        "cost": cost_table(now),
+        "rates": rates_table(now),
+        "published": published_table(now, rankings),
+    }
+    page = folder / "README.md"
+    return {page: renewed(page.read_text(encoding="utf-8") if page.is_file() else EMPTY_PAGE, tables, str(page))}
+
+
+def steps_table(now: Standing) -> str:
+    """Return a table with the steps to each target and seconds, or the final loss, and the profiles of each entry."""
+    goals = [f"{name} to {task.target:g} of {task.experiment['steps']}" for name, task in now.track.tasks.items()]
+    heads = ("entry", "profile", *(f"by cost, {title}" for title in COUNTED_MODELS.values()), *goals)
+    rows = []
+    for name in now.order:
+        profiles = [f"{own[name]:.2f}" for own in now.profiles.values()]
+        rows.append((f"`{name}`", *profiles, *map(_reached, now.scores[name].values())))
+    return markdown_table(heads, rows)
+
+
+def cost_table(now: Standing) -> str:
+    """Return a table with the counted cost of a step, and of the steps to each target at the first counted model."""
+    first = next(iter(COUNTED_MODELS))
+    models = [head for title in COUNTED_MODELS.values() for head in (f"{title}: optimizer ms", "step / AdamW's")]
+    heads = ("entry", *models, *(f"{task}, AdamW steps" for task in now.track.tasks))
+    rows = []
+    for name in sorted(now.scores, key=lambda name: (-now.profiles[first][name], name)):
+        cells = [f"`{name}`"]
+        for model, costs in now.costs.items():
+            cells += [f"{optimizer_ms(now.recipes[name], model):.3g}", f"{costs[name]:.3f}"]
+        for one in now.scores[name].values():
+            cells.append(f"{one.steps * now.costs[first][name]:.0f}" if one.steps < math.inf else "no")
+        rows.append(tuple(cells))
+    return f"{H100.name}, {TOKENS:,} tokens a step:\n\n{markdown_table(heads, rows)}"
+
+
+def rates_table(now: Standing) -> str:
+    """Return a table with the learning rates that the searches chose, and where and when the runs were made."""
+    made = {entry.name: entry.made for entry in now.entries}
+    rows = [
+        (
+            f"`{name}`",
+            *(format_rate(one.lr, one.edge) for one in now.scores[name].values()),
+            f"{made[name]['date']}, eigengraft {made[name]['eigengraft']}, torch {made[name]['torch']}",
+        )
+        for name in now.order
+    ]
+    return markdown_table(("entry", *now.track.tasks, "made"), rows)
+
+
+def published_table(now: Standing, rankings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table with the rank correlation of each published ranking with the profiles.
+
+    rankings: name -> `source`, `ranks` (the ranked number) and `entries`: entry -> number, the best first.
+    """
+    heads = ("ranking", "ranked by", "entries", "steps", *(f"cost, {title}" for title in COUNTED_MODELS.values()))
+    rows = []
+    for name, ranking in rankings.items():
+        both = [entry for entry in ranking["entries"] if entry in now.scores]
+        theirs = [float(ranking["entries"][entry]) for entry in both]
+        found = [_correlated([-own[entry] for entry in both], theirs) for own in now.profiles.values()]
+        rows.append((f"{name}: {ranking['source']}", ranking["ranks"], str(len(both)), *found))
+    return markdown_table(heads, rows)
+
+
+def _correlated(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    value, low, high = rank_correlation(ours, theirs)
+    return f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Return Spearman's rank correlation and its 95 % interval, a percentile bootstrap over pairs.
+
+    A resample in which all ranks of one side are equal counts as 0. The draws are the same each time.
+    """
+    from scipy.stats import bootstrap, rankdata
+
+    def spearman(x: NDArray[np.float64], y: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+        a, b = (rankdata(values, axis=axis) - (values.shape[axis] + 1) / 2 for values in (x, y))
+        size = np.sqrt((a * a).sum(axis) * (b * b).sum(axis))
+        return np.asarray((a * b).sum(axis) / np.where(size > 0, size, 1.0))
+
+    pairs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    options = {"paired": True, "vectorized": True, "method": "percentile", "n_resamples": DRAWS}
+    found = bootstrap(pairs, spearman, rng=np.random.default_rng(0), **options).confidence_interval
+    return float(spearman(*pairs)), float(found.low), float(found.high)
+
+
+def draw_profiles(now: Standing) -> Figure:
+    """Draw rho(tau) of the DRAWN entries with the best profiles, and of AdamW: of steps, and of counted cost."""
+    first, title = next(iter(COUNTED_MODELS.items()))
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    shown = [*now.order[:DRAWN], *(name for name in now.order[DRAWN:] if name == BASELINE)]
+    labels = {
+        "steps, divided by the fewest of all entries": ratios(now.scores),
+        f"counted cost at {title}, divided by the least": ratios(now.scores, now.costs[first]),
+    }
+    for place, (label, apart) in enumerate(labels.items(), start=1):
+        axes = figure.add_subplot(1, len(labels), place)
+        for style, name in enumerate(shown):
+            at = sorted({1.0, WORST_RATIO, *(one for one in apart[name].values() if one < WORST_RATIO)})
+            dash = "-" if style < len(LIGHT) else (0, (5, 1.5))
+            # each line is a little lower than the one before, so that lines that coincide stay visible
+            shares = [share - 0.006 * style for share in profile(apart[name], at)]
+            colour = LIGHT[style % len(LIGHT)]
+            axes.plot(at, shares, drawstyle="steps-post", color=colour, linewidth=1.7, linestyle=dash, label=name)
+        axes.set_xlabel(label)
+        axes.set_ylabel("share of tasks")
+        axes.set_xlim(1, WORST_RATIO)
+        axes.set_ylim(-0.06, 1.04)
+        style_axes(axes)
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", fontsize=8.5, labelcolor=INK, frameon=False, handlelength=2.2)
+    return figure
+
+
+def write_profiles(now: Standing, path: Path) -> None:
+    """Draw the profiles and save them. The suffix determines the format."""
+    save_figure(draw_profiles(now), path)
+
+
+def _reached(one: TaskScore) -> str:
+    if one.steps < math.inf:
+        return f"{one.steps:.0f} ({one.seconds:.1f} s)"
+    return f"no ({one.loss:.3f})" if math.isfinite(one.loss) else "diverged"
