@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from pydantic import Field
 
+from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..reports.figures import INK, LIGHT, save_figure, style_axes
@@ -50,6 +52,20 @@ EMPTY_PAGE = "# Track\n\n" + "\n".join(
 """Page of a folder that has none: headings, and the markers of all tables."""
 
 
+class Ranking(Component):
+    """A published ranking of methods that are entries of a track."""
+
+    source: str = Field(min_length=1, description="where it was published")
+    ranks: str = Field(min_length=1, description="ranked number, and what it was measured on")
+    entries: dict[str, float] = Field(min_length=2, description="number by entry, the best the smallest")
+
+
+def read_rankings(folder: Path) -> dict[str, Ranking]:
+    """Return the published rankings in a folder by name; {} if there are none. Raises RecipeError."""
+    path = folder / PUBLISHED
+    return {k: validated(Ranking, v, k) for k, v in read_yaml(path).items()} if path.is_file() else {}
+
+
 @dataclass(frozen=True)
 class Standing:
     """All entries of a folder with their scores, the best profile first.
@@ -84,12 +100,11 @@ def standing(track: Track, folder: Path) -> Standing:
 
 def track_page(now: Standing, folder: Path) -> dict[Path, str]:
     """Return the text of a folder's page, with new tables between its markers, by its path."""
-    rankings = read_yaml(folder / PUBLISHED) if (folder / PUBLISHED).is_file() else {}
     tables = {
         "steps": steps_table(now),
         "cost": cost_table(now),
         "rates": rates_table(now),
-        "published": published_table(now, rankings),
+        "published": published_table(now, read_rankings(folder)),
     }
     page = folder / "README.md"
     return {page: renewed(page.read_text(encoding="utf-8") if page.is_file() else EMPTY_PAGE, tables, str(page))}
@@ -136,18 +151,15 @@ def rates_table(now: Standing) -> str:
     return markdown_table(("entry", *now.track.tasks, "made"), rows)
 
 
-def published_table(now: Standing, rankings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with the rank correlation of each published ranking with the profiles.
-
-    rankings: name -> `source`, `ranks` (the ranked number) and `entries`: entry -> number, the best first.
-    """
+def published_table(now: Standing, rankings: Mapping[str, Ranking]) -> str:
+    """Return a table with the rank correlation of each published ranking with the profiles."""
     heads = ("ranking", "ranked by", "entries", "steps", *(f"cost, {title}" for title in COUNTED_MODELS.values()))
     rows = []
     for name, ranking in rankings.items():
-        both = [entry for entry in ranking["entries"] if entry in now.scores]
-        theirs = [float(ranking["entries"][entry]) for entry in both]
+        both = [entry for entry in ranking.entries if entry in now.scores]
+        theirs = [ranking.entries[entry] for entry in both]
         found = [_correlated([-own[entry] for entry in both], theirs) for own in now.profiles.values()]
-        rows.append((f"{name}: {ranking['source']}", ranking["ranks"], str(len(both)), *found))
+        rows.append((f"{name}: {ranking.source}", ranking.ranks, str(len(both)), *found))
     return markdown_table(heads, rows)
 
 

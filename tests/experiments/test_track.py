@@ -17,7 +17,7 @@ from eigengraft.experiments.reports.seed_statistics import Target
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.tasks.model_shapes import MODELS
 from eigengraft.experiments.track.cost import H100, TOKENS, optimizer_ms, step_costs, step_ms
-from eigengraft.experiments.track.report import PUBLISHED, rank_correlation, standing, steps_table, track_page
+from eigengraft.experiments.track.report import rank_correlation, read_rankings, standing, steps_table, track_page
 from eigengraft.experiments.track.track import (
     RESULTS,
     TaskRun,
@@ -34,7 +34,7 @@ from eigengraft.experiments.track.track import (
     score,
 )
 from eigengraft.optimizers.plan.plan import plan
-from eigengraft.optimizers.recipe.loading import load_recipe, read_yaml
+from eigengraft.optimizers.recipe.loading import load_recipe
 
 from ..refusals import refused
 
@@ -127,8 +127,8 @@ def test_the_committed_page_is_that_of_the_committed_runs() -> None:
     for name, task in track.tasks.items():  # the targets are such that AdamW reaches them, and not with its last step
         assert now.scores["adamw"][name].steps < task.experiment["steps"]
         assert {run.data for entry in now.entries for run in entry.runs[name]} == {task.sha256[:16]}
-    for ranking in read_yaml(LAPTOP / PUBLISHED).values():
-        assert set(ranking["entries"]) <= set(now.scores)
+    for ranking in read_rankings(LAPTOP).values():
+        assert set(ranking.entries) <= set(now.scores)
 
 
 def test_the_counted_time_of_a_step_is_its_formula() -> None:

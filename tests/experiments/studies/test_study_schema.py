@@ -8,7 +8,8 @@ import pytest
 from eigengraft import Recipe, RecipeError
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
-from eigengraft.experiments.track.track import Track
+from eigengraft.experiments.track.report import PUBLISHED, Ranking
+from eigengraft.experiments.track.track import ENTRIES, Track
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
@@ -64,19 +65,22 @@ def test_the_schema_refuses_what_the_loader_refuses(text):
 ROOT = Path(__file__).parents[3]
 FOUND = sorted(path for room in ("experiments", "papers") for path in (ROOT / room).rglob("*.yaml"))
 FILES = [path for path in FOUND if "imports" not in read_yaml(path)]  # the schema has no components of a file's own
+TABLES = {ENTRIES: Recipe, PUBLISHED: Ranking}
+"""Files whose values, by name, follow a schema."""
 
 
 def kind_of(path):
-    """The schema that a file is written for: that of studies, claims, experiments or recipes; None: of a track."""
+    """The schema that a file, or each value of a table, is written for."""
     fields = read_yaml(path)
-    kinds = {"axes": Study, "claims": PaperClaims, "tasks": None, "task": Experiment, "update": Recipe, "base": Recipe}
-    return next(kinds[field] for field in kinds if field in fields)
+    kinds = {"axes": Study, "claims": PaperClaims, "tasks": Track, "task": Experiment, "update": Recipe, "base": Recipe}
+    return TABLES.get(path.name) or next(kinds[field] for field in kinds if field in fields)
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES])
 def test_every_file_of_experiments_and_papers_follows_its_schema(path):
-    kind = kind_of(path)
-    assert violations(schema_of(kind or Track), read_yaml(path)) == []
+    schema, data = schema_of(kind_of(path)), read_yaml(path)
+    for one in data.values() if path.name in TABLES else [data]:
+        assert violations(schema, one) == []
 
 
 def test_all_shipped_studies_are_among_the_files():
