@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .arguments import Imports
+from .purposes import FAMILIES, STAGES, Purpose, grouped
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -45,14 +46,13 @@ def list_command(
     words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
     imports: Imports = None,
 ) -> None:
-    """List the shipped recipes with what they follow, or the kinds of a family of components with what they compute."""
+    """List families by purpose, the shipped recipes with what they follow, or the kinds of a family with what they
+    compute.
+    """
     registered = _registered(imports or ())
     if what is None:
-        rows = [
-            (RECIPES, "whole optimizers, by their papers"),
-            *((n, _about(f)) for n, f in sorted(registered.items())),
-        ]
-        _print_entries(("family", "members"), rows)
+        about = {RECIPES: "whole optimizers, by their papers", **{n: _about(f) for n, f in sorted(registered.items())}}
+        _print_entries(("family", "members"), about.items(), FAMILIES)
         typer.echo("eigengraft list FAMILY [WORDS] lists its members, eigengraft show KIND prints one")
         return
     if what == RECIPES:
@@ -67,7 +67,7 @@ def list_command(
     found = [entry for entry in entries if all(word in " ".join(entry).lower() for word in sought)]
     if not found:
         raise ValueError(f"list: no entry of '{what}' contains {' and '.join(words or ())}; search with fewer words")
-    _print_entries(("recipe" if what == RECIPES else what, "about"), found)
+    _print_entries(("recipe" if what == RECIPES else what, "about"), found, STAGES if what == "stage" else ())
 
 
 def recipe_entries() -> Iterator[tuple[str, str]]:
@@ -196,10 +196,16 @@ def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
     return families()
 
 
-def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = _table(*head)
-    for row in rows:
-        table.add_row(*map(Text, row))
+def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
+    """Print rows, the first cell of which is a name, in groups by purpose if there are any."""
+    table, by_name = _table(*head), {row[0]: row for row in rows}
+    for purpose, names in grouped(purposes, by_name):
+        if purposes:
+            table.add_section()
+            table.add_row(Text(purpose.title, style="bold"), Text(purpose.when, style="italic"))
+        for name in names:
+            first, *others = by_name[name]
+            table.add_row(Text(f"  {first}" if purposes else first), *map(Text, others))
     _print(table)
 
 

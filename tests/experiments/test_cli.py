@@ -17,6 +17,7 @@ from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.cli.purposes import FAMILIES, STAGES, grouped
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, start
@@ -207,6 +208,26 @@ class TestList:
         for what, names in (("recipes", eigengraft.shipped_recipes()), ("stage", eigengraft.Stage.members)):
             rows = {line.split()[0] for line in succeeds("list", what).splitlines() if line.strip()}
             assert set(names) <= rows
+
+    def test_families_and_stages_are_grouped_by_purpose(self) -> None:
+        for arguments, purposes, names in (
+            ((), FAMILIES, {"recipes", *families()}),
+            (("stage",), STAGES, set(eigengraft.Stage.members)),
+        ):
+            members = [name for purpose in purposes for name in purpose.members]
+            assert len(members) == len(set(members)) and set(members) <= names
+            lines = [line.strip() for line in succeeds("list", *arguments).splitlines()]
+            for purpose in purposes:
+                at = next(i for i, line in enumerate(lines) if line.startswith(f"{purpose.title} "))
+                assert purpose.when.split()[0] in lines[at]
+                following = [line.split()[0] for line in lines[at + 1 :] if line]
+                assert [name for name in following if name in purpose.members] == list(purpose.members)
+
+    def test_an_own_stage_is_in_the_last_group(self) -> None:
+        assert [(p.title, n) for p, n in grouped(STAGES, ["mine", "rms"])] == [
+            ("Second moments", ["rms"]),
+            ("Others", ["mine"]),
+        ]
 
     def test_words_select_by_name_and_by_text_in_any_case(self) -> None:
         output = succeeds("list", "recipes", "MUON", "row")

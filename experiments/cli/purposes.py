@@ -1,0 +1,105 @@
+"""Families and stages by purpose, each group with a line on when one is needed. `eigengraft list` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Purpose(NamedTuple):
+    """One group of a list.
+
+    title: purpose of its members.
+    when: situation in which one of them is needed.
+    members: their names, in the order in which they are printed.
+    """
+
+    title: str
+    when: str
+    members: tuple[str, ...]
+
+
+FAMILIES = (
+    Purpose(
+        "Whole optimizers",
+        "to train, or to begin a recipe of your own with `base`",
+        ("recipes",),
+    ),
+    Purpose(
+        "The update",
+        "to change the direction, or which matrices and statistics it is computed from",
+        ("stage", "statistic", "view"),
+    ),
+    Purpose(
+        "Roots, bases and polar factors",
+        "to make a refresh cheaper, more exact or rarer",
+        ("root_solver", "basis_solver", "polar_solver", "eigenvalue_bound", "cadence"),
+    ),
+    Purpose("Memory", "to store statistics, roots, bases and moments in fewer bits", ("quantizer",)),
+    Purpose(
+        "The write",
+        "to change decay, the norm of parameters, or the iterate that is evaluated",
+        ("weight_decay", "constraint", "averaging"),
+    ),
+    Purpose(
+        "Experiments",
+        "to add data, a schedule, a search or a log of your own",
+        ("task", "equation", "schedule", "parallel", "tuning", "callback"),
+    ),
+    Purpose("Benches", "to measure parts alone, on matrices of given spectra or on your own", ("bench", "spectrum")),
+)
+"""Families by purpose, and the shipped recipes."""
+
+STAGES = (
+    Purpose(
+        "Momenta",
+        "first in most chains: averages the noise of batches away",
+        ("momentum", "heavy_ball", "momentum_mixture", "gradient_difference"),
+    ),
+    Purpose(
+        "Second moments",
+        "where entries differ in scale: embeddings, vectors, sparse gradients",
+        ("rms", "adafactor", "atan2", "lagged_rms", "diagonal_newton"),
+    ),
+    Purpose(
+        "Kronecker factors",
+        "for matrices whose rows or columns are correlated, if memory for a factor of each axis is there",
+        ("shampoo", "eigenbasis", "eigenfactors", "adaptive_shampoo", "psgd", "jorge", "sirf"),
+    ),
+    Purpose(
+        "Polar factors and rotations",
+        "for matrices of hidden layers, with the memory of a momentum alone",
+        ("spectral", "dion", "dion2", "sinkhorn", "adaptive_rotation"),
+    ),
+    Purpose(
+        "Signs and scales",
+        "to give updates the same size in every layer, at every width or step",
+        ("sign", "gradient_sign", "normalize", "standardize", "center", "scale", "relative_step", "prodigy", "trust"),
+    ),
+    Purpose(
+        "Clips and masks", "where single gradients are far too large or disagree", ("clip_norm", "clip_rms", "cautious")
+    ),
+    Purpose("Decay in a chain", "where later stages should see the decay as part of the direction", ("aligned_decay",)),
+    Purpose(
+        "Combinators",
+        "to combine chains: one's direction with another's size, a subspace and the rest, several at once",
+        ("graft", "sum", "chain", "transform", "split", "projected", "partner_basis", "identity"),
+    ),
+)
+"""Kinds of stages by purpose."""
+
+REST = Purpose("Others", "defined outside of the groups above", ())
+"""Group of the members that no purpose names, as those of imported files."""
+
+
+def grouped(purposes: Iterable[Purpose], names: Iterable[str]) -> Iterator[tuple[Purpose, list[str]]]:
+    """Yield the purposes that have members among `names`, each with these members. Members of none come last."""
+    left = dict.fromkeys(names)
+    for purpose in purposes:
+        found = [name for name in purpose.members if name in left]
+        if found:
+            yield purpose, found
+        for name in found:
+            del left[name]
+    if left:
+        yield REST, list(left)
