@@ -12,6 +12,7 @@ from .bases import BasisBench as BasisBench
 from .bench import Bench as Bench
 from .bench import load_bench as load_bench
 from .bench import write_rows as write_rows
+from .budget import BudgetBench as BudgetBench
 from .grafting import GraftingBench as GraftingBench
 from .polar import PolarBench as PolarBench
 from .quantizers import QuantizerBench as QuantizerBench
@@ -27,7 +28,7 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
     """Run a bench and return its rows, which are dictionaries.
 
     Args:
-        kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, storage, ranks or step.
+        kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step.
         quick: Take small values for the fields that are not given.
         more: Candidates that are measured beside those of the bench.
         **fields: Fields of the bench, as in its YAML.

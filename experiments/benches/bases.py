@@ -97,7 +97,8 @@ class BasisBench(MatrixBench):
         """Yield the name, the size and a function that returns the statistic at every refresh."""
         last = max(self.refreshes)
         if self.record is not None:
-            for name, path in trained_factors(self.record, last, self.every, self.beta).items():
+            at = tuple(range(self.every, last * self.every + 1, self.every))
+            for name, path in trained_factors(self.record, at, self.beta).items():
                 yield name, path[0].shape[-1], partial(list, path)
         elif self.checkpoint is not None:
             for source in self.sources():

@@ -111,27 +111,27 @@ def _samples(run: GradientRun, steps: int, samples: int, width: int) -> dict[str
 
 
 @lru_cache(maxsize=2)
-def trained_factors(source: str, times: int, every: int, beta: float) -> dict[str, list[Tensor]]:
-    """Train an experiment or run for `times * every` steps and return the Gram factors of its gradients.
+def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, list[Tensor]]:
+    """Train an experiment or run for `max(at)` steps and return the Gram factors of its gradients.
 
     A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. For each axis of at most LONGEST
-    entries the result has the matrices `[1, d, d]` after every `every` steps, in float64.
+    entries the result has the matrices `[1, d, d]` after each number of steps in `at`, in float64.
     """
     run = GradientRun(source)
     means: dict[str, Tensor] = {}
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, dict[int, Tensor]] = {}
     with run.started():
-        for step in range(1, times * every + 1):
+        for step in range(1, max(at) + 1):
             for name, g in run.gradients().items():
                 for axis, x in enumerate((g.double(), g.double().mT)):
                     if len(x) <= LONGEST:
                         key = f"{name} factor.{axis}"
                         means[key] = beta * means.get(key, torch.zeros(())) + (1 - beta) * (x @ x.mT)
             run.optimizer.step()
-            if step % every == 0:
+            if step in at:
                 for key, a in means.items():
-                    found.setdefault(key, []).append(a[None] / (1 - beta**step))
-    return found
+                    found.setdefault(key, {})[step] = a[None] / (1 - beta**step)
+    return {key: [own[step] for step in at] for key, own in found.items()}
 
 
 def saved_factors(path: str) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ class MatrixBench(OwnMatrices, ABC):
         found: Mapping[str, Tensor] = (
             saved_factors(self.checkpoint)
             if self.checkpoint is not None
-            else {k: v[-1] for k, v in trained_factors(str(self.record), 1, self.steps, OWN_BETA).items()}
+            else {k: v[0] for k, v in trained_factors(str(self.record), (self.steps,), OWN_BETA).items()}
         )
         return [MatrixSource(name, a.shape[-1], partial(with_unit_norm, a)) for name, a in found.items()]
 

@@ -44,9 +44,12 @@ def _solvers(value: Any) -> Any:
     return tuple(ridgeless(item) if isinstance(item, str) else item for item in listed(value))
 
 
-def _default_solvers() -> tuple[RootSolver, ...]:
+def default_solvers() -> tuple[RootSolver, ...]:
     declared = [{**ridgeless(item["kind"]), **item} for item in defaults(RootSolver, _PREFERRED)]
     return tuple(validated(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
+
+
+RootSolvers = Annotated[tuple[RootSolver, ...], BeforeValidator(_solvers)]
 
 
 class RootBench(MatrixBench):
@@ -57,9 +60,7 @@ class RootBench(MatrixBench):
     """
 
     kind: Literal["roots"] = "roots"
-    solvers: Annotated[tuple[RootSolver, ...], BeforeValidator(_solvers)] = Field(
-        default_factory=_default_solvers, strict=False, description="declarations, or kinds"
-    )
+    solvers: RootSolvers = Field(default_factory=default_solvers, strict=False, description="declarations, or kinds")
     dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     exponents: Annotated[tuple[Rational, ...], BeforeValidator(listed)] = Field(
         default=(Fraction(1, 4),), strict=False, description="exponents e of the root A^-e"

@@ -19,11 +19,12 @@ from rich.text import Text
 from eigengraft.errors import RecipeError
 
 from .arguments import Imports, override_argument
+from .console import to_yaml
 
 if TYPE_CHECKING:
     from ..benches import Bench, Row
 
-KINDS = "roots, bases, statistics, grafting, polar, quantizers, storage, ranks or step"
+KINDS = "roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step"
 
 
 def bench_command(  # noqa: PLR0913  its arguments are the command's options
@@ -46,11 +47,13 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
         str | None, typer.Option(help="run directory or experiment file whose gradients are recorded and measured")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory for rows and figure; default runs/bench-WHAT")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="directory for rows, figure and page; default runs/bench-WHAT")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes and fewer problems: a few seconds")] = False,
     imports: Imports = None,
 ) -> None:
-    """Measure components alone, error against time, and recommend one for this machine; write rows and a figure."""
+    """Measure components alone, error against time, and recommend one for this machine; write rows and a page."""
     from ..training.imports import import_component
 
     for source in imports or ():
@@ -102,6 +105,7 @@ def _chosen(
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
     from ..benches.figure import write_figure
+    from ..benches.page import render_page
     from ..benches.view import lay_out
     from ..files import make_directory, write_text
 
@@ -125,10 +129,12 @@ def _measure(chosen: Bench, directory: Path) -> None:
     table = chosen.table()
     _print(table.title, *lay_out(table, rows))
     name = where["device"] if device.type == "cuda" else where["cpu"]
-    typer.echo(f"on {chosen.device} ({name}, {chosen.threads} thread{'s' if chosen.threads > 1 else ''}):")
+    place = f"{chosen.device} ({name}, {chosen.threads} thread{'s' if chosen.threads > 1 else ''})"
+    write_text(directory / "bench.html", render_page(chosen, rows, where, place, to_yaml(chosen.declaration())))
+    typer.echo(f"on {place}:")
     for line in chosen.advice(rows):
         typer.echo(f"  {line}")
-    typer.echo(f"{len(rows)} rows: {directory / 'rows.jsonl'}; figure: {directory / 'figure.svg'}")
+    typer.echo(f"{len(rows)} rows: {directory / 'rows.jsonl'}; page with figure: {directory / 'bench.html'}")
 
 
 def _require_measurement(rows: Sequence[Row]) -> None:

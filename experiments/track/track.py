@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from pydantic import Field
+from ruamel.yaml import YAML
 
 from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_recipes
@@ -159,7 +159,7 @@ def keep_entry(track: Track, entry: Entry, directory: Path, folder: Path) -> lis
     kept = [row for row in _rows(folder) if row["entry"] != entry.name]
     write_text(folder / RESULTS, results_text(sorted([*kept, *rows], key=lambda row: str(row["entry"]))))
     known = {**read_recipes(folder), entry.name: dict(entry.recipe)}
-    write_text(folder / ENTRIES, yaml.safe_dump(known, default_flow_style=None, width=120))
+    write_text(folder / ENTRIES, recipes_text(known))
     return others
 
 
@@ -170,6 +170,16 @@ def results_text(rows: Iterable[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
+
+
+def recipes_text(recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of entries as YAML, an entry of few fields in one line."""
+    stream, writer = io.StringIO(), YAML(typ="safe")
+    writer.default_flow_style = None
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    writer.width = 120
+    writer.dump({name: dict(recipes[name]) for name in sorted(recipes)}, stream)
+    return stream.getvalue()
 
 
 def read_recipes(folder: Path) -> dict[str, Mapping[str, Any]]:

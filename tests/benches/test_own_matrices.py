@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft.errors import RecipeError
-from eigengraft.experiments.benches import load_bench, run_bench
+from eigengraft.experiments.benches import BudgetBench, load_bench, run_bench
 from eigengraft.experiments.benches.gradients import GradientRun, saved_factors, trained_factors
+from eigengraft.experiments.benches.measures import inverse_power
+from eigengraft.experiments.benches.spectra import with_unit_norm
 from eigengraft.experiments.cli.main import app
 
 pytestmark = pytest.mark.slow
@@ -110,14 +112,56 @@ def test_factors_of_a_run_are_the_running_means_of_its_gradients() -> None:
             g = run.gradients()["blocks.0.down.weight"].double()
             mean = 0.9 * mean + 0.1 * (g @ g.mT)
             run.optimizer.step()
-    first, last = trained_factors("run.yaml", 2, 2, 0.9)["blocks.0.down.weight factor.0"]
+    first, last = trained_factors("run.yaml", (2, 4), 0.9)["blocks.0.down.weight factor.0"]
     torch.testing.assert_close(last[0], mean / (1 - 0.9**4), rtol=1e-12, atol=0)
     assert not torch.equal(first, last)
+
+
+def test_the_budget_is_the_cheapest_choice_within_the_bound() -> None:
+    """Errors are sines of angles over gradients with the present factors as second moments, by their definition."""
+    fields: dict[str, Any] = {"solvers": "eigh", "storages": ["float32", "int8"], "intervals": [1, 3], "steps": 6}
+    bench = load_bench("budget", {"record": "run.yaml", "ridge": 1e-4, **fields, **FAST})
+    assert isinstance(bench, BudgetBench)
+    rows = bench.run()
+    layer = "blocks.0.down.weight"
+    own = {(row["interval"], row["storage"]): row for row in rows if row["layer"] == layer}
+    assert set(own) == {(interval, storage) for interval in (1, 3) for storage in ("float32", "int8")}
+    kept = 1.0
+    for axis in range(2):
+        now, before = trained_factors("run.yaml", (6, 4), 0.95)[f"{layer} factor.{axis}"]
+        x, y = (
+            inverse_power(unit + 1e-4 * torch.eye(len(unit[0])), 0.25)[0] for unit in map(with_unit_norm, (before, now))
+        )
+        a = with_unit_norm(now)[0]
+        cosine = (x @ a @ y).trace() / ((x @ a @ x).trace() * (y @ a @ y).trace()).sqrt()
+        kept *= float(cosine) ** 2
+    assert own[3, "float32"]["error"] == pytest.approx(math.sqrt(1 - kept), rel=1e-2)
+    assert own[1, "float32"]["error"] < 1e-2 < own[3, "float32"]["error"]
+    assert own[1, "int8"]["error"] > own[1, "float32"]["error"]
+    assert own[1, "int8"]["bytes"] < own[1, "float32"]["bytes"] / 2
+    assert own[3, "int8"]["milliseconds"] < own[1, "int8"]["milliseconds"]
+    for cost in ("milliseconds", "bytes"):
+        chosen = bench.replace(bound=own[1, "int8"]["error"], cost=cost).choice(list(own.values()))
+        good = [row for row in own.values() if row["error"] <= own[1, "int8"]["error"]]
+        assert chosen is not None and chosen[cost] == min(row[cost] for row in good)
+    assert bench.replace(bound=1e-9).choice(list(own.values())) is None
+    *_, total, _ = bench.advice(rows)
+    assert f"of {len({row['layer'] for row in rows})} layers" in total
+
+
+def test_a_checkpoint_has_no_earlier_factors_and_says_so() -> None:
+    save("shampoo", "own.pt")
+    fields: dict[str, Any] = {"solvers": ["eigh", "cholesky"], "storages": "float32", "intervals": [1, 10]}
+    rows = run_bench("budget", checkpoint="own.pt", **fields, **FAST)
+    assert [row["layer"] for row in rows if row["candidate"] == "cholesky"] == ["0.weight", "2.weight"]
+    assert all(row["problem"] for row in rows if row["candidate"] == "cholesky" or row["interval"] == 10)
+    assert {row["layer"] for row in rows if not row["problem"]} == {"0.weight", "2.weight"}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
+        ("budget", {"solvers": "eigh", "storages": "float32", "intervals": [1, 2], "steps": 3}),
         ("roots", {"solvers": "eigh", "steps": 3}),
         ("bases", {"solvers": ["eigh", "power_qr"], "refreshes": [1, 2], "every": 2}),
         ("quantizers", {"quantizers": "int8", "steps": 3, "writings": 1}),

@@ -19,6 +19,7 @@ from eigengraft.experiments.tasks.model_shapes import MODELS
 from eigengraft.experiments.track.cost import H100, TOKENS, optimizer_ms, step_costs, step_ms
 from eigengraft.experiments.track.report import rank_correlation, read_rankings, standing, steps_table, track_page
 from eigengraft.experiments.track.track import (
+    ENTRIES,
     RESULTS,
     TaskRun,
     TrackTask,
@@ -30,6 +31,7 @@ from eigengraft.experiments.track.track import (
     ratios,
     read_entries,
     read_recipes,
+    recipes_text,
     results_text,
     score,
 )
@@ -208,6 +210,7 @@ def test_the_table_of_runs_survives_reading_and_writing() -> None:
     with (LAPTOP / RESULTS).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert results_text(rows) == (LAPTOP / RESULTS).read_text()
+    assert recipes_text(read_recipes(LAPTOP)) == (LAPTOP / ENTRIES).read_text()
     assert [row["entry"] for row in rows] == sorted(row["entry"] for row in rows)
 
 

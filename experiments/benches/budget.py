@@ -1,0 +1,265 @@
+"""The budget of a model: for each layer the solver, interval and storage of least cost whose error is below a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, field_validator
+from torch import Tensor
+
+from eigengraft.component import validated
+from eigengraft.preconditioners import RootSolver
+from eigengraft.preconditioners.algebra.exponents import Rational
+from eigengraft.quantization import Quantizer
+
+from . import view
+from .bench import Column, Problem
+from .candidates import Declaration, PositiveInts
+from .candidates import label as label_of
+from .gradients import trained_factors
+from .matrices import OWN_BETA, MatrixBench, ridge_for
+from .measures import inverse_power, milliseconds
+from .quantizers import INT4, StoredStack, parse_quantizers, quantizer_label, role_of
+from .roots import RootSolvers, default_solvers, ridgeless
+from .spectra import with_unit_norm
+from .view import BenchRows, Panel, Recommendation, Row, Table
+
+_STORAGES: tuple[Declaration, ...] = (
+    {"kind": "float32"},
+    {"kind": "bf16"},
+    {"kind": "symmetric", "inner": {"kind": "int16"}},
+    {"kind": "exact_diagonal", "inner": {"kind": "int8"}},
+    {"kind": "exact_diagonal", "inner": INT4},
+)
+
+
+def _default_storages() -> tuple[Quantizer, ...]:
+    return tuple(validated(Quantizer, item) for item in parse_quantizers(_STORAGES))  # type: ignore[type-abstract]
+
+
+class BudgetBench(MatrixBench):
+    """error = sqrt(1 - prod_i cos_i^2) <= bound,  cos_i = tr(X_i A_i Y_i) / sqrt(tr(X_i A_i X_i) tr(Y_i A_i Y_i))
+
+    Solvers x intervals x storages for each layer of a model, and the choice of least cost among those below the bound.
+    A_i is the present factor of axis i and Y_i = (A_i + r I)^-e its exact root, r = ridge lambda_max. X_i is the root
+    in use: that of the factor as it was `interval - 1` steps before, by a solver in float32, stored. cos_i is the
+    cosine of X_i G and Y_i G over gradients G with E[G G^T] = A_i, so that the error is the sine of the angle between
+    the directions. A common factor, which grafting removes, does not count. The factors are those of a run (`record`).
+    A `checkpoint` or a spectrum has no earlier factor, so only interval 1 can be measured with it.
+
+    The cost of a step is the time to solve and encode over the interval, plus the time to decode, or the bytes.
+    """
+
+    kind: Literal["budget"] = "budget"
+    solvers: RootSolvers = Field(default_factory=default_solvers, strict=False, description="declarations, or kinds")
+    intervals: PositiveInts = Field(default=(1, 10, 50), strict=False, description="steps between two roots")
+    storages: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
+        default_factory=_default_storages, strict=False, description="storage of the roots: declarations, or kinds"
+    )
+    exponent: Rational = Field(default=Fraction(1, 4), description="exponent e of the root A^-e")
+    ridge: float = Field(default=1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
+    bound: float = Field(
+        default=0.2, gt=0, description="largest error of the direction of a layer, the sine of an angle"
+    )
+    cost: Literal["milliseconds", "bytes"] = Field(default="milliseconds", description="what is least")
+    candidate_field: ClassVar[str] = "solvers"
+    layer_field: ClassVar[str] = "layer"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "interval": Column("steps between two roots", "steps"),
+        "storage": Column("storage of the roots"),
+        "error": Column("sine of the angle between the direction of the layer and that of exact, present roots"),
+        "milliseconds": Column("time of a step: solve and encode over the interval, and decode", "ms"),
+        "bytes": Column("stored bytes of the roots of the layer", "bytes"),
+    }
+    quick_fields: ClassVar[dict[str, Any]] = {
+        "sizes": [32],
+        "spectra": [{"kind": "geometric", "condition": 1e4}, "power_law"],
+        "count": 2,
+        "seconds": 0.005,
+    }
+
+    _inverses_exist = field_validator("ridge")(ridge_for)
+
+    def problems(self) -> Sequence[Problem]:
+        times: dict[Any, tuple[float, float]] = {}
+        return [
+            Problem({"layer": name, "sizes": [a[0].shape[-1] for a in own]}, lambda own=own: Factors(own, times))
+            for name, own in self._layers().items()
+        ]
+
+    def _layers(self) -> dict[str, list[list[Tensor]]]:
+        """Return layer -> for each axis the factor now and, for a run, as it was at the last root of each interval."""
+        found: dict[str, list[list[Tensor]]] = {}
+        if self.record is not None:
+            last = max(self.steps, *self.intervals)
+            at = (last, *(last - interval + 1 for interval in self.intervals))
+            for name, path in trained_factors(self.record, at, OWN_BETA).items():
+                found.setdefault(name.partition(" ")[0], []).append([with_unit_norm(a) for a in path])
+        else:
+            for source in self.sources():
+                own = source.name.partition(" ")[0] if self.own else f"{source.name}, {source.size}"
+                if (a := source.stack()) is not None:
+                    found.setdefault(own, []).append([a])
+        return found
+
+    def label(self, candidate: RootSolver) -> str:
+        return label_of(candidate, ridgeless)
+
+    def refusal(self, candidate: RootSolver, fields: Mapping[str, Any]) -> str | None:
+        return candidate.check(self.exponent)
+
+    def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: Factors) -> Iterator[Row]:
+        for place, interval in enumerate(self.intervals, start=1):
+            if interval > 1 and len(given.paths[0]) == 1:
+                problem = "earlier factors are unknown; record a run"
+                yield {"interval": interval, "storage": "", "problem": problem}
+                continue
+            roots = [self._root(candidate, path[place if len(path) > 1 else 0]) for path in given.paths]
+            if any(root is None for root, _ in roots):
+                yield {"interval": interval, "storage": "", "problem": "the solver rejected a factor"}
+                continue
+            for storage in self.storages:
+                yield {"interval": interval, **self._stored(candidate, storage, interval, roots, given)}
+
+    def _root(self, solver: RootSolver, a: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the root of a factor in float32, None if the solver rejects it, and the matrix that was solved."""
+        damped = (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), torch.float32)
+        found = solver.root(damped, self.exponent)
+        usable = bool(found.ok.all()) and bool(found.value.isfinite().all())
+        return found.value if usable else None, damped
+
+    def _stored(
+        self,
+        solver: RootSolver,
+        storage: Quantizer,
+        interval: int,
+        roots: Sequence[tuple[Tensor | None, Tensor]],
+        given: Factors,
+    ) -> Row:
+        """Return the row of a layer whose roots are stored: its error, time and bytes, or why it cannot be measured."""
+        name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
+        for (root, damped), path in zip(roots, given.paths, strict=True):
+            assert root is not None
+            if role_of(storage, root.shape[-1], ("root",)) is None:
+                return {"storage": name, "problem": f"{name} stores no root of size {root.shape[-1]}"}
+            stored = StoredStack(storage, root, "root", self.seed)
+            stored = StoredStack(storage, root, "root", self.seed, stored.encode(), 1)
+            kept *= 1 - self.squared_sine(stored.decode(), path[0])
+            key = solver, storage, root.shape
+            if key not in given.times:
+                solve = partial(solver.root, damped, self.exponent)
+                given.times[key] = self._time(solve) + self._time(stored.encode), self._time(stored.decode)
+            rare, always = given.times[key]
+            spent += rare / interval + always
+            held += sum(tensor.nbytes for tensor in (stored.codes or {}).values())
+        return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
+
+    def squared_sine(self, x: Tensor, a: Tensor) -> float:
+        """Return the largest 1 - cos_i^2 of a stack of roots X in use, for the present factors A."""
+        y = inverse_power(a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype), float(self.exponent))
+
+        def unit(z: Tensor) -> Tensor:
+            return z / _squares(z, a).sqrt()[:, None, None]
+
+        apart = _squares(unit(x.double().cpu()) - unit(y), a)  # 2 - 2 cos, exact also if it is tiny
+        return float((apart - apart.square() / 4).max())
+
+    def _time(self, work: Any) -> float:
+        return milliseconds(work, self.threads, self.seconds)
+
+    def table(self) -> Table:
+        def shown(form: Any) -> view.CellText:
+            return lambda rows: "-" if (best := self.choice(rows)) is None else form(best)
+
+        return Table(
+            f"the choice of least {self.cost} with an error of at most {self.bound:g}",
+            {"layer": "layer"},
+            {
+                "solver": shown(lambda row: row["candidate"]),
+                "interval": shown(lambda row: str(row["interval"])),
+                "storage": shown(lambda row: row["storage"]),
+                "error": shown(lambda row: view.scientific(row["error"])),
+                "ms a step": shown(lambda row: view.milli(row["milliseconds"])),
+                "bytes": shown(lambda row: f"{row['bytes']:,}"),
+                "least error": view.cell(view.least("error"), view.scientific),
+            },
+        )
+
+    def choice(self, rows: BenchRows) -> Row | None:
+        """Return the row of least cost among those of a layer with an error of at most the bound, or None."""
+        good = [row for row in rows if row["error"] <= self.bound]
+        return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
+
+    def panels(self) -> tuple[Panel, Panel]:
+        band = (self.bound, self.bound)
+        return (
+            Panel("ms of a step of one layer", "error of the direction", {"{}": _front("milliseconds")}, band=band),
+            Panel("bytes of the roots of one layer", "error of the direction", {"{}": _front("bytes")}, band=band),
+        )
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        return []
+
+    def notes(self, rows: BenchRows) -> list[str]:
+        """Name each choice with its layers, compare sums with the most accurate choices, and name the worst layer."""
+        layers = view.groups(view.measured_rows(rows), lambda row: row["layer"])
+        chosen = {layer: self.choice(own) for layer, own in layers}
+        kinds: dict[str, list[str]] = {}
+        for layer, best in chosen.items():
+            text = f"no choice is at most {self.bound:g}"
+            if best is not None:
+                text = f"{best['candidate']}, every {best['interval']}, {best['storage']}"
+            kinds.setdefault(text, []).append(layer)
+        lines = [f"{text}: {', '.join(own)}" for text, own in kinds.items()]
+        exact = {layer: min(own, key=lambda row: row["error"]) for layer, own in layers}
+        found = {layer: best for layer, best in chosen.items() if best is not None}
+        if found:
+            times, sizes = (
+                [sum(row[key] for row in some) for some in (found.values(), (exact[layer] for layer in found))]
+                for key in ("milliseconds", "bytes")
+            )
+            lines.append(
+                f"{len(found)} of {len(chosen)} layers: {view.milli(times[0])} ms a step and {sizes[0]:,} bytes; "
+                f"the most accurate choices take {view.milli(times[1])} ms and {sizes[1]:,} bytes"
+            )
+        if exact:
+            worst = max(exact, key=lambda layer: float(exact[layer]["error"]))
+            lines.append(f"worst layer: {worst}, error {exact[worst]['error']:.2g} by its most accurate choice")
+        return lines
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one layer.
+
+    paths: for each axis the factors `[N, d, d]` in float64, the present one first.
+    times: measured milliseconds of a refresh and of a step, by solver, storage and shape.
+    """
+
+    paths: Sequence[Sequence[Tensor]]
+    times: dict[Any, tuple[float, float]] = field(repr=False)
+
+
+def _squares(z: Tensor, a: Tensor) -> Tensor:
+    """Return tr(Z A Z^T) `[N]`."""
+    return torch.einsum("nij,njk,nik->n", z, a, z)
+
+
+def _front(cost: str) -> view.LinePoints:
+    """Return the points (cost, error) of a candidate on its least accurate layer that no other row beats in both."""
+
+    def points(rows: BenchRows) -> list[tuple[float, float]]:
+        found: list[tuple[float, float]] = []
+        worst = max(view.groups(rows, lambda row: row["layer"]), key=lambda group: view.least("error")(group[1]))[1]
+        for row in sorted(worst, key=lambda row: (row[cost], row["error"])):
+            if not found or row["error"] < found[-1][1]:
+                found.append((row[cost], row["error"]))
+        return found
+
+    return points
