@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .doctor import Diagnosis, Finding, diagnose
     from .reports.tables import load_metrics, load_runs
     from .studies.running import complete_study
     from .studies.study import Study, load_study
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from .training.train import train
 
 __all__ = [
+    "Diagnosis",
     "Experiment",
+    "Finding",
     "Result",
     "Study",
     "Tick",
     "complete_study",
+    "diagnose",
     "load_experiment",
     "load_metrics",
     "load_runs",
@@ -28,6 +32,7 @@ __all__ = [
     "train",
 ]
 _HOMES = {
+    "doctor": ("Diagnosis", "Finding", "diagnose"),
     "reports.tables": ("load_metrics", "load_runs"),
     "studies.running": ("complete_study",),
     "studies.study": ("Study", "load_study"),

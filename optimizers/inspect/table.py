@@ -65,22 +65,19 @@ _COUNTS = ("zero_gradients", "skipped", "failures")
 _Layer = TypeVar("_Layer")
 
 
-def worst_ends(
-    rows: Iterable[tuple[_Layer, str, float]],
-) -> Iterator[tuple[_Layer, str, Literal["largest", "smallest"]]]:
-    """Yield (layer, measure, end) of the extreme values of the measures in `WORST`, in its order.
+def worst_ends(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[_Layer]:
+    """Yield the layers with the extreme values of the measures in `WORST`, in its order.
 
     rows: (layer, measure, value). NaN counts as infinity.
     """
     found: dict[str, list[tuple[float, _Layer]]] = {}
     for layer, measure, value in rows:
         if measure in WORST and not (measure in _COUNTS and value == 0):
-            found.setdefault(measure, []).append((value, layer))
+            found.setdefault(measure, []).append((math.inf if math.isnan(value) else value, layer))
     for measure, ends in WORST.items():
         own = found.get(measure, [])
-        for end in ends if len(own) > 1 else ends[:1] if own else ():
-            pick = max if end == "largest" else min
-            yield pick(own, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])[1], measure, end
+        for end in ends if len(own) > 1 else ends[: len(own)]:
+            yield (max if end == "largest" else min)(own, key=lambda pair: pair[0])[1]
 
 
 COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
@@ -134,7 +131,7 @@ class Inspection(Sequence[Measurement]):
         The largest comes first. Gradients and updates are a problem at both ends, a condition number only if it is
         large. A count that is 0 everywhere has no row.
         """
-        return type(self)(tuple(row for row, _, _ in worst_ends((row, row.measure, row.value) for row in self.rows)))
+        return type(self)(tuple(worst_ends((row, row.measure, row.value) for row in self.rows)))
 
     def values(self) -> list[float]:
         """Return the value of every row."""

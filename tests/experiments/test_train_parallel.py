@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = "train_parallel:run"
 KINDS = ["ddp", "fsdp2"]
 Launched = dict[str, list[Outcome]]
-TRAJECTORY = ("step", "loss", "val_loss", "lr")
+TRAJECTORY = ("step", "loss", "val_loss", "lr", "weight_norm", "gradient_norm", "update_ratio", "weight_growth")
 
 TASK = '''
 """A byte-level language model in float64, where `FAULT=rank:step:what` makes a rank fail at a step, as it is asked."""
