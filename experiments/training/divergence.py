@@ -56,6 +56,11 @@ class Fault:
     layer: str
     text: str
 
+    @classmethod
+    def of_error(cls, error: Exception, step: int) -> Fault:
+        """Return the fault of an error that no value explains."""
+        return cls("error", "error", step, "", f"{type(error).__name__}: {error}")
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -101,14 +106,13 @@ class Divergence:
 
         tolerated: number of refreshes of a root that may fail in a row.
         """
-        name = f"{type(error).__name__}: {error}"
         if isinstance(error, LabelError):
             return Fault("batch", "labels", self.step, "", str(error))
         if slot := next((key for key, x in self._state("failures") if bool((x > tolerated).any())), ""):
             return Fault("state", "failed root", self.step, slot, str(error))
         if isinstance(error, FloatingPointError):
             return self.fault()
-        return Fault("error", "error", self.step, "", name)
+        return Fault.of_error(error, self.step)
 
     def _of_gradient(self) -> Fault:
         named = ((name, parameter.grad) for name, parameter in self.model.named_parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -117,10 +117,12 @@ class Trainer:
             yield
         except Exception as error:
             if not self.ranks.distributed:
-                with suppress(Exception):  # the error itself says more than a failure to explain it
+                try:
                     fault = self._divergence(step).of_error(error, self.experiment.recipe.failure.roots)
-                    self.fault = None  # an error that ends the run matters more than a skipped gradient
-                    self._note_fault(replace(fault, place="evaluation") if evaluation else fault)
+                except Exception:  # such as an error of the data themselves: the first error says more
+                    fault = Fault.of_error(error, step)
+                self.fault = None  # an error that ends the run matters more than a skipped gradient
+                self._note_fault(replace(fault, place="evaluation") if evaluation else fault)
             raise
 
     def _lost(self) -> bool:

@@ -213,11 +213,12 @@ def test_the_record_of_an_error_goes_when_the_run_continues(tmp_path: Path, monk
     assert not treated(experiment, tmp_path)
 
 
-def test_an_error_of_the_task_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("where", "name"), [(Patient, "loss"), (Examples, "batch")])
+def test_an_error_of_the_task_is_said(where: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise ValueError("the scanner is off")
 
-    monkeypatch.setattr(Patient, "loss", fails)
+    monkeypatch.setattr(where, name, fails)
     (found,) = treated(patient(), tmp_path).findings
     assert (found.kind, found.step, found.text) == ("error", 1, "ValueError: the scanner is off")
 
