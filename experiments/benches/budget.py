@@ -89,7 +89,7 @@ class BudgetBench(MatrixBench):
     def problems(self) -> Sequence[Problem]:
         times: dict[Any, tuple[float, float]] = {}
         return [
-            Problem({"layer": name, "sizes": [a[0].shape[-1] for a in own]}, lambda own=own: Factors(own, times))
+            Problem({"layer": name, "sizes": [a[0].shape[-1] for a in own]}, partial(LayerFactors, own, times))
             for name, own in self._layers().items()
         ]
 
@@ -114,7 +114,7 @@ class BudgetBench(MatrixBench):
     def refusal(self, candidate: RootSolver, fields: Mapping[str, Any]) -> str | None:
         return candidate.check(self.exponent)
 
-    def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: Factors) -> Iterator[Row]:
+    def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: LayerFactors) -> Iterator[Row]:
         for place, interval in enumerate(self.intervals, start=1):
             if interval > 1 and len(given.paths[0]) == 1:
                 problem = "earlier factors are unknown; record a run"
@@ -140,7 +140,7 @@ class BudgetBench(MatrixBench):
         storage: Quantizer,
         interval: int,
         roots: Sequence[tuple[Tensor | None, Tensor]],
-        given: Factors,
+        given: LayerFactors,
     ) -> Row:
         """Return the row of a layer whose roots are stored: its error, time and bytes, or why it cannot be measured."""
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
@@ -235,7 +235,7 @@ class BudgetBench(MatrixBench):
 
 
 @dataclass(frozen=True)
-class Factors:
+class LayerFactors:
     """The factors of one layer.
 
     paths: for each axis the factors `[N, d, d]` in float64, the present one first.

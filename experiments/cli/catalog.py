@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .arguments import Imports
-from .purposes import FAMILIES, STAGES, Purpose, grouped
+from .purposes import FAMILIES, STAGES, Purpose, by_purpose
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -199,7 +199,7 @@ def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
 def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
     """Print rows, the first cell of which is a name, in groups by purpose if there are any."""
     table, by_name = _table(*head), {row[0]: row for row in rows}
-    for purpose, names in grouped(purposes, by_name):
+    for purpose, names in by_purpose(purposes, by_name):
         if purposes:
             table.add_section()
             table.add_row(Text(purpose.title, style="bold"), Text(purpose.when, style="italic"))

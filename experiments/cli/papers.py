@@ -109,7 +109,7 @@ def track_run_command(
 
     The same command again continues a stopped one.
     """
-    from ..track.track import RESULTS, entry_study, find_entry, keep_entry, load_track
+    from ..track.track import RESULTS_FILE, entry_study, find_entry, keep_entry, load_track
 
     track, found = load_track(), find_entry(entry, folder)
     directory = run_to_end(
@@ -118,7 +118,7 @@ def track_run_command(
     for task in keep_entry(track, found, directory, folder):
         remedy = "compare only with entries that were made with the same data"
         typer.echo(f"{task}: the data differ from those of version {track.version}; {remedy}")
-    typer.echo(f"{folder / RESULTS}; for the tables: eigengraft track report --folder {folder}")
+    typer.echo(f"{folder / RESULTS_FILE}; for the tables: eigengraft track report --folder {folder}")
 
 
 @track_app.command("report")

@@ -92,7 +92,7 @@ REST = Purpose("Others", "defined outside of the groups above", ())
 """Group of the members that no purpose names, as those of imported files."""
 
 
-def grouped(purposes: Iterable[Purpose], names: Iterable[str]) -> Iterator[tuple[Purpose, list[str]]]:
+def by_purpose(purposes: Iterable[Purpose], names: Iterable[str]) -> Iterator[tuple[Purpose, list[str]]]:
     """Yield the purposes that have members among `names`, each with these members. Members of none come last."""
     left = dict.fromkeys(names)
     for purpose in purposes:

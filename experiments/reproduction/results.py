@@ -15,7 +15,7 @@ from ..studies.axes import as_label
 from ..studies.plan import cells
 from ..studies.study import Study
 
-NUMBERS = (
+RESULT_NUMBERS = (
     "val_loss",
     "val_accuracy",
     "train_loss",
@@ -113,7 +113,7 @@ def _row(run: Run, edge: str) -> dict[str, Any]:
         raise ValueError(f"reproduce: the run in '{run.directory}' is not finished; give the same command again")
     steps, _, losses = run.curve(METRICS["val_loss"])
     rate = {"lr": learning_rate(run.config), **({"edge": edge} if edge else {})}
-    numbers = {key: _short(run.result.get(key)) for key in NUMBERS}
+    numbers = {key: _short(run.result.get(key)) for key in RESULT_NUMBERS}
     return {"labels": run.labels, "seed": run.seed, **rate, **numbers, "curve": [steps, list(map(_short, losses))]}
 
 

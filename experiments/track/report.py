@@ -38,7 +38,7 @@ DRAWN, BASELINE = 8, "adamw"
 """Number of best entries in the figure, and the entry that is always in it."""
 PUBLISHED = "published.yaml"
 """File of a folder of a track with published rankings."""
-DRAWS = 2000
+RESAMPLES = 2000
 """Number of resamples of the interval of a rank correlation."""
 EMPTY_PAGE = "# Track\n\n" + "\n".join(
     f"## {title}\n\n<!-- results: {name} -->\n<!-- end of results -->\n"
@@ -181,7 +181,7 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
         return np.asarray((a * b).sum(axis) / np.where(size > 0, size, 1.0))
 
     pairs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    options = {"paired": True, "vectorized": True, "method": "percentile", "n_resamples": DRAWS}
+    options = {"paired": True, "vectorized": True, "method": "percentile", "n_resamples": RESAMPLES}
     found = bootstrap(pairs, spearman, rng=np.random.default_rng(0), **options).confidence_interval
     return float(spearman(*pairs)), float(found.low), float(found.high)
 

@@ -19,15 +19,15 @@ from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_
 from ..files import make_directory, write_text
 from ..reports.records import read_records
 from ..reports.seed_statistics import Target
-from ..reproduction.results import NUMBERS, collect_results
+from ..reproduction.results import RESULT_NUMBERS, collect_results
 from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")
-ENTRIES, RESULTS = "entries.yaml", "results.csv"
+ENTRIES_FILE, RESULTS_FILE = "entries.yaml", "results.csv"
 """Files of a folder of a track: the recipe of each entry, and a row for each run."""
 MADE = ("track", "date", "cpu", "device", "threads", "python", "torch", "eigengraft")
 """Columns of the provenance of a run: version of the rules, date, machine and versions."""
-COLUMNS = ("entry", "task", "seed", "lr", "edge", *NUMBERS, "data", "curve", *MADE)
+RUN_COLUMNS = ("entry", "task", "seed", "lr", "edge", *RESULT_NUMBERS, "data", "curve", *MADE)
 """Columns of the table of runs. `curve` has `step:loss` for each evaluation."""
 
 
@@ -63,24 +63,24 @@ def load_track(path: Path = LAPTOP) -> Track:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrackEntry:
     """One recipe of a track: the name of its rows, and its recipe as a recipe file declares it."""
 
     name: str
     recipe: Mapping[str, Any]
 
 
-def find_entry(source: str, folder: Path) -> Entry:
+def find_entry(source: str, folder: Path) -> TrackEntry:
     """Return the entry that `source` names: one in the table of a folder, a recipe file, or a shipped recipe."""
     known = read_recipes(folder)
     if source in known:
-        return Entry(source, known[source])
+        return TrackEntry(source, known[source])
     if Path(source).suffix not in (".yaml", ".yml"):
         raw_recipe(source)  # an unknown name is refused here
-        return Entry(entry_name(source), {"base": source})
+        return TrackEntry(entry_name(source), {"base": source})
     declared = read_yaml(source)
     alone = isinstance(declared, Mapping) and declared.get("base") in (None, *shipped_recipes())
-    return Entry(Path(source).stem, declared if alone else raw_recipe(source))
+    return TrackEntry(Path(source).stem, declared if alone else raw_recipe(source))
 
 
 def entry_name(recipe: str) -> str:
@@ -88,7 +88,7 @@ def entry_name(recipe: str) -> str:
     return recipe.replace("/", "_")
 
 
-def entry_study(track: Track, entry: Entry, imports: Iterable[str] = ()) -> Study:
+def entry_study(track: Track, entry: TrackEntry, imports: Iterable[str] = ()) -> Study:
     """Return the study of one entry: every task with its search and its seeds.
 
     imports: files or modules that define components of the recipe.
@@ -140,7 +140,7 @@ class EntryRuns:
     made: Mapping[str, str]
 
 
-def keep_entry(track: Track, entry: Entry, directory: Path, folder: Path) -> list[str]:
+def keep_entry(track: Track, entry: TrackEntry, directory: Path, folder: Path) -> list[str]:
     """Write an entry and the finished runs of its study into the tables of a folder, in place of its earlier ones.
 
     Return the tasks whose data differ from those of the track. Raises ValueError if a run is not finished.
@@ -157,16 +157,16 @@ def keep_entry(track: Track, entry: Entry, directory: Path, folder: Path) -> lis
             others.append(task)
     make_directory(folder)
     kept = [row for row in _rows(folder) if row["entry"] != entry.name]
-    write_text(folder / RESULTS, results_text(sorted([*kept, *rows], key=lambda row: str(row["entry"]))))
+    write_text(folder / RESULTS_FILE, results_text(sorted([*kept, *rows], key=lambda row: str(row["entry"]))))
     known = {**read_recipes(folder), entry.name: dict(entry.recipe)}
-    write_text(folder / ENTRIES, recipes_text(known))
+    write_text(folder / ENTRIES_FILE, recipes_text(known))
     return others
 
 
 def results_text(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the table of runs as CSV. Numbers that a run does not have are empty."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(out, RUN_COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
@@ -184,7 +184,7 @@ def recipes_text(recipes: Mapping[str, Mapping[str, Any]]) -> str:
 
 def read_recipes(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Return the recipes of the entries in a folder by name; {} if it has no table of entries."""
-    path = folder / ENTRIES
+    path = folder / ENTRIES_FILE
     return dict(read_yaml(path)) if path.is_file() else {}
 
 
@@ -198,7 +198,7 @@ def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
         found.setdefault(row["entry"], []).append(row)
     if not found:
         raise ValueError(f"track: '{folder}' has no results of entries; make some with `eigengraft track run`")
-    entries = [_entry(track, name, rows, folder / RESULTS) for name, rows in found.items()]
+    entries = [_entry(track, name, rows, folder / RESULTS_FILE) for name, rows in found.items()]
     for task in track.tasks:
         data = {entry.name: {run.data for run in entry.runs[task]} for entry in entries}
         first = entries[0].name
@@ -209,7 +209,7 @@ def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
-    path = folder / RESULTS
+    path = folder / RESULTS_FILE
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -259,7 +259,7 @@ class TaskScore:
 
 
 Scores = Mapping[str, Mapping[str, TaskScore]]
-"""Entry -> task -> score."""
+"""TrackEntry -> task -> score."""
 
 
 def score(task: TrackTask, z: float, runs: Sequence[TaskRun]) -> TaskScore:

@@ -17,7 +17,7 @@ from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.cli.purposes import FAMILIES, STAGES, grouped
+from eigengraft.experiments.cli.purposes import FAMILIES, STAGES, by_purpose
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, start
@@ -224,7 +224,7 @@ class TestList:
                 assert [name for name in following if name in purpose.members] == list(purpose.members)
 
     def test_an_own_stage_is_in_the_last_group(self) -> None:
-        assert [(p.title, n) for p, n in grouped(STAGES, ["mine", "rms"])] == [
+        assert [(p.title, n) for p, n in by_purpose(STAGES, ["mine", "rms"])] == [
             ("Second moments", ["rms"]),
             ("Others", ["mine"]),
         ]

@@ -19,8 +19,8 @@ from eigengraft.experiments.tasks.model_shapes import MODELS
 from eigengraft.experiments.track.cost import H100, TOKENS, optimizer_ms, step_costs, step_ms
 from eigengraft.experiments.track.report import rank_correlation, read_rankings, standing, steps_table, track_page
 from eigengraft.experiments.track.track import (
-    ENTRIES,
-    RESULTS,
+    ENTRIES_FILE,
+    RESULTS_FILE,
     TaskRun,
     TrackTask,
     entry_study,
@@ -186,7 +186,7 @@ def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    with (LAPTOP / RESULTS).open(newline="") as file:
+    with (LAPTOP / RESULTS_FILE).open(newline="") as file:
         return [row for row in csv.DictReader(file) if row["entry"] == name]
 
 
@@ -201,16 +201,16 @@ def rows_of(name: str) -> list[dict[str, str]]:
 def test_results_that_do_not_compare_are_refused(change, says, tmp_path) -> None:  # type: ignore[no-untyped-def]
     other = [{**row, "entry": "other"} for row in rows_of("adamw")]
     change(other)
-    (tmp_path / RESULTS).write_text(results_text([*rows_of("adamw"), *other]))
+    (tmp_path / RESULTS_FILE).write_text(results_text([*rows_of("adamw"), *other]))
     with refused(ValueError, *says):
         read_entries(load_track(), tmp_path)
 
 
 def test_the_table_of_runs_survives_reading_and_writing() -> None:
-    with (LAPTOP / RESULTS).open(newline="") as file:
+    with (LAPTOP / RESULTS_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert results_text(rows) == (LAPTOP / RESULTS).read_text()
-    assert recipes_text(read_recipes(LAPTOP)) == (LAPTOP / ENTRIES).read_text()
+    assert results_text(rows) == (LAPTOP / RESULTS_FILE).read_text()
+    assert recipes_text(read_recipes(LAPTOP)) == (LAPTOP / ENTRIES_FILE).read_text()
     assert [row["entry"] for row in rows] == sorted(row["entry"] for row in rows)
 
 
@@ -253,9 +253,9 @@ def test_the_command_runs_an_entry_and_keeps_it(tmp_path: Path, monkeypatch: pyt
     assert "digits: the data differ from those of version 1" in done.output
     folder = tmp_path / "runs" / "track"
     assert read_recipes(folder) == {"adamw": {"base": "adamw"}}
-    before = (folder / RESULTS).read_text()
+    before = (folder / RESULTS_FILE).read_text()
     assert CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"]).exit_code == 0
-    assert (folder / RESULTS).read_text() == before  # rows of an entry are replaced
+    assert (folder / RESULTS_FILE).read_text() == before  # rows of an entry are replaced
     shown = CliRunner().invoke(app, ["track", "report"])
     assert shown.exit_code == 0, shown.output
     assert "| `adamw` | 1.00 | 1.00 | 1.00 | 4 (" in shown.output

@@ -9,7 +9,7 @@ from eigengraft import Recipe, RecipeError
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.track.report import PUBLISHED, Ranking
-from eigengraft.experiments.track.track import ENTRIES, Track
+from eigengraft.experiments.track.track import ENTRIES_FILE, Track
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
@@ -65,7 +65,7 @@ def test_the_schema_refuses_what_the_loader_refuses(text):
 ROOT = Path(__file__).parents[3]
 FOUND = sorted(path for room in ("experiments", "papers") for path in (ROOT / room).rglob("*.yaml"))
 FILES = [path for path in FOUND if "imports" not in read_yaml(path)]  # the schema has no components of a file's own
-TABLES = {ENTRIES: Recipe, PUBLISHED: Ranking}
+TABLES = {ENTRIES_FILE: Recipe, PUBLISHED: Ranking}
 """Files whose values, by name, follow a schema."""
 
 
