@@ -12,7 +12,6 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
-from eigengraft.component import validated
 from eigengraft.preconditioners import BasisSolver
 
 from . import view
@@ -22,7 +21,7 @@ from .candidates import (
     Declaration,
     MatrixDtypes,
     PositiveInts,
-    defaults,
+    default_members,
     label,
     listed,
 )  # fmt: skip
@@ -35,10 +34,6 @@ from .view import Panel, Recommendation, Row, Table
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {"kind": "power_qr", "steps": 2})
 
 
-def _default_solvers() -> tuple[BasisSolver, ...]:
-    return tuple(validated(BasisSolver, dict(item)) for item in defaults(BasisSolver, _PREFERRED))  # type: ignore[type-abstract]
-
-
 class BasisBench(MatrixBench):
     """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
 
@@ -49,7 +44,7 @@ class BasisBench(MatrixBench):
 
     kind: Literal["bases"] = "bases"
     solvers: Annotated[tuple[BasisSolver, ...], BeforeValidator(listed)] = Field(
-        default_factory=_default_solvers, strict=False, description="declarations, or kinds"
+        default_factory=default_members(BasisSolver, _PREFERRED), strict=False, description="declarations, or kinds"
     )
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
         default=(Geometric(condition=1e4), PowerLaw()), strict=False, description="covariances of the gradients"

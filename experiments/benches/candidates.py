@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from eigengraft.component import Component
+from eigengraft.component import Component, validated
 
 Declaration = Mapping[str, Any]
 
@@ -20,6 +20,32 @@ def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple
     kinds = {declared["kind"] for declared in chosen}
     others = [kind for kind in sorted(family.members) if kind not in kinds and _needs_no_field(family.members[kind])]
     return (*chosen, *({"kind": kind} for kind in others))
+
+
+def default_members(
+    family: type[Component],
+    preferred: Iterable[Declaration],
+    usual: Callable[[str], Declaration] | None = None,
+    keep: Callable[[Any], bool] = bool,
+) -> Callable[[], tuple[Any, ...]]:
+    """Return a function that makes the default candidates of a bench, as `defaults` declares them.
+
+    usual: Return the declaration that a kind stands for; None: the kind alone.
+    keep: Return True for members that are candidates.
+    """
+
+    def make() -> tuple[Any, ...]:
+        declared = ({**(usual or kind_alone)(item["kind"]), **item} for item in defaults(family, preferred))
+        return tuple(member for item in declared if keep(member := validated(family, item)))
+
+    return make
+
+
+def kinds_as(usual: Callable[[str], Declaration]) -> BeforeValidator:
+    """Return a validator that reads a bare kind as the declaration that it stands for."""
+    return BeforeValidator(
+        lambda value: tuple(usual(item) if isinstance(item, str) else item for item in listed(value))
+    )
 
 
 def _needs_no_field(member: type[BaseModel]) -> bool:

@@ -11,7 +11,6 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from eigengraft.component import validated
 from eigengraft.preconditioners import PolarSolver
 
 from . import view
@@ -21,7 +20,7 @@ from .candidates import (
     Declaration,
     MatrixDtypes,
     MatrixShapes,
-    defaults,
+    default_members,
     label,
     listed,
 )  # fmt: skip
@@ -51,10 +50,6 @@ def polar_label(solver: PolarSolver) -> str:
     return f"{text.split()[0]} {known} {' '.join(text.split()[1:])}".strip()
 
 
-def _default_solvers() -> tuple[PolarSolver, ...]:
-    return tuple(validated(PolarSolver, dict(item)) for item in defaults(PolarSolver, _PREFERRED))  # type: ignore[type-abstract]
-
-
 class PolarBench(OwnMatrices):
     """Polar solvers x shapes x condition numbers x dtypes on G = U diag(s) V^T, s from condition^-1 to 1.
 
@@ -63,7 +58,7 @@ class PolarBench(OwnMatrices):
 
     kind: Literal["polar"] = "polar"
     solvers: Annotated[tuple[PolarSolver, ...], BeforeValidator(listed)] = Field(
-        default_factory=_default_solvers, strict=False, description="declarations, or kinds"
+        default_factory=default_members(PolarSolver, _PREFERRED), strict=False, description="declarations, or kinds"
     )
     shapes: MatrixShapes = Field(
         default=((16, 16), (64, 64), (64, 256), (128, 128)), strict=False, description="shapes m x n of the matrices"

@@ -12,13 +12,12 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
-from eigengraft.component import validated
 from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
 from . import view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, MatrixDtypes, defaults, label, listed
+from .candidates import DTYPES, Declaration, MatrixDtypes, default_members, kinds_as, label, listed
 from .matrices import MatrixBench, MatrixSource, ridge_for
 from .measures import angle, inverse_power, milliseconds, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table
@@ -39,17 +38,9 @@ def ridgeless(kind: str) -> Declaration:
     return {"kind": kind}
 
 
-def _solvers(value: Any) -> Any:
-    """Read a bare kind as the solver without a ridge of its own."""
-    return tuple(ridgeless(item) if isinstance(item, str) else item for item in listed(value))
-
-
-def default_solvers() -> tuple[RootSolver, ...]:
-    declared = [{**ridgeless(item["kind"]), **item} for item in defaults(RootSolver, _PREFERRED)]
-    return tuple(validated(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
-
-
-RootSolvers = Annotated[tuple[RootSolver, ...], BeforeValidator(_solvers)]
+RootSolvers = Annotated[tuple[RootSolver, ...], kinds_as(ridgeless)]
+"""Root solvers; a bare kind is one without a ridge of its own."""
+default_solvers = default_members(RootSolver, _PREFERRED, ridgeless)
 
 
 class RootBench(MatrixBench):

@@ -9,15 +9,14 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import validated
 from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
 
 from . import kronecker, view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, PositiveInts, defaults, label, listed
+from .candidates import DTYPES, Declaration, PositiveInts, default_members, kinds_as, label
 from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
 from .matrices import OwnMatrices
 from .measures import milliseconds
@@ -33,17 +32,6 @@ def slow(kind: str) -> Declaration:
     """Return the statistic called `kind`, with a long memory if it has a decay."""
     member = Statistic.members.get(kind)
     return {"kind": kind, **({"beta": LONG} if member is not None and "beta" in member.model_fields else {})}
-
-
-def _statistics(value: Any) -> Any:
-    """Read a bare kind as the statistic with a long memory."""
-    return tuple(slow(item) if isinstance(item, str) else item for item in listed(value))
-
-
-def _default() -> tuple[Statistic, ...]:
-    declared = [{**slow(item["kind"]), **item} for item in defaults(Statistic, _PREFERRED)]
-    found = (validated(Statistic, item) for item in declared)  # type: ignore[type-abstract]
-    return tuple(statistic for statistic in found if not statistic.of_inputs)
 
 
 def statistic_label(statistic: Statistic) -> str:
@@ -66,8 +54,10 @@ class StatisticBench(OwnMatrices):
     """
 
     kind: Literal["statistics"] = "statistics"
-    statistics: Annotated[tuple[Statistic, ...], BeforeValidator(_statistics)] = Field(
-        default_factory=_default, strict=False, description="declarations, or kinds"
+    statistics: Annotated[tuple[Statistic, ...], kinds_as(slow)] = Field(
+        default_factory=default_members(Statistic, _PREFERRED, slow, lambda statistic: not statistic.of_inputs),
+        strict=False,
+        description="declarations, or kinds",
     )
     width: int = Field(default=16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
     samples: PositiveInts = Field(
