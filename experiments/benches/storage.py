@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,6 +20,7 @@ from . import view
 from .bench import Bench, Column, Problem
 from .candidates import listed
 from .steps.measure import Contender, one_step
+from .steps.sets import gpt, initial_values
 from .view import Panel, Recommendation, Row, Table
 
 
@@ -90,17 +92,11 @@ class StorageBench(Bench):
     }
 
     def problems(self) -> Sequence[Problem]:
-        return [Problem({}, self._values)]
+        return [Problem({}, partial(initial_values, self.shapes(), self.seed))]
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes of all matrices."""
-        w = self.width
-        return [(self.vocabulary, w), *self.layers * [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)]]
-
-    def _values(self) -> list[Tensor]:
-        """Return the initial values of all matrices."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return [0.02 * torch.randn(shape, generator=generator) for shape in self.shapes()]
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of all matrices, without norms."""
+        return [shape for shape in gpt(self.layers, self.width, self.vocabulary) if len(shape) == 2]
 
     def label(self, candidate: StorageCase) -> str:
         return candidate.label()
