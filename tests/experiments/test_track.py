@@ -6,12 +6,13 @@ import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from eigengraft import RecipeError
+from eigengraft import RecipeError, Stage
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.seed_statistics import Target
 from eigengraft.experiments.studies.plan import plan_runs
@@ -151,6 +152,20 @@ def test_the_counted_time_of_a_step_is_its_formula() -> None:
     assert optimizer_ms(full, "gpt2") == pytest.approx(1e3 * (products + entries) / H100.float32)
     costs = step_costs({"muon": {"base": "muon"}, "adamw": {"base": "adamw"}}, "gpt2")
     assert costs["adamw"] == 1.0 < costs["muon"]
+
+
+def test_operations_of_polar_factors_follow_their_solver() -> None:
+    """With m <= n a step of Newton-Schulz has 6 m^2 n operations, a triangular pass 3 m^2 n."""
+
+    def work(**declared: Any) -> float:
+        return Stage.model_validate(declared).work((8, 20))
+
+    square = 8 * 8 * 20
+    assert work(kind="spectral", solver={"kind": "newton_schulz", "steps": 4}) == 24 * square
+    assert work(kind="spectral", solver={"kind": "triangular", "passes": 2}) == 6 * square
+    half = {"kind": "dion2", "fraction": 0.5, "solver": {"kind": "newton_schulz", "steps": 5}}
+    assert work(**half) == 30 * 4 * 4 * 20 + 4 * 8 * 20  # of four rows, and the momentum
+    assert work(kind="dion", rank=3) == 8 * 8 * 20 * 3 + 4 * 8 * 9
 
 
 def test_costs_multiply_steps_before_they_are_compared() -> None:
