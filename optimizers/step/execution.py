@@ -133,7 +133,9 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
         try:
             return how if how.blocks is not None else replace(how, uncompiled=Program(_block_source(own, recipe)))
         except Exception as error:
-            raise ValueError(f"graph: steps of {own.path or 'update'} cannot be captured: {error}") from error
+            raise ValueError(
+                f"graph: steps of {own.path or 'update'} cannot be captured: {error}; remove graph"
+            ) from error
     if (moments := moments_of_adam(own)) is None:
         return _choose_program(own, recipe, stored, shared)
     reason = next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
@@ -164,20 +166,20 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
     apart = next(not_in_place(own, recipe), None)
     if own.rule.compile:
         if active_fake_mode() is not None:
-            return Execution(reason="fake tensors have no numbers to compute with")
+            return Execution(reason="fake tensors have no values")
         if apart is None and math.prod(own.stack.block) < 2:
             return Execution(reason="a single number would need a kernel of its own")
         cadences = [cadence for _, stage in own.rule.stages() if (cadence := stage.cadence()) is not None]
         if any(cadence.interval <= 1 for cadence in cadences):
-            return Execution(reason="each of its steps has a refresh, which no compiled program is of")
+            return Execution(reason="each of its steps has a refresh, and compiled programs have none")
         if shared:
-            return Execution(reason="stages take sums over parameters, of which other stacks hold blocks too")
+            return Execution(reason="stages sum over parameters that have blocks in several stacks")
         _require_traceable(own)
         if apart is None and not _is_captured(own, recipe, shared):
             return Execution(entries={dtype: program_of(_entry_source(own, recipe, dtype)) for dtype in stored})
         return Execution(blocks=program_of(_block_source(own, recipe)))
     if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
-        apart = f"its size is no multiple of {_VECTOR}, and others share its stack"
+        apart = f"the size of its blocks is no multiple of {_VECTOR}, and it has several"
     return Execution(reason=apart) if apart else Execution(chunks=True)
 
 
@@ -191,14 +193,14 @@ def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
     reasons = {
         "a stage mixes entries": not own.rule.entrywise(),
         "a stage is lagged": own.rule.lagging(),
-        "stages follow weight decay, or multiply it": own.adds_decay,
+        "a stage follows the weight decay, or multiplies it": own.adds_decay,
         "it has constraints": bool(own.rule.constraints),
         "an averaging or a constraint is in the recipe": recipe.averaging is not None,
         "its updates are sent between ranks": own.block_group is not None,
         "its state is coded": bool(own.encoded),
-        f"stages ask for more than gradients ({', '.join(asked)})": bool(asked),
-        "its state has another shape": any(slot.shape != shape for _, slot in own.slots()),
-        "its blocks are parts of it": not own.stack.of_parameters,
+        f"stages request signals ({', '.join(asked)})": bool(asked),
+        "a slot has another shape than its block": any(slot.shape != shape for _, slot in own.slots()),
+        "its blocks are parts of parameters": not own.stack.of_parameters,
     }
     return (reason for reason, holds in reasons.items() if holds)
 
@@ -208,7 +210,9 @@ def _require_traceable(own: StackState) -> None:
     at, known = f"{own.path}." if own.path else "", known_signals()
     for name, path in asking(own.rule.stages(own.path)).items():
         if known[name].extent not in _SHAPES_OF_SIGNALS:
-            raise ValueError(f"{at}compile: {path} asks for the signal '{name}', which no compiled program takes")
+            raise ValueError(
+                f"{at}compile: {path} requests the signal '{name}', which no compiled program has; remove compile"
+            )
 
 
 _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {

@@ -25,7 +25,7 @@ class Failure(Component):
 
     @property
     def leaves_masks(self) -> bool:
-        """Whether steps have masks, which nothing reads on the host."""
+        """True if steps have masks on the device, which the host does not read."""
         return self.detect == "device" and self.nonfinite != "ignore"
 
     roots: int = Field(

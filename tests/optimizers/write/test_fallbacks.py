@@ -40,7 +40,7 @@ def test_adams_chain_says_why_it_is_not_fused() -> None:
             "its state is coded, or more than two moments",
         ),
         ({"averaging": "ema"}, "an averaging or a constraint is in the recipe"),
-        ({"blocking": {"size": 2}}, "its blocks are parts of it"),
+        ({"blocking": {"size": 2}}, "its blocks are parts of parameters"),
         ({"set": {"update.rms.eps": ramp}}, "numbers of its stages are scheduled"),
         ({"failure": {"detect": "device"}}, "the device alone knows which gradients are usable"),
     ):
@@ -56,7 +56,7 @@ def test_adams_chain_says_why_it_is_not_fused() -> None:
         ({"averaging": "ema"}, ("not in chunks: an averaging or a constraint is in the recipe",)),
         ({"constraints": "rounding"}, ("not in chunks: it has constraints",)),
         ({"storage": {"first_moment": "int8"}}, ("not in chunks: its state is coded",)),
-        ({"blocking": {"size": 256}}, ("not in chunks: its blocks are parts of it",)),
+        ({"blocking": {"size": 256}}, ("not in chunks: its blocks are parts of parameters",)),
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_large_parameters_that_are_not_in_chunks_say_why(changes: Any, why: tupl
 
 
 def test_odd_sizes_are_in_chunks_alone() -> None:
-    reason = "not in chunks: its size is no multiple of 64, and others share its stack"
+    reason = "not in chunks: the size of its blocks is no multiple of 64, and it has several"
     assert told("lion", torch.zeros(183, 183)) == [()]
     assert told("lion", torch.zeros(183, 183), torch.zeros(183, 183)) == [(reason,), (reason,)]
 
