@@ -98,14 +98,13 @@ class CommStep:
         self._delivered[group].index_copy_(0, rows, directions)
 
     def advance(self, before: int) -> None:
-        """Send finished rounds and receive updates that have arrived. Block groups below `before` are delivered."""
-        self._advance(before, self._must_wait())
+        """Send finished rounds and receive updates that have arrived. Block groups below `before` are delivered.
 
-    def _must_wait(self) -> bool:
-        """Return True if this rank must wait for earlier rounds before it computes a later one."""
+        A rank waits for earlier rounds if parameters are sharded, or if too many finished block groups are queued.
+        """
         plan, waiting = self.comm_plan, list(self._delivered.values())
         much = sum(x.numel() * x.element_size() for x in waiting) > IN_FLIGHT * plan.limit
-        return not plan.replicated or (much and len(waiting) > IN_FLIGHT)
+        self._advance(before, wait=not plan.replicated or (much and len(waiting) > IN_FLIGHT))
 
     def close(self) -> None:
         """Send the remaining rounds and wait for all messages."""

@@ -116,24 +116,23 @@ class ParamGather:
         message = torch.empty(sum(x.numel() for x in sources), dtype=first.dtype, device=first.device)
         copy_all(_split(message, sources), sources)
         sending = [sum(x.numel() for x in own[rank]) for rank in ranks]
-        receiving = [sum(self._numel(rows, rank) for rows in chosen if self._share(rows, rank)) for rank in ranks]
+        receiving = [sum(x.numel() for x in views) for views in self._targets(held, chosen)]
         return self.rank_group.all_to_all(message, sending, receiving, self._describe(chosen))
 
     def _receive_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
         """Copy the rows of other ranks into this rank's shards."""
-        ranks = range(self.rank_group.size)
-        targets = [self._view(held, rows, rank) for rank in ranks for rows in chosen if self._share(rows, rank)]
+        targets = [x for views in self._targets(held, chosen) for x in views]
         copy_all(targets, _split(data, targets))
+
+    def _targets(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[list[Tensor]]:
+        """Return the rows that each other rank has updated, as views of this rank's shards, by rank."""
+        ranks = range(self.rank_group.size)
+        return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]
 
     def _share(self, rows: Rows, rank: int) -> bool:
         """Return True if another rank holds the same entries of a parameter as this rank."""
         me = self.rank_group.rank
         return rank != me and rank in self.layouts[rows.position].holders[me]
-
-    def _numel(self, rows: Rows, rank: int) -> int:
-        parts = self.layouts[rows.position].parts
-        assert parts is not None
-        return rows.numel(parts.boxes[rank].shape)
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
         """Return rows of the part of a rank that holds the same entries as this rank."""

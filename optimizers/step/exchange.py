@@ -135,10 +135,7 @@ class LocalExchange:
         return dict(zip(positions, means, strict=True))
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
-        """Accept the directions of blocks, and write the updates of parameters whose last block this is.
-
-        So no update is kept longer than necessary.
-        """
+        """Accept the directions of blocks, and write the updates of parameters whose last block this is."""
         if (stack := blocks.stack).of_parameters:
             self._move(stack.param_ids, direction.unbind(0))
             return
@@ -158,7 +155,7 @@ class LocalExchange:
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Raise ArithmeticError, on all ranks, because roots of these parameters have failed too often."""
+        """Raise ArithmeticError because roots of these parameters failed too often. Ranks raise it in the next step."""
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
 

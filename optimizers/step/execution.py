@@ -230,12 +230,14 @@ def _decay(own: StackState, recipe: Recipe) -> WeightDecay:
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
+    """Return the program of entries that includes the write. stored: dtype of the parameters."""
     axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
     kind, schedules = (axes, keys, stack.dtype, stored, stack.device), ScheduledNumbers.of(own.rule, recipe.total_steps)
     return EntryProgram(own.rule, own.path, _decay(own, recipe), *kind, schedules, recipe.failure.leaves_masks)
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
+    """Return the program of a whole stack, which computes directions."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in sorted({*own.signals})

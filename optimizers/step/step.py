@@ -188,7 +188,7 @@ class ParamSet:
         """
         self.local[:] = self._local(self.parameters)
         found = [parameter.grad for parameter in self.parameters]
-        if self.rank_group is not None or not {*map(type, found)} <= {Tensor, NoneType}:  # DTensors are subclasses
+        if self.rank_group is not None or not {*map(type, found)} <= {Tensor, NoneType}:  # a DTensor is a subclass
             found = local_gradients(self.names, self.parameters, self.rank_group)
         if self._complex:
             found = [None if gradient is None else as_pairs(gradient) for gradient in found]
@@ -278,10 +278,12 @@ class ParamSet:
         return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:
+        """Report roots of a stack that failed too often. wait: True to wait for a device that computes them."""
         if (bad := own.failing(wait)).size:
             self.exchange.report_failed_roots(own.path, bad.tolist())
 
     def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: tuple[Tensor, list[Tensor]] | None) -> StackStep:
+        """Return the step of one stack, with gathered gradients and signals. numbers: as of `StackStep`."""
         gradient = self.exchange.gather(blocks, "gradients")
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
