@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.layouts import local, local_gradients
+from eigengraft.distributed.layouts import any_dtensors, local, local_gradients
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
@@ -162,7 +162,9 @@ class ParamSet:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the entries that this rank updates of a tensor for each parameter, as views."""
-        held = list(tensors) if self.rank_group is None else [local(tensor) for tensor in tensors]
+        held = list(tensors)
+        if self.rank_group is not None and any_dtensors(held):
+            held = [local(tensor) for tensor in held]
         held = [*map(as_pairs, held)] if self._complex else held
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
