@@ -365,7 +365,7 @@ class Stage(Schedulable, ABC, family="stage"):
             self._hooks(rows).refresh(rows, x[start:stop], context.slice_rows(start, stop, first))
 
 
-Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
+Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain"), Field(examples=[["momentum", "rms"]])]
 """A chain: stages in order. In YAML it is a list, or a single stage."""
 
 

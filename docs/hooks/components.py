@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from functools import cache
 
 from eigengraft.blocking import Blocking
 from eigengraft.component import Component, families
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.experiments.benches import Bench  # with the declarations it defines every family and member
-from eigengraft.experiments.cli.catalog import first_sentence
 from eigengraft.experiments.studies.study import Study
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
 from eigengraft.optimizers.recipe.routing import Match
 from eigengraft.optimizers.write.failure import Failure
+from eigengraft.reference import first_sentence, public_module, summary
 from fields import Links, field_table
 from markup import docstring, inline, table
 from recipes import members_in, used_by
@@ -24,7 +22,6 @@ DECLARATIONS: dict[str, tuple[str, tuple[type[Component], ...]]] = {
     "recipe": ("Recipe", (Recipe, Route, Match, Blocking, Failure, Distribution)),
     "experiment": ("Experiment and study", (Experiment, Study)),
 }
-PACKAGES = ("eigengraft", "eigengraft.preconditioners", "eigengraft.quantization", "eigengraft.optimizers.write")
 
 
 def shipped_families() -> dict[str, type[Component]]:
@@ -48,9 +45,9 @@ def family_page(name: str, family: type[Component]) -> str:
     members = shipped_members(family)
     kinds = ", ".join(f"[`{kind}`](#{kind})" for kind in members)
     shown: set[type[Component]] = set()  # components that several members hold
-    parts = [f"# {name}", docstring(inspect.getdoc(family) or ""), f"**Kinds:** {kinds}", where(family)]
+    parts = [f"# {name}", docstring(summary(family)), f"**Kinds:** {kinds}", where(family)]
     for kind, member in members.items():
-        parts += [f"## {kind} {{ #{kind} }}", docstring(inspect.getdoc(member) or ""), where(member)]
+        parts += [f"## {kind} {{ #{kind} }}", docstring(summary(member)), where(member)]
         parts.append(field_table(member, _links(member)))
         if issubclass(member, Bench):
             columns = [[f"`{name}`", inline(column.meaning), column.unit] for name, column in member.columns.items()]
@@ -68,7 +65,7 @@ def index_page() -> str:
     rows = []
     for name, family in shipped_families().items():
         kinds = ", ".join(f"[`{kind}`]({name}.md#{kind})" for kind in shipped_members(family))
-        rows.append([f"[{name}]({name}.md)", inline(first_sentence(inspect.getdoc(family) or "")), kinds])
+        rows.append([f"[{name}]({name}.md)", inline(first_sentence(summary(family))), kinds])
     about = "A family is an open set of parts that fit in the same place. A recipe names a member by its kind."
     return f"# Families\n\n{about}\n\n{table(['family', 'what it is', 'kinds'], rows)}\n"
 
@@ -85,10 +82,9 @@ def declaration_pages() -> dict[str, str]:
 
 def where(cls: type[Component]) -> str:
     """The import line and the file of a class."""
-    module = next((name for name in PACKAGES if hasattr(importlib.import_module(name), cls.__name__)), cls.__module__)
     path = cls.__module__.removeprefix("eigengraft.").replace(".", "/") + ".py"
     room = path if "/" in path else f"src/eigengraft/{path}"
-    return f"`from {module} import {cls.__name__}`, defined in `{room}`."
+    return f"`from {public_module(cls)} import {cls.__name__}`, defined in `{room}`."
 
 
 @cache
@@ -110,6 +106,4 @@ def _inner(cls: type[Component]) -> list[type[Component]]:
 
 def _component_section(cls: type[Component], level: str = "###") -> str:
     head = f"{level} {cls.__name__} {{ #{cls.__name__.lower()} }}"
-    return "\n\n".join(
-        [head, docstring(inspect.getdoc(cls) or ""), where(cls), field_table(cls, _declared() | _links(cls))]
-    )
+    return "\n\n".join([head, docstring(summary(cls)), where(cls), field_table(cls, _declared() | _links(cls))])

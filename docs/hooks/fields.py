@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eigengraft.component import Component, families
-from eigengraft.experiments.cli.catalog import fields_of, type_text
+from eigengraft.reference import fields_of, type_text
 from markup import inline, table
 
 Links = dict[str, str]

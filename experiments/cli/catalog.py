@@ -5,18 +5,17 @@ The commands `list` and `show` print it, and the reference pages of the document
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from eigengraft.reference import fields_of, first_sentence, summary, type_text
 
 from .arguments import Imports
 from .purposes import FAMILIES, STAGES, Purpose, by_purpose
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
 
 RECIPES = "recipes"
 """The word that stands for the shipped recipes where otherwise the name of a family stands."""
-
-
-class FieldText(NamedTuple):
-    """One field of a component as text: its name in YAML, its JSON schema, its default and its meaning.
-
-    default: the default in YAML; None if the field is required, or if it has no value by default.
-    """
-
-    name: str
-    schema: dict[str, Any]
-    required: bool
-    default: str | None
-    meaning: str
 
 
 def list_command(
@@ -88,7 +74,7 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
 def print_kind(family: str, member: type[Component]) -> None:
     """Print a component: family and kind, its docstring with the formula, and a table of its fields."""
     typer.echo(f"{family} {next(kind for kind, own in _registered(())[family].members.items() if own is member)}\n")
-    typer.echo(inspect.getdoc(member) or "")
+    typer.echo(summary(member))
     table = _table("field", "values", "default", "meaning")
     for field in fields_of(member):
         default = "required" if field.required else field.default or "none"
@@ -97,90 +83,8 @@ def print_kind(family: str, member: type[Component]) -> None:
         _print(table)
 
 
-def fields_of(cls: type[Component]) -> Iterator[FieldText]:
-    """Yield the fields of a component, without its kind."""
-    from pydantic_core import PydanticUndefined
-
-    schema = cls.model_json_schema(by_alias=True)
-    for own, field in cls.model_fields.items():
-        name = field.alias or own
-        if own != "kind":
-            default = None if field.default in (None, PydanticUndefined) else flow(field.default)
-            yield FieldText(name, schema["properties"][name], field.is_required(), default, field.description or "")
-
-
-def flow(value: Any) -> str:
-    """Return plain data or a component in YAML's flow style, without fields of a component that have their default."""
-    from eigengraft.component import Component
-
-    if isinstance(value, Component):
-        changed = {n: getattr(value, n) for n, f in type(value).model_fields.items() if getattr(value, n) != f.default}
-        kind = getattr(value, "kind", None)
-        return kind if kind and not changed else flow(({"kind": kind} if kind else {}) | changed)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def type_text(
-    schema: dict[str, Any],
-    link: Callable[[str], str] = str,
-    code: Callable[[str], str] = str,
-    escape: Callable[[str], str] = str,
-) -> str:
-    """Return the values that a field takes in words, with ranges, from its JSON schema.
-
-    link: maps the name of a family or of a component to text.
-    code: maps a literal value to text.
-    escape: maps a range to text.
-    """
-    from eigengraft.component import FAMILY_MARK
-
-    def text(inner: dict[str, Any]) -> str:
-        return type_text(inner, link, code, escape)
-
-    if FAMILY_MARK in schema:
-        return link(schema[FAMILY_MARK])
-    if "$ref" in schema:
-        return link(schema["$ref"].rsplit("/", 1)[1])
-    if "anyOf" in schema or "oneOf" in schema:
-        return " or ".join(dict.fromkeys(map(text, schema.get("anyOf") or schema["oneOf"])))
-    if "allOf" in schema:
-        return text(schema["allOf"][0])
-    if "enum" in schema or "const" in schema:
-        return ", ".join(code(flow(value)) for value in schema.get("enum", [schema.get("const")]))
-    kind = schema.get("type")
-    if kind == "array":
-        items = [schema["items"]] if schema.get("items") else schema.get("prefixItems", [])
-        return "list of " + " and ".join(map(text, items)) if items else "list"
-    if kind == "object":
-        values = schema.get("additionalProperties")
-        return f"mapping to {text(values)}" if isinstance(values, dict) else "mapping"
-    words = {"null": "none", "string": "text", "boolean": f"{code('true')}, {code('false')}"}
-    return words[kind] if kind in words else f"{kind or 'anything'}{escape(interval(schema))}"
-
-
-def interval(schema: dict[str, Any]) -> str:
-    """Return the range of a number as an interval, "" without bounds."""
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    if low is high is above is below is None:
-        return ""
-    start = f"[{low:g}" if low is not None else f"({above:g}" if above is not None else "(-∞"
-    end = f"{high:g}]" if high is not None else f"{below:g})" if below is not None else "∞)"
-    return f" in {start}, {end}"
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring: its first paragraph, up to a full stop."""
-    line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
-    return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
-
-
 def _about(cls: type[Component]) -> str:
-    return first_sentence(inspect.getdoc(cls) or "")
+    return first_sentence(summary(cls))
 
 
 def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:

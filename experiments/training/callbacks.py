@@ -94,7 +94,7 @@ class StopAfter(Callback):
     """End the run early after a step that has a row of metrics. Learning rates are those of the whole run."""
 
     kind: Literal["stop_after"] = "stop_after"
-    step: int = Field(ge=1, description="the first step after which the run may end")
+    step: int = Field(ge=1, examples=[100], description="the first step after which the run may end")
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
         return tick.step >= self.step
@@ -106,7 +106,9 @@ class Limits(Callback):
     kind: Literal["limits"] = "limits"
     metric: Literal["val_loss", "val_accuracy"] = Field(default="val_loss", description="metric that has limits")
     limits: tuple[tuple[int, float], ...] = Field(
-        strict=False, description="(step, largest loss or least accuracy with which the run continues at this step)"
+        strict=False,
+        examples=[[[100, 2.5]]],
+        description="(step, largest loss or least accuracy with which the run continues at this step)",
     )
 
     @field_validator("limits", mode="before", json_schema_input_type=list[tuple[int, float]])

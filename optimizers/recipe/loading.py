@@ -77,9 +77,10 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     if isinstance(source, Sequence) and not isinstance(source, bytes):
         _require_stages("update", source)
         return {"update": source}
-    raise RecipeError(
-        f"recipe: it must be a name, path, mapping, list of stages or Recipe, got {type(source).__name__}"
+    got = (
+        f"the class {source.__name__}; write {source.__name__}()" if isinstance(source, type) else type(source).__name__
     )
+    raise RecipeError(f"recipe: it must be a name, path, mapping, list of stages or Recipe, got {got}")
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 
 from eigengraft.blocking import Batches, Blocking, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.component import FAMILY_MARK, Component
+from eigengraft.component import Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role, require_stage_roles
+from eigengraft.reference import FAMILY_MARK
 from eigengraft.signals import require_signals
 from eigengraft.slots import Role, Slot, StateKey
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eigengraft.component import FAMILY_MARK, Component, families
+from eigengraft.component import Component, families
+from eigengraft.reference import FAMILY_MARK
 from eigengraft.schedules import Schedulable, Segment
 
 ELSEWHERE = {

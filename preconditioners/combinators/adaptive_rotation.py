@@ -28,7 +28,9 @@ class AdaptiveRotation(Stage):
     """
 
     kind: Literal["adaptive_rotation"] = "adaptive_rotation"
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain f, of stages without state")
+    chain: Stages = Field(
+        alias="inner", min_length=1, examples=[["sign"]], description="the chain f, of stages without state"
+    )
     side: Literal["left", "smaller"] = Field(default="smaller", description="which axis is rotated")
     renewal: Cadence = Field(default=Every(steps=1), description="when Q is renewed")
 

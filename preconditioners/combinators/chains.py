@@ -49,7 +49,9 @@ class Sum(Stage):
     """
 
     kind: Literal["sum"] = "sum"
-    paths: tuple[Path, ...] = Field(min_length=1, strict=False, description="the summands")
+    paths: tuple[Path, ...] = Field(
+        min_length=1, strict=False, examples=[[{"name": "a", "stages": "momentum"}]], description="the summands"
+    )
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from eigengraft.errors import RecipeError, fault_lines, short, stage_name, with_nearest
+from eigengraft.reference import FAMILY_MARK, full_docstring, signature_of, summary
 
-FAMILY_MARK = "x-family"
-"""Key that marks the places of a generated JSON schema at which any member of a family may stand."""
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
 _FAMILIES: dict[str, type[Component]] = {}
 
 
@@ -46,7 +51,52 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-class Component(BaseModel):
+_IN_SCHEMA = ContextVar("in_schema", default=False)
+"""True while a JSON schema is made from docstrings. Docstrings with lists of fields are made from the schema."""
+
+
+class ComponentType(ModelMetaclass):
+    # The class of components: how a component is called, and how `help`, `dir` and completion show it.
+
+    if not TYPE_CHECKING:  # type checkers read the fields instead
+
+        def __call__(cls, *values: object, **fields: object) -> Any:
+            """Return an instance. Raise RecipeError for invalid fields, and TypeError for values without names."""
+            if values:
+                named = next((name for name in cls.model_fields if name not in ("kind", "name")), "name")
+                raise TypeError(
+                    f"{cls.__name__}: fields must be given by name, as in {cls.__name__}({named}=...), got "
+                    f"{short(values[0])}"
+                )
+            try:
+                return super().__call__(**fields)
+            except ValidationError as error:
+                raise RecipeError("\n".join(fault_lines(error, fields, cls.__name__))) from None
+
+        @property
+        def __doc__(cls) -> str:
+            """The docstring that the class declares, a list of its fields, and an example."""
+            return summary(cls) if _IN_SCHEMA.get() else full_docstring(cls, cls.members if cls.is_family() else ())
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            """The fields by name, with their types and defaults."""
+            return signature_of(cls._pydantic_signature, cls)
+
+        @__signature__.setter
+        def __signature__(cls, signature: object) -> None:
+            super().__setattr__("_pydantic_signature", signature)
+
+    def __dir__(cls) -> list[str]:
+        """Return the names of the class without those of pydantic and of the registry."""
+        return [name for name in super().__dir__() if name not in _HIDDEN and not name.startswith("__")]
+
+
+_HIDDEN = frozenset(dir(BaseModel)) | {"members", "family_name", "elsewhere", "number", "_pydantic_signature"}
+"""Names that `dir` and `help` leave out: those of pydantic's models, and class variables of the registry."""
+
+
+class Component(BaseModel, metaclass=ComponentType):
     """A frozen pydantic model that refuses unknown fields, non-finite numbers and silent conversions.
 
     `replace` returns a changed and validated copy.
@@ -71,13 +121,6 @@ class Component(BaseModel):
     """Advice about fields that users look for here and that belong elsewhere, by name; "." stands for every dotted
     path."""
 
-    def __new__(cls, *values: object, **fields: object) -> Self:
-        """Raise TypeError for values without names; the error shows how to name them."""
-        if values:
-            example = f"{cls.__name__}({next((k for k in cls.model_fields if k not in ('kind', 'name')), 'name')}=...)"
-            raise TypeError(f"{cls.__name__}: fields must be given by name, as in {example}, got {short(values[0])}")
-        return super().__new__(cls)
-
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
 
@@ -89,6 +132,27 @@ class Component(BaseModel):
             _FAMILIES[family] = cls
         elif cls.family_name is not None and ("kind" in cls.model_fields or not inspect.isabstract(cls)):
             _register(cls)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the fields that differ from their defaults, under the names that the constructor has for them."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.is_required() or value != field.default:
+                yield field.alias or name, value
+
+    def __dir__(self) -> list[str]:
+        return [*dir(type(self)), *type(self).model_fields]
+
+    if not TYPE_CHECKING:  # type checkers know that the model is frozen
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set a private attribute. Raise RecipeError for a field."""
+            if name in type(self).model_fields:
+                raise RecipeError(
+                    f"{type(self).__name__}.{name}: a component cannot be changed; `replace({name}=...)` returns a "
+                    "changed copy"
+                )
+            super().__setattr__(name, value)
 
     def __hash__(self) -> int:
         return hash((type(self), self.model_dump_json()))  # not of the fields themselves: they may be mappings
@@ -103,6 +167,12 @@ class Component(BaseModel):
     def _open_family(cls, value: Any, handler: Any) -> Any:
         if isinstance(value, cls):
             return value
+        if isinstance(value, type):
+            raise PydanticCustomError(
+                "class_given",
+                "the class {name} is given in place of an instance; write {name}()",
+                {"name": value.__name__},
+            )
         value = plain(value)
         if not cls.is_family():
             try:
@@ -132,6 +202,15 @@ class Component(BaseModel):
         if cls.is_family():
             return {FAMILY_MARK: cls.family_name}
         return super().__get_pydantic_json_schema__(core_schema, handler)
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return pydantic's JSON schema, in which a description is the docstring without the list of fields."""
+        outer = _IN_SCHEMA.set(True)
+        try:
+            return super().model_json_schema(*args, **kwargs)
+        finally:
+            _IN_SCHEMA.reset(outer)
 
     @classmethod
     def member(cls, kind: object) -> type[Component]:
@@ -174,7 +253,7 @@ class Component(BaseModel):
         fields = type(self).model_fields
         own = {field.alias or name: getattr(self, name) for name, field in fields.items()}
         aliased = {(fields[name].alias or name) if name in fields else name: value for name, value in changes.items()}
-        return type(self).model_validate({**own, **aliased})
+        return validated(type(self), {**own, **aliased}, type(self).__name__)
 
     def declaration(self) -> dict[str, Any]:
         """Return the fields as plain data, in the order in which one would write them.

@@ -84,7 +84,9 @@ class Tuning(Component, ABC, family="tuning"):
     and from nothing else. A stopped study therefore continues the same search, with any number of processes.
     """
 
-    seeds: tuple[int, ...] = Field(strict=False, min_length=1, description="seeds of the search, none of the study's")
+    seeds: tuple[int, ...] = Field(
+        strict=False, min_length=1, examples=[[101]], description="seeds of the search, none of the study's"
+    )
     trials: int = Field(10, ge=1, description="largest number of values tried in a cell")
     seconds: float | None = Field(
         None, gt=0, description="training seconds in a cell after which no other value is tried; none: no limit"

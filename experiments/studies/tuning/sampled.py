@@ -74,7 +74,9 @@ class Sampled(Tuning, ABC):
 
     trials: int = Field(20, ge=1, description="number of values tried in a cell")
     space: dict[str, Range | list[Scalar]] = Field(
-        min_length=1, description="dotted path -> {low, high, log, integer}, or list of values"
+        min_length=1,
+        examples=[{"lr": {"low": 1e-4, "high": 1e-2}}],
+        description="dotted path -> {low, high, log, integer}, or list of values",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the draws")
     together: int = Field(1, ge=1, description="trials of a cell that are drawn at once and may run side by side")

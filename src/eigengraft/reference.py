@@ -1,0 +1,219 @@
+"""Texts about a component for readers: its docstring, its fields with their ranges, and an example.
+
+`help`, the commands `list` and `show`, and the reference pages of the documentation show the same texts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterator
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+FAMILY_MARK = "x-family"
+"""Key that marks the places of a generated JSON schema at which any member of a family may stand."""
+
+
+class FieldText(NamedTuple):
+    """One field of a component as text: its name in YAML, its JSON schema, its default and its meaning.
+
+    default: the default in YAML; None if the field is required, or if it has no value by default.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    required: bool
+    default: str | None
+    meaning: str
+
+
+def summary(cls: type[BaseModel]) -> str:
+    """Return the docstring as it is written in the class, without the fields and the example that `help` adds."""
+    return inspect.cleandoc(vars(cls).get("__doc__") or "")
+
+
+def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
+    """Return the docstring of a class with a list of its fields and an example.
+
+    A line of the list has the values that the field accepts, its default and its meaning.
+
+    kinds: kinds of the members, if the class is a family. They are listed in place of fields.
+    """
+    parts = [summary(cls)]
+    if kinds:
+        kinds_text = textwrap.fill(", ".join(sorted(kinds)), 110, break_on_hyphens=False)
+        return "\n\n".join([*parts, "Kinds:\n" + textwrap.indent(kinds_text, "    ")])
+    fields = list(fields_of(cls))
+    if fields:
+        parts.append("Fields:\n" + "\n".join(textwrap.indent(_entry(field), "    ") for field in fields))
+    if not inspect.isabstract(cls) and fields:
+        parts.append("Example:\n" + textwrap.indent(example(cls), "    "))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _entry(field: FieldText) -> str:
+    default = "required" if field.required else f"default {field.default or 'none'}"
+    text = f"{field.name}: {type_text(field.schema)}; {default}. {field.meaning}"
+    return textwrap.fill(text, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def example(cls: type[BaseModel]) -> str:
+    """Return an import and a call of the class with its required fields, or else with one field as it is by default.
+
+    A class that has a kind is shown in YAML too.
+    """
+    required = {name: info for name, info in cls.model_fields.items() if info.is_required()}
+    given = {info.alias or name: info.examples[0] for name, info in required.items() if info.examples}
+    if not given:
+        chosen = [name for name in cls.model_fields if name not in ("kind", "name")]
+        infos = [(cls.model_fields[name].alias or name, cls.model_fields[name].default) for name in chosen]
+        shown = [(name, _short_value(default)) for name, default in infos if default is not PydanticUndefined]
+        given = dict(next(([pair] for pair in shown if pair[1] is not None), []))
+    call = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    lines = [f"from {public_module(cls)} import {cls.__name__}", f"{cls.__name__}({call})"]
+    kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
+    if isinstance(kind, str):
+        lines.append(f"{flow({'kind': kind, **given})}  # in YAML")
+    return "\n".join(lines)
+
+
+def _short_value(value: Any) -> Any:
+    """Return a default as one writes it: the bare kind of a member of a family, or a number or text; else None."""
+    if isinstance(value, BaseModel):
+        return getattr(value, "kind", None)
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def public_module(cls: type[Any]) -> str:
+    """Return the name of the outermost package that exports a class, or of the module that defines it."""
+    parts = cls.__module__.split(".")
+    packages = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+    exporting = (name for name in packages if _exports(sys.modules.get(name), cls))
+    return next(exporting, cls.__module__)
+
+
+def _exports(module: ModuleType | None, cls: type[Any]) -> bool:
+    """Return True if a module has a class under its name. A lazy module lists the name in `__all__`."""
+    return module is not None and (
+        vars(module).get(cls.__name__) is cls or cls.__name__ in vars(module).get("__all__", ())
+    )
+
+
+def signature_of(signature: inspect.Signature, cls: type[BaseModel]) -> inspect.Signature:
+    """Return the signature of a class with its types as text, without pydantic's metadata and without the kind."""
+    types = {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
+    parameters = [
+        one.replace(annotation=_Text(type_name(types[name]))) if name in types else one
+        for name, one in signature.parameters.items()
+        if name != "kind"
+    ]
+    return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+
+
+class _Text(str):
+    """An annotation that signatures show without quotation marks."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def type_name(annotation: Any) -> str:
+    """Return a type as one writes it in code, without the metadata of `Annotated` and without modules."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(args[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(type_name, args))
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, args))}]"
+    if annotation is type(None) or annotation is None:
+        return "None"
+    if args and origin is not None:
+        return f"{type_name(origin)}[{', '.join('...' if one is ... else type_name(one) for one in args)}]"
+    return getattr(annotation, "__name__", None) or str(annotation)
+
+
+def fields_of(cls: type[BaseModel]) -> Iterator[FieldText]:
+    """Yield the fields of a component, without its kind."""
+    schema = cls.model_json_schema(by_alias=True)
+    for own, field in cls.model_fields.items():
+        name = field.alias or own
+        if own != "kind":
+            default = None if field.default in (None, PydanticUndefined) else flow(field.default)
+            yield FieldText(name, schema["properties"][name], field.is_required(), default, field.description or "")
+
+
+def flow(value: Any) -> str:
+    """Return plain data or a component in YAML's flow style, without fields of a component that have their default."""
+    if isinstance(value, BaseModel):
+        changed = {n: getattr(value, n) for n, f in type(value).model_fields.items() if getattr(value, n) != f.default}
+        kind = getattr(value, "kind", None)
+        return kind if kind and not changed else flow(({"kind": kind} if kind else {}) | changed)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def type_text(
+    schema: dict[str, Any],
+    link: Callable[[str], str] = str,
+    code: Callable[[str], str] = str,
+    escape: Callable[[str], str] = str,
+) -> str:
+    """Return the values that a field takes in words, with ranges, from its JSON schema.
+
+    link: maps the name of a family or of a component to text.
+    code: maps a literal value to text.
+    escape: maps a range to text.
+    """
+
+    def text(inner: dict[str, Any]) -> str:
+        return type_text(inner, link, code, escape)
+
+    if FAMILY_MARK in schema:
+        return link(schema[FAMILY_MARK])
+    if "$ref" in schema:
+        return link(schema["$ref"].rsplit("/", 1)[1])
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(dict.fromkeys(map(text, schema.get("anyOf") or schema["oneOf"])))
+    if "allOf" in schema:
+        return text(schema["allOf"][0])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(code(flow(value)) for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type")
+    if kind == "array":
+        items = [schema["items"]] if schema.get("items") else schema.get("prefixItems", [])
+        return "list of " + " and ".join(map(text, items)) if items else "list"
+    if kind == "object":
+        values = schema.get("additionalProperties")
+        return f"mapping to {text(values)}" if isinstance(values, dict) else "mapping"
+    words = {"null": "none", "string": "text", "boolean": f"{code('true')}, {code('false')}"}
+    return words[kind] if kind in words else f"{kind or 'anything'}{escape(interval(schema))}"
+
+
+def interval(schema: dict[str, Any]) -> str:
+    """Return the range of a number as an interval, "" without bounds."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if low is high is above is below is None:
+        return ""
+    start = f"[{low:g}" if low is not None else f"({above:g}" if above is not None else "(-∞"
+    end = f"{high:g}]" if high is not None else f"{below:g})" if below is not None else "∞)"
+    return f" in {start}, {end}"
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring: its first paragraph, up to a full stop."""
+    line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
+    return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
