@@ -60,7 +60,7 @@ KEYWORDS: dict[str, Any] = {
     "required": lambda rule, x: not isinstance(x, dict) or x.keys() >= set(rule),
 }
 CHECKED = {*KEYWORDS, "$ref", "anyOf", "properties", "additionalProperties", "items", "prefixItems"}
-NOTES = {"$schema", "$defs", "title", "description", "default"}
+NOTES = {"$schema", "$defs", "title", "description", "default", "examples"}
 
 
 def keywords(node: Any) -> set[str]:
@@ -69,6 +69,8 @@ def keywords(node: Any) -> set[str]:
     if not isinstance(node, dict):
         return set()
     inner = [
-        keywords(list(v.values()) if k in ("properties", "$defs") else v) for k, v in node.items() if k != "default"
+        keywords(list(v.values()) if k in ("properties", "$defs") else v)
+        for k, v in node.items()
+        if k not in ("default", "examples")
     ]
     return set(node).union(*inner)

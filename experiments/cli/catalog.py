@@ -1,13 +1,15 @@
 """The catalog of the library: shipped recipes, families and kinds, each with its formula and its fields.
 
-The commands `list` and `show` print it, and the reference pages of the documentation describe fields by the same texts.
+The commands `list`, `show` and `diff` print it. The reference pages of the documentation describe fields by the same
+texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eigengraft.reference import fields_of, first_sentence, summary, type_text
+from eigengraft.reference import fields_of, first_sentence, flow, summary, type_text
 
 from .arguments import Imports
 from .purposes import FAMILIES, STAGES, Purpose, by_purpose
@@ -54,6 +56,49 @@ def list_command(
     if not found:
         raise ValueError(f"list: no entry of '{what}' contains {' and '.join(words or ())}; search with fewer words")
     _print_entries(("recipe" if what == RECIPES else what, "about"), found, STAGES if what == "stage" else ())
+
+
+def diff_command(
+    old: Annotated[str, typer.Argument(help="a recipe's name or file, an experiment file, or the directory of a run")],
+    new: Annotated[str, typer.Argument(help="the same of what to compare with it")],
+    imports: Imports = None,
+) -> None:
+    """Print the fields in which two recipes, experiments or runs differ, as lines `path: old -> new`.
+
+    The text `about` is not compared. If one of the two is a recipe, only the recipes are compared.
+    """
+    from eigengraft.optimizers.recipe.overrides import changed_leaves
+
+    from ..training.imports import import_component
+
+    for source in imports or ():
+        import_component(source)
+    declared = [_declaration_of(source) for source in (old, new)]
+    if not all("task" in one for one in declared):
+        declared = [one["recipe"] if "task" in one else one for one in declared]
+    changes = [change for change in changed_leaves(*declared) if change[0].split(".")[-1] != "about"]
+    for path, before, after in changes:
+        typer.echo(f"{path}: {flow(before)} -> {flow(after)}")
+    if not changes:
+        typer.echo("no field differs")
+
+
+def _declaration_of(source: str) -> dict[str, Any]:
+    """Return the resolved experiment of a run's directory or of an experiment file, or else the resolved recipe."""
+    from eigengraft.optimizers.recipe.loading import load_recipe, read_yaml
+
+    from ..training.experiment import load_experiment
+    from ..training.rundir import RunDirectory
+
+    path = Path(source)
+    if path.is_dir():
+        config = RunDirectory(path).read("config")
+        if config is None:
+            raise ValueError(f"diff: {path} is no directory of a run, as it has no config.json")
+        return config
+    if path.is_file() and "task" in (read_yaml(path) or ()):
+        return load_experiment(path).model_dump(mode="json")
+    return load_recipe(source).model_dump(mode="json")
 
 
 def recipe_entries() -> Iterator[tuple[str, str]]:

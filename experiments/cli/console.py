@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from ruamel.yaml import YAML
 
 if TYPE_CHECKING:
     import eigengraft
@@ -52,14 +51,9 @@ def describe_result(result: Result) -> str:
 
 def to_yaml(data: Any) -> str:
     """Return `data` as YAML that reads back equal, also on a standard output that is not UTF-8."""
-    stream = StringIO()
-    yaml = YAML(typ="safe")
-    yaml.default_flow_style = False
-    yaml.allow_unicode = _encoding().startswith("utf")
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.width = 120
-    yaml.dump(data, stream)
-    return stream.getvalue()
+    from eigengraft.optimizers.recipe.loading import write_yaml
+
+    return write_yaml(data, _encoding().startswith("utf"))
 
 
 def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:

@@ -189,6 +189,7 @@ def schema_command(
 
 
 app.command("list")(catalog.list_command)
+app.command("diff")(catalog.diff_command)
 app.command("ablate")(study.ablate_command)
 app.command("report")(study.report_command)
 app.command("doctor")(study.doctor_command)

@@ -15,16 +15,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
-from eigengraft.component import ChainOf, Component, plain, validated
-from eigengraft.errors import RecipeError
+from eigengraft.component import ChainOf, Component, as_declared, plain, validated
+from eigengraft.errors import RecipeError, stage_name
 from eigengraft.preconditioners import Stage
 
 from .overrides import Overrides, apply_overrides, assign_paths, json_value, override_pairs
-from .recipe import SCHEMA_VERSION, Recipe
+from .recipe import SCHEMA_VERSION, Recipe, adam_route
 
 RecipeSource = str | PathLike[str] | Mapping[str, Any] | Sequence[Any] | Recipe
 """A shipped name, the path of a YAML file, JSON text, a mapping, a list of stages, or a recipe."""
@@ -111,6 +112,48 @@ def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -
         return validated(Recipe, raw_recipe(source, folder, derived))
     except RecipeError as error:
         raise RecipeError("\n".join(f"base: {line}" for line in str(error).splitlines())) from None
+
+
+def short_form(recipe: Recipe, base: str | None = None) -> dict[str, Any]:
+    """Return the declaration of a recipe with only what differs from `base`, or from the defaults.
+
+    base: name of a shipped recipe. None: the name of this recipe, if a shipped one has it.
+    """
+    base = recipe.name if base is None and recipe.name in shipped() else base
+    if base is None:
+        own, inner = recipe.declaration(short=True), {}
+    else:
+        old = load_recipe(base)
+        changes = dict(_changes(old, recipe, old.model_dump(mode="json"), recipe.model_dump(mode="json")))
+        own = {path: value for path, value in changes.items() if "." not in path}
+        inner = {path: value for path, value in changes.items() if "." in path}
+    if "routes" in own:
+        own["routes"] = ["default" if r == adam_route() else own["routes"][k] for k, r in enumerate(recipe.routes)]
+    first = {"base": base, "name": own.get("name"), "about": own.get("about")}
+    return {**{key: v for key, v in first.items() if v is not None}, **own, **({"set": inner} if inner else {})}
+
+
+def _changes(before: Any, after: Any, old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of the fields that turn `before` into `after`, both components or values of fields.
+
+    Chains of other stages, and components of another kind, are replaced as one value.
+
+    old, new: `before` and `after` as plain data.
+    """
+    if old == new:
+        return
+    names = [stage_name(one) for one in new] if isinstance(new, list) else []
+    if isinstance(after, Component) and type(before) is type(after) and old.keys() == new.keys():
+        for name, field in type(after).model_fields.items():
+            key = field.alias or name
+            if key in new:
+                here = f"{path}.{key}" if path else key
+                yield from _changes(getattr(before, name), getattr(after, name), old[key], new[key], here)
+    elif isinstance(old, list) and all(names) and names == [stage_name(one) for one in old] and path:
+        for place, name in enumerate(names):
+            yield from _changes(before[place], after[place], old[place], new[place], f"{path}.{name}")
+    else:
+        yield path, as_declared(after, new, short=True)
 
 
 def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
@@ -211,6 +254,24 @@ def parse_yaml(text: str, source: str = "value") -> Any:
         raise RecipeError(f"{source}{where}: {error.problem or 'malformed YAML'}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: malformed YAML ({error})") from None
+
+
+def write_yaml(data: Any, unicode: bool = True) -> str:
+    """Return plain data as YAML 1.2 text that reads back equal.
+
+    unicode: False to escape all characters beyond ASCII.
+    """
+    try:
+        from ruamel.yaml import YAML
+    except ModuleNotFoundError:
+        raise RecipeError("to_yaml: writing YAML needs ruamel.yaml; install eigengraft[cli]") from None
+    yaml, stream = YAML(typ="safe"), StringIO()
+    yaml.default_flow_style = False
+    yaml.allow_unicode = unicode
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 120
+    yaml.dump(data, stream)
+    return stream.getvalue()
 
 
 def recipe_folder() -> Path:

@@ -164,11 +164,14 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, list(data) if isinstance(data, tuple) else data
 
 
+def changed_leaves(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted path, old value, new value) where two declarations differ; "absent" where one has no such leaf."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    for path in sorted(before.keys() | after.keys()):
+        if before.get(path) != after.get(path):
+            yield path, before.get(path, "absent"), after.get(path, "absent")
+
+
 def differences(old: Any, new: Any) -> list[str]:
     """Return the differences of two declarations, as lines "path: old -> new"."""
-    before, after = dict(flatten(old)), dict(flatten(new))
-    return [
-        f"{path}: {before.get(path, 'absent')!s} -> {after.get(path, 'absent')!s}"
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path)
-    ]
+    return [f"{path}: {before!s} -> {after!s}" for path, before, after in changed_leaves(old, new)]

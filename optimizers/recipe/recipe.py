@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -226,6 +227,21 @@ class Recipe(Update):
     def to_json(self) -> str:
         """Return the resolved recipe as JSON text with the schema version. `load_recipe` reads it."""
         return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json")})
+
+    def to_yaml(self, base: str | None = None) -> str:
+        """Return the recipe as YAML that has only what differs from another recipe, or from the defaults.
+
+        `load_recipe` of a file with this text gives an equal recipe.
+
+        Args:
+            base: name of the shipped recipe that the text begins with. None: `name`, if a shipped recipe has this name;
+                otherwise the text has no `base`.
+
+        Raises:
+            RecipeError: there is no shipped recipe of that name, or ruamel.yaml is not installed.
+        """
+        loading = import_module(f"{__package__}.loading")  # which imports this module
+        return str(loading.write_yaml(loading.short_form(self, base)))
 
 
 def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[StateKey, Slot]:

@@ -255,27 +255,43 @@ class Component(BaseModel, metaclass=ComponentType):
         aliased = {(fields[name].alias or name) if name in fields else name: value for name, value in changes.items()}
         return validated(type(self), {**own, **aliased}, type(self).__name__)
 
-    def declaration(self) -> dict[str, Any]:
+    def declaration(self, short: bool = False) -> dict[str, Any]:
         """Return the fields as plain data, in the order in which one would write them.
 
         Fields that are None by default and have no value are left out.
+
+        short: True to leave out every field that has its default, also in the components inside this one. A component
+            that is nothing but its kind is then the bare kind.
         """
         data, written = self.model_dump(mode="json"), dict[str, Any]()
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
             field, value = type(self).model_fields[name], getattr(self, name)
             key = field.alias or name
-            if key in data and (value is not None or field.default is not None):
-                written[key] = _declared(value, data[key])
+            if key not in data or (value is None and field.default is None):
+                continue
+            if name == "kind" or field.is_required() or not short or not _same(value, data[key], field.default):
+                written[key] = as_declared(value, data[key], short)
         return written
 
 
-def _declared(value: Any, data: Any) -> Any:
+def _same(value: Any, data: Any, default: Any) -> bool:
+    """Return True if a field has its default. The first number of a schedule is not the field's value."""
+    return bool(value == default) and not (isinstance(default, float) and isinstance(data, (dict, list)))
+
+
+def as_declared(value: Any, data: Any, short: bool = False) -> Any:
+    """Return the value of a field as one would write it.
+
+    data: the value as plain data.
+    short: see `declaration`.
+    """
     if isinstance(value, Component):
-        return value.declaration()
+        written = value.declaration(short)
+        return written["kind"] if short and written.keys() == {"kind"} else written
     if isinstance(value, (list, tuple)):
-        return [_declared(item, plain) for item, plain in zip(value, data, strict=True)]
+        return [as_declared(item, plain, short) for item, plain in zip(value, data, strict=True)]
     if isinstance(value, Mapping):
-        return {str(key): _declared(item, data[str(key)]) for key, item in value.items()}
+        return {str(key): as_declared(item, data[str(key)], short) for key, item in value.items()}
     return data
 
 

@@ -246,6 +246,30 @@ class TestList:
             check_said(result.stderr, *data)
 
 
+class TestDiff:
+    def test_recipes_differ_in_the_fields_that_were_set(self) -> None:
+        write("mine.yaml", "base: soap\nlr: 0.5\nset: {update.eigenbasis.refresh.steps: 3}\n")
+        base = eigengraft.load_recipe("soap")
+        lines = succeeds("diff", "soap", "mine.yaml").splitlines()
+        steps = base.model_dump()["update"][0]["refresh"]["steps"]
+        assert set(lines) == {
+            f"lr: {base.lr} -> 0.5",
+            "name: soap -> mine",
+            f"update.eigenbasis.refresh.steps: {steps} -> 3",
+        }
+        assert succeeds("diff", "soap", "soap").split() == ["no", "field", "differs"]
+
+    def test_runs_and_experiments_differ_in_their_settings(self) -> None:
+        write("one.yaml", "{task: digits, steps: 1, recipe: adamw, name: one}")
+        succeeds("train", "one.yaml", "--out", "run")
+        write("two.yaml", "{task: digits, steps: 2, recipe: adamw, name: one}")
+        assert succeeds("diff", "run", "two.yaml").splitlines() == ["steps: 1 -> 2"]
+        assert "update: " in succeeds("diff", "run", "soap")  # of a run and a recipe, the recipes are compared
+        Path("empty").mkdir()
+        result = call("diff", "empty", "soap")
+        assert result.exit_code == 2 and "empty" in result.stderr
+
+
 class TestShowKind:
     def test_a_kind_is_shown_with_its_formula_and_the_range_of_every_field(self) -> None:
         output = succeeds("show", "rms")

@@ -1,5 +1,6 @@
 """Recipes that say only what distinguishes them from the recipe they are based on."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 import eigengraft
 from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments.training.experiment import load_experiment
-from eigengraft.optimizers.recipe.loading import shipped
-from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
+from eigengraft.optimizers.recipe.loading import parse_yaml, shipped
+from eigengraft.optimizers.recipe.overrides import apply_overrides, differences, flatten
 from eigengraft.preconditioners import RMS, Gram, Momentum
 
 from ..refusals import refused
@@ -132,3 +133,42 @@ def test_an_error_in_a_file_names_the_file_and_the_path(tmp_path: Path) -> None:
         load_recipe(tmp_path / "mine.yaml")
     first, second = str(error.value).splitlines()
     assert first == f"in {tmp_path / 'mine.yaml'}:" and second.startswith("base: ") and "update.rms.beta" in second
+
+
+def steps_and_rates(recipe: eigengraft.Recipe) -> list[str]:
+    """Overrides that change each number of the recipe that may be changed alone."""
+    found = []
+    for path, value in flatten(recipe.model_dump(mode="json")):
+        if isinstance(value, (int, float)) and value not in (0, True, False) and not path.startswith("storage"):
+            found.append(f"{path}={value + 1 if isinstance(value, int) else value / 2}")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_the_short_form_reads_back_as_an_equal_recipe(name: str) -> None:
+    recipe = load_recipe(name)
+    for base in (None, "adamw", "soap"):
+        assert load_recipe(parse_yaml(recipe.to_yaml(base))) == recipe
+    unnamed = recipe.replace(name="mine")
+    assert "base:" not in unnamed.to_yaml() and load_recipe(parse_yaml(unnamed.to_yaml())) == unnamed
+    assert parse_yaml(recipe.to_yaml()) == {"base": name}
+
+
+@pytest.mark.parametrize("name", ["adamw", "soap", "shampoo_4bit", "muon"])
+def test_the_short_form_has_only_the_change(name: str) -> None:
+    tried = 0
+    for override in steps_and_rates(load_recipe(name)):
+        with suppress(RecipeError):
+            changed = load_recipe(name, [override])
+            short = parse_yaml(changed.to_yaml())
+            assert load_recipe(short) == changed
+            assert len(short) == 2 and "update" not in short and "routes" not in short
+            tried += 1
+    assert tried > 2
+
+
+def test_the_short_form_keeps_schedules() -> None:
+    beta = {"from": 0.9, "to": 0.99, "steps": 10}
+    recipe = load_recipe({"update": [{"kind": "momentum", "beta": beta}, "rms"], "routes": "default"})
+    assert load_recipe(parse_yaml(recipe.to_yaml())) == recipe and parse_yaml(recipe.to_yaml())["routes"] == ["default"]
+    assert load_recipe(parse_yaml(recipe.to_yaml("adamw"))) == recipe
