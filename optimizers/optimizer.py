@@ -20,7 +20,7 @@ from .checkpoint.replaced_params import ModelLink, adopt_parameters
 from .inspect.reached import require_expected, require_matches, require_partners, unclear_heads
 from .inspect.reporting import Reporting
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
-from .param_groups import KNOWN_KEYS, check_options, own_keys, warn_of_options
+from .param_groups import KNOWN_KEYS, Defaults, check_options, own_keys, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -81,8 +81,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         captured = options.pop("capturable", False)
-        check_options(options, "Optimizer")
         self.recipe = load_recipe(recipe, overrides)
+        check_options(options, "Optimizer", self.recipe)
         if captured:
             self.recipe = self.recipe.replace(graph=True)
         described = DescribedParameters.of(params)
@@ -92,7 +92,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else plain(weight_decay),
         }
         self._known = described.infos
-        super().__init__(described.params, defaults)
+        super().__init__(described.params, Defaults(defaults, self.recipe))
         self._known = None
         if described.model is not None:
             self._model = ModelLink(described.model, self.param_groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from inspect import signature
@@ -31,6 +32,15 @@ _OFF = {
     "differentiable": "no gradient passes through a step",
 }
 """Options of torch's optimizers that are not supported, with the advice for each."""
+_MOMENTS = {
+    "momentum": ("first_moment",),
+    "beta1": ("first_moment",),
+    "beta2": ("second_moment",),
+    "betas": ("first_moment", "second_moment"),
+}
+"""Options of torch's optimizers that are decays of moments, and the roles of the slots that these moments are."""
+_CYCLE = "[{'from': 0.95, 'to': 0.85, 'steps': 300}, {'from': 0.85, 'to': 0.95, 'steps': 700}]"
+"""The momentum of OneCycleLR with its default arguments in a run of 1000 steps, as a schedule of a recipe."""
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
 """Options of torch's Adadelta, RMSprop and ASGD whose names wrappers of optimizers (SAM, LookSAM) also write into the
 groups of the wrapped optimizer."""
@@ -40,21 +50,65 @@ WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 """Remedy for wrappers that shard parameters as flat pieces."""
 
 
-def check_options(given: Mapping[str, Any], who: str) -> None:
+def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = None) -> None:
     """Warn of options of torch's optimizers that have no effect here.
 
+    recipe: recipe whose fields an unknown option may stand for. None: the error names no fields.
+
     Raises:
-        TypeError: an option is unknown.
+        TypeError: an option is unknown. The message has the overrides of the recipe that are meant.
         ValueError: an option is not supported and not off.
     """
     for key, value in given.items():
         if key not in (*_IGNORED, *_OFF):
-            raise TypeError(f"{who}: '{key}' is no option; lr and weight_decay are, the recipe declares all else")
+            meant = {} if recipe is None else meant_overrides(key, value, recipe)
+            there = f"; pass overrides={meant}" if meant else ""
+            raise TypeError(
+                f"{who}: '{key}' is no option; lr and weight_decay are, the recipe declares all else{there}"
+            )
         if key in _OFF and value:
             raise ValueError(f"{who}: {key} is not supported, got {value!r}; {_OFF[key]}")
     asked = [key for key in _IGNORED if given.get(key)]
     if asked:
         warn_user(f"{who}: {', '.join(asked)}: no effect, all blocks of a shape are computed at once")
+
+
+def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
+    """Return the overrides of a recipe that an option of torch's optimizers stands for, by dotted path.
+
+    `momentum` and `betas` are the decays of first and second moments. Another option stands for the fields of its name.
+    """
+    roles = _MOMENTS.get(key, ())
+    values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
+    given = dict(zip(roles, values, strict=True))
+    found = {}
+    for path, stage in recipe.stages():
+        fields = type(stage).model_fields
+        for slot in stage.slots((2, 2)).values() if "beta" in fields else ():
+            if slot.role in given:
+                found[f"{path}.beta"] = given[slot.role]
+        if key in fields:
+            found[f"{path}.{key}"] = value
+    return found
+
+
+class Defaults(dict[str, Any]):
+    """The defaults of param groups, which explain to a scheduler of torch that they have no momentum."""
+
+    def __init__(self, values: Mapping[str, Any], recipe: Recipe | None = None) -> None:
+        super().__init__(values)
+        self.path = next(iter(meant_overrides("momentum", 0.9, recipe)), None) if recipe is not None else None
+
+    def __contains__(self, key: object) -> bool:
+        """Return True for a default. Raise ValueError for a momentum that OneCycleLR or CyclicLR wants to change."""
+        scheduler = sys._getframe(1).f_globals.get("__name__") == "torch.optim.lr_scheduler"
+        if scheduler and key in ("momentum", "betas"):
+            remedy = f", and give the field a schedule: overrides={{'{self.path}': {_CYCLE}}}" if self.path else ""
+            raise ValueError(
+                "cycle_momentum: the momentum is a field of the recipe, and schedulers change only the lr; pass "
+                f"cycle_momentum=False{remedy}"
+            )
+        return super().__contains__(key)
 
 
 def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:

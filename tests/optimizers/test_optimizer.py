@@ -103,9 +103,47 @@ def test_float_and_tensor_lr_give_the_same_trajectory(recipe: str) -> None:
     assert equal(runs[0], runs[1]) and equal(runs[0], runs[2])
 
 
-def test_one_cycle_with_momentum_is_refused_by_torch_itself() -> None:
-    with refused(ValueError, "momentum"):
+def test_one_cycle_with_momentum_names_the_field_that_takes_a_schedule() -> None:
+    optimizer = Optimizer(parameters([(2, 2)]))
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        with refused(ValueError, "cycle_momentum=False", "update.momentum.beta"):
+            lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=3)
+    with refused(ValueError, "cycle_momentum=False", "update.momentum.beta"):
+        lr_scheduler.CyclicLR(optimizer, 0.1, 0.2)
+    (schedule,) = re.findall(r"overrides=(.*)", cycle_error())
+    Optimizer(parameters([(2, 2)]), overrides=eval(schedule))
+    assert "momentum" not in optimizer.defaults
+
+
+def cycle_error() -> str:
+    with pytest.raises(ValueError, match="overrides=") as caught:
         lr_scheduler.OneCycleLR(Optimizer(parameters([(2, 2)])), max_lr=0.1, total_steps=3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option", "value", "overrides"),
+    [
+        ("adamw", "betas", (0.8, 0.9), {"update.momentum.beta": 0.8, "update.rms.beta": 0.9}),
+        (
+            "soap",
+            "betas",
+            (0.8, 0.9),
+            {f"update.eigenbasis.inner.{k}.beta": b for k, b in (("momentum", 0.8), ("rms", 0.9))},
+        ),
+        ("muon", "momentum", 0.8, {"update.momentum.beta": 0.8}),
+        ("sgd", "momentum", 0.8, {"update.heavy_ball.beta": 0.8}),
+        ("adamw", "eps", 1e-6, {"update.rms.eps": 1e-6}),
+        ("muon", "nesterov", False, {"update.momentum.nesterov": False}),
+    ],
+)
+def test_an_option_of_torch_names_the_overrides_that_are_meant(
+    recipe: str, option: str, value: object, overrides: dict[str, object]
+) -> None:
+    pair = [("w", parameters([(2, 2)])[0])]
+    with refused(TypeError, option, f"overrides={overrides}"):
+        Optimizer(pair, recipe, **{option: value})  # type: ignore[arg-type]
+    Optimizer(pair, recipe, overrides=overrides)
 
 
 def test_a_closure_is_called_once_with_gradients_enabled() -> None:
