@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .doctor import Diagnosis, Finding, diagnose
+    from .reports.report import Report
     from .reports.tables import load_metrics, load_runs
     from .studies.running import complete_study
     from .studies.study import Study, load_study
@@ -20,6 +21,7 @@ __all__ = [
     "Diagnosis",
     "Experiment",
     "Finding",
+    "Report",
     "Result",
     "Study",
     "Tick",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 _HOMES = {
     "doctor": ("Diagnosis", "Finding", "diagnose"),
+    "reports.report": ("Report",),
     "reports.tables": ("load_metrics", "load_runs"),
     "studies.running": ("complete_study",),
     "studies.study": ("Study", "load_study"),

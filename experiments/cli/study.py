@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
 from rich import box
@@ -74,9 +74,24 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
 
 
-def report_command(
+def report_command(  # noqa: PLR0913  its arguments are the command's options
     directory: Annotated[Path, typer.Argument(help="the directory of a study, finished or not, or of runs")],
     figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="write the figures of --figures as PDF too")] = False,
+    width: Annotated[float, typer.Option(min=1, max=20, help="width of the figures in inches")] = 4.8,
+    x: Annotated[
+        list[str] | None, typer.Option("--x", metavar="steps|seconds|tokens|flops", help="horizontal axis; repeatable")
+    ] = None,
+    log: Annotated[
+        Literal["auto", "none", "x", "y", "xy"], typer.Option(help="logarithmic axes of the curves over a run")
+    ] = "auto",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="leave out other runs: LABEL, AXIS=LABEL or a pattern as soap*; repeatable"),
+    ] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option(metavar="LABEL=TEXT", help="text that replaces a label; repeatable")
+    ] = None,
     parquet: Annotated[
         bool, typer.Option("--parquet", help="also write runs.parquet and metrics.parquet, all numbers of all runs")
     ] = False,
@@ -89,16 +104,19 @@ def report_command(
     Beside it: runs.csv, tables.md and tables.tex. A directory of several studies has a panel for each task, its data
     and the length of runs.
     """
-    from ..reports.records import read_records
-    from ..reports.report import write_figures, write_report
+    from ..reports.report import Report
     from ..reports.tables import write_parquet
 
-    records = read_records(directory, baseline)
-    for notice in records.notices:
+    if pdf and figures is None:
+        raise RecipeError("--pdf: has no effect without --figures FOLDER")
+    texts = dict(_split_label(text) for text in labels or ())
+    report = Report(directory, baseline, only or (), texts, tuple(x or Report.x), width, log)  # type: ignore[arg-type]
+    for notice in report.records.notices:
         typer.echo(f"{notice}.", err=True)
-    tables = write_parquet(records, directory) if parquet else []
-    typer.echo(write_report(directory, baseline))
-    for path in [*tables, *(write_figures(directory, figures, baseline) if figures else [])]:
+    tables = write_parquet(report.records, directory) if parquet else []
+    typer.echo(report.write())
+    formats = ("svg", "png", *(["pdf"] if pdf else []))
+    for path in [*tables, *(report.save_figures(figures, formats) if figures else [])]:
         typer.echo(path)
 
 
@@ -118,15 +136,23 @@ def doctor_command(
         raise typer.Exit(1)
 
 
+def _split_label(text: str) -> tuple[str, str]:
+    """Return the label and the text of an option `LABEL=TEXT`. The label may contain `=`, the text may not."""
+    label, equals, shown = text.rpartition("=")
+    if not equals or not label or not shown:
+        raise RecipeError(f"--labels '{text}': the form is LABEL=TEXT")
+    return label, shown
+
+
 def demo_command(
     out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
     workers: Workers = None,
 ) -> None:
     """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report."""
-    from ..reports.report import write_report
+    from ..reports.report import Report
 
     directory = run_to_end("demo", [], out, workers)
-    typer.echo(f"report: {write_report(directory).resolve()}")
+    typer.echo(f"report: {Report(directory).write().resolve()}")
 
 
 def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun
-from .records import Metric, Records, Run, TunedCell, cell_name
+from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -99,21 +99,25 @@ class ComparisonRow:
         summary = summarize(values)
         return summary.mean if summary else None
 
-    def curve(self, axis: int) -> Curve | None:
-        """Return the metric against steps (axis 0) or seconds (1), over the evaluations that all started runs have.
+    def curve(self, along: Abscissa = "steps", drawn: Metric | None = None) -> Curve | None:
+        """Return a metric against steps, seconds, tokens or FLOPs, over the evaluations that all started runs have.
 
         Runs that diverged are separate lines of the curve. Returns None if there is nothing to draw.
+
+        drawn: metric that is drawn; None: the metric of the comparison, by which runs have diverged or not.
         """
+        drawn = drawn or self.metric
         fine = [run for run in self.runs if run.status(self.metric) != "diverged"]
-        curves = [curve for run in fine if (curve := run.curve(self.metric))[0]]
-        common = sorted(set.intersection(*(set(curve[0]) for curve in curves))) if curves else []
-        lost = [_lost(run, self.metric, axis) for run in self.runs if run not in fine and run.rows]
+        curves = [points for run in fine if (points := run.points(drawn, along))]
+        common = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+        ended = [_lost(run, drawn, along) for run in self.runs if run not in fine and run.rows]
+        lost = [one for one in ended if one is not None]
         if not common and not lost:
             return None
-        points = [[(curve[axis][i], curve[2][i]) for curve in curves for i in [curve[0].index(s)]] for s in common]
+        pairs = [[curve[step] for curve in curves] for step in common]
 
         def over(choose: Callable[[Sequence[float]], float], coordinate: int) -> list[float]:
-            return [choose([pair[coordinate] for pair in point]) for point in points]
+            return [choose([pair[coordinate] for pair in some]) for some in pairs]
 
         text = f"{self.title}: {len(lost)} of {len(self.runs)} diverged" if lost else ""
         bounds = (over(min, 1), over(max, 1))
@@ -217,12 +221,11 @@ def named(axis: str, label: str) -> str:
     return f"{'.'.join(axis.split('.')[-2:])} {label}".strip()
 
 
-def _lost(run: Run, metric: Metric, axis: int) -> LostRun:
-    """Return the finite evaluations of a run that diverged, and where it ended."""
-    curve = run.curve(metric)
-    points = [(x, y) for x, y in zip(curve[axis], curve[2], strict=True) if math.isfinite(y)]
-    end = float(run.rows[-1]["step"]) if axis == 0 else run.seconds()[-1]
-    return LostRun([float(x) for x, _ in points], [y for _, y in points], end)
+def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
+    """Return the finite evaluations of a run that diverged, and where it ended. None if that was not recorded."""
+    ends = run.abscissas(along)
+    points = [(x, y) for x, y in run.points(metric, along).values() if math.isfinite(y)]
+    return LostRun([x for x, _ in points], [y for _, y in points], ends[-1]) if ends else None
 
 
 RATE = "lr"

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .comparison import ComparisonPanel, ComparisonRow
-from .figures import INK, LIGHT, MARKERS, Curve, draw_line, log_ticks, style_axes
+from .figures import INK, LIGHT, MARKERS, Curve, Look, draw_line, log_ticks, style_axes
 from .seed_statistics import Paired
 
 
-def difference_dots(panel: ComparisonPanel) -> Figure | None:
+def difference_dots(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:
     """Draw a dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
 
     The best row is at the top. Rows without an interval, because they diverged or have a single seed, are left out.
@@ -26,7 +26,7 @@ def difference_dots(panel: ComparisonPanel) -> Figure | None:
     if panel.baseline is None or len(rows) < 2:
         return None
     rows.sort(key=lambda pair: -panel.metric.sign * pair[1].mean)
-    figure = Figure(figsize=(4.8, 0.75 + 0.32 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(width, 0.75 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0.0, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     for height, (row, found) in enumerate(rows):
@@ -70,7 +70,7 @@ OF_CHAINS = ("update_rms", "cosine")
 """Measures that all stages have. The figure shows those of whole chains only."""
 
 
-def internals(panel: ComparisonPanel) -> Figure | None:
+def internals(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:
     """Draw a small diagram for each measure that a run of the panel has recorded. Return None if there are no measures.
 
     A line is the median over parameters, stages and seeds. Its band reaches from quartile to quartile.
@@ -79,7 +79,7 @@ def internals(panel: ComparisonPanel) -> Figure | None:
     if not found:
         return None
     rows = -(-len(found) // 2)
-    figure = Figure(figsize=(4.8, 1.5 * rows + 0.35), layout="constrained")
+    figure = Figure(figsize=(width, 1.5 * rows + 0.35), layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False)
     for axes in grid.flat[len(found) :]:
         axes.remove()
@@ -138,12 +138,12 @@ def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
-def beside_curves(panel: ComparisonPanel) -> Iterator[tuple[str, str, Figure]]:
-    """Yield short name, caption and figure of all figures that a panel has beside its curves."""
-    apart = difference_dots(panel)
+def beside_curves(panel: ComparisonPanel, width: float = Look.width) -> Iterator[tuple[str, str, Figure]]:
+    """Yield short name, caption and figure of all figures that a panel has beside its curves. `width`: in inches."""
+    apart = difference_dots(panel, width)
     if apart is not None:
         yield "differences", "Differences from the baseline over paired seeds, with 95 % intervals", apart
-    inside = internals(panel)
+    inside = internals(panel, width)
     if inside is not None:
         caption = "Inside the optimizer: medians over parameters, stages and seeds, bands from quartile to quartile"
         yield "internals", caption, inside

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -21,6 +22,8 @@ from ..files import replacing
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
+_HANDLE, _CHARACTER = 0.5, 0.075
+"""Widths in a legend in inches: of the line of an entry with its spaces, and of a character on average."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
 _TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
 
@@ -60,6 +63,22 @@ class Curve:
     lost_label: str = ""
 
 
+LogAxes = Literal["auto", "none", "x", "y", "xy"]
+"""Axes of curves over a run that are logarithmic. `auto`: the vertical axis, if values span a wide range."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How figures are drawn.
+
+    width: width in inches. Papers have columns of 3.25 to 3.5 and pages of 5.5 to 6.75 inches.
+    log: logarithmic axes of the curves over a run.
+    """
+
+    width: float = 4.8
+    log: LogAxes = "auto"
+
+
 @dataclass(frozen=True)
 class Level:
     """A horizontal line to compare the curves with."""
@@ -69,15 +88,25 @@ class Level:
 
 
 def draw_curves(
-    curves: Sequence[Curve], x_label: str, y_label: str, *, level: Level | None = None, log_x: bool = False
+    curves: Sequence[Curve],
+    x_label: str,
+    y_label: str,
+    *,
+    level: Level | None = None,
+    swept: bool = False,
+    look: Look | None = None,
 ) -> Figure:
     """Draw curves in one figure. The vertical axis is logarithmic if all values are positive and span a wide range.
 
     level: horizontal line to draw; None: no line.
-    log_x: True for final values over a quantity, on a logarithmic axis; False for metrics over the course of a run.
+    swept: True for final values over a quantity, on a logarithmic axis; False for metrics over the course of a run.
+    look: width, and logarithmic axes of metrics over the course of a run; None: the default look.
     """
-    entries = sum(bool(curve.x) + bool(curve.lost) for curve in curves) + (level is not None)
-    figure = Figure(figsize=(4.8, 3.1 + 0.2 * -(-entries // 2)), layout="constrained")
+    look = look or Look()
+    entries = [text for curve in curves for text in (curve.label if curve.x else "", curve.lost_label) if text]
+    entries += [] if level is None else [level.label]
+    columns = 2 if 2 * (_HANDLE + _CHARACTER * max(map(len, entries), default=0)) <= look.width else 1
+    figure = Figure(figsize=(look.width, 3.1 + 0.2 * -(-len(entries) // columns)), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
         draw_line(axes, curve)
@@ -85,15 +114,16 @@ def draw_curves(
         axes.axhline(level.value, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    _vertical(axes, curves, falling=not log_x)
-    if log_x:
+    log = "auto" if swept else look.log
+    _vertical(axes, curves, falling=not swept, logarithmic=None if log == "auto" else "y" in log)
+    if swept or "x" in log:
         axes.set_xscale("log")
         ends = axes.get_xlim()
         log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else (1,))
     style_axes(axes)
     if curves:  # the legend is below the axes, where it covers nothing
         style = {"fontsize": 8.5, "labelcolor": INK, "frameon": False, "handlelength": 2.2}
-        figure.legend(loc="outside lower center", ncols=2, **style)
+        figure.legend(loc="outside lower center", ncols=columns, **style)
     return figure
 
 
@@ -121,10 +151,12 @@ def draw_line(axes: Axes, curve: Curve) -> None:
         cross.set(color=colour, marker="x", markersize=6, markeredgewidth=1.6)
 
 
-def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
+def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic: bool | None = None) -> None:
     """Set the range of the vertical axis to all values.
 
     falling: if True, the range of falling curves ends at the worst first value, and higher values are cut off.
+    logarithmic: whether the axis is logarithmic; None: it is if values span a wide range. Values that are not positive
+        have a linear axis.
     """
     finite = [y for curve in curves for y in [*curve.low, *curve.high] if math.isfinite(y)]
     if not finite:
@@ -134,13 +166,14 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
     ends = [y for curve in curves for y in curve.mean[-1:] if math.isfinite(y)]
     if falling and starts and ends and max(starts) > max(ends):  # an accuracy rises
         high = max(starts)
-    if low <= 0 or high / low < 1.8:
+    if low <= 0 or (high / low < 1.8 if logarithmic is None else not logarithmic):
         pad = 0.05 * (high - low) or 1.0
         axes.set_ylim(low - pad, high + pad)
         return
     axes.set_yscale("log")
     log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS)
-    axes.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
+    spread = max(high / low, 1.1)
+    axes.set_ylim(low / spread**0.05, high * spread**0.05)
 
 
 def log_ticks(axis: Axis, digits: Sequence[float]) -> None:

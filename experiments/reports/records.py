@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,17 @@ Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 
 MetricName = Literal["val_loss", "val_accuracy"]
 
+Abscissa = Literal["steps", "seconds", "tokens", "flops"]
+"""The quantity along which a metric is drawn."""
+ABSCISSAS: dict[Abscissa, str] = {
+    "steps": "training steps",
+    "seconds": "training seconds",
+    "tokens": "training tokens",
+    "flops": "training FLOPs",
+}
+"""Titles of axes. Tokens are the targets that were trained on, for images the images; FLOPs are 6 for each weight and
+target, without those of the optimizer."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -33,7 +45,7 @@ class Metric:
     sign: 1 if smaller values are better, -1 if larger values are.
     """
 
-    key: MetricName
+    key: MetricName | Literal["loss"]
     title: str
     sign: int
 
@@ -47,6 +59,8 @@ METRICS = {
     "val_loss": Metric("val_loss", "validation loss", 1),
     "val_accuracy": Metric("val_accuracy", "validation accuracy", -1),
 }
+TRAINING_LOSS = Metric("loss", "training loss", 1)
+"""Mean loss of the steps between two rows. It is drawn, and runs are not compared by it."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,21 @@ class Run:
             before = float(row["seconds"])
             found.append(total)
         return found
+
+    def abscissas(self, along: Abscissa) -> list[float]:
+        """Return the steps, seconds, tokens or FLOPs at every row. Empty if the run has not recorded them."""
+        if along == "seconds":
+            return self.seconds()
+        key = {"steps": "step", "tokens": "tokens", "flops": "flops"}[along]
+        return [float(row[key]) for row in self.rows] if all(key in row for row in self.rows) else []
+
+    def points(self, metric: Metric, along: Abscissa) -> dict[int, tuple[float, float]]:
+        """Return (abscissa, metric) of every evaluation by step. Empty if the run has not recorded the abscissa."""
+        return {
+            int(row["step"]): (x, _number(row[metric.key], metric))
+            for row, x in zip(self.rows, self.abscissas(along), strict=False)
+            if row.get(metric.key) is not None
+        }
 
     def curve(self, metric: Metric) -> tuple[list[int], list[float], list[float]]:
         """Return the steps, training seconds and metrics of all evaluations."""
@@ -290,22 +319,73 @@ def read_tuned(directory: Path) -> tuple[TunedCell, ...]:
     return tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
 
 
-def read_records(directory: Path, baseline: str | None = None) -> Records:
+def read_records(
+    directory: Path, baseline: str | None = None, only: Iterable[str] = (), labels: Mapping[str, str] | None = None
+) -> Records:
     """Return the runs of the study in `directory`. Without a study, return the runs of all studies and single runs
     below it.
 
-    Raises ValueError if no run has started, or if `baseline` is no label.
+    Raises ValueError if no run has started, or if an argument names a label that does not exist.
 
     baseline: label to compare with; None: the baseline of the study, and no baseline without a study.
+    only: labels of the compared axis, or `axis=label` for another one, whose runs are returned. Patterns as `soap*`
+        select several. Empty: all runs.
+    labels: texts that replace labels, by label.
     """
     manifest = read_object(directory / f"{MANIFEST}.json")
     records = _of_study(manifest, directory) if manifest else _joint(directory)
-    if baseline is None:
-        return records
-    labels = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
-    if baseline not in labels:
-        raise ValueError(f"--baseline: '{baseline}' is no label of {records.compare}, which has {', '.join(labels)}")
-    return replace(records, baseline=baseline)
+    if baseline is not None:
+        found = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
+        if baseline not in found:
+            raise ValueError(f"--baseline: '{baseline}' is no label of {records.compare}, which has {', '.join(found)}")
+        records = replace(records, baseline=baseline)
+    return _renamed(_selected(records, only), labels or {})
+
+
+def _selected(records: Records, only: Iterable[str]) -> Records:
+    """Return the records with only the runs that `only` selects on every axis that it names."""
+    patterns: dict[str, list[str]] = {}
+    for text in only:
+        axis, equals, label = text.partition("=")
+        named = equals and any(axis in run.labels for run in records.runs)
+        patterns.setdefault(axis if named else records.compare, []).append(label if named else text)
+    for axis, chosen in patterns.items():
+        known = list(dict.fromkeys(run.labels[axis] for run in records.runs if axis in run.labels))
+        for pattern in chosen:
+            if not any(fnmatchcase(label, pattern) for label in known):
+                raise ValueError(f"--only: '{pattern}' is no label of {axis}, which has {', '.join(known)}")
+    runs = tuple(
+        run
+        for run in records.runs
+        if all(any(fnmatchcase(run.labels.get(axis, ""), p) for p in some) for axis, some in patterns.items())
+    )
+    if not runs:
+        raise ValueError(f"--only: no run has {' and '.join(f'{axis}={some}' for axis, some in patterns.items())}")
+    cells = {cell_name(run.labels) for run in runs}
+    tuned = tuple(one for one in records.tuned if one.cell in cells) if patterns else records.tuned
+    return replace(records, runs=runs, tuned=tuned)
+
+
+def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
+    """Return the records with other texts for some labels. Raises ValueError if two labels would become equal."""
+    known = {label for run in records.runs for label in run.labels.values()}
+    for label in texts.keys() - known:
+        raise ValueError(f"--labels: '{label}' is no label of the runs, which have {', '.join(sorted(known))}")
+    for axis in {axis for run in records.runs for axis in run.labels}:
+        before = {run.labels[axis] for run in records.runs if axis in run.labels}
+        after = [texts.get(label, label) for label in sorted(before)]
+        if twice := next((text for text in after if after.count(text) > 1), None):
+            raise ValueError(
+                f"--labels: two labels of {axis} would both be '{twice}', and their runs would be averaged"
+            )
+    renamed = [{axis: texts.get(label, label) for axis, label in run.labels.items()} for run in records.runs]
+    cells = {cell_name(run.labels): cell_name(own) for run, own in zip(records.runs, renamed, strict=True)}
+    return replace(
+        records,
+        runs=tuple(replace(run, labels=own) for run, own in zip(records.runs, renamed, strict=True)),
+        baseline=texts.get(records.baseline, records.baseline),
+        tuned=tuple(replace(one, cell=cells.get(one.cell, one.cell)) for one in records.tuned),
+    )
 
 
 def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -16,8 +18,19 @@ from ..files import make_directory, short_name, write_text
 from . import figures
 from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, tuning_curves
 from .drawings import beside_curves
+from .figures import LogAxes, Look
 from .recipe_diff import diff_recipes
-from .records import Records, Run, Status, learning_rate, read_records
+from .records import (
+    ABSCISSAS,
+    TRAINING_LOSS,
+    Abscissa,
+    Metric,
+    Records,
+    Run,
+    Status,
+    learning_rate,
+    read_records,
+)
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
     format_difference,
@@ -27,145 +40,192 @@ from .tables import (
     format_ratio,
     format_reached,
     format_summary,
+    runs_frame,
     sentences,
     worst_layers,
     write_runs_csv,
     write_tables,
 )
 
-_AXES = (("steps", "training steps"), ("seconds", "training seconds"))
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
-def write_report(directory: Path, baseline: str | None = None) -> Path:
-    """Write report.html, runs.csv, tables.md and tables.tex into a directory, and return the path of the page.
+@dataclass(frozen=True)
+class Report:
+    """The report of a directory of runs: its numbers, its figures and its page.
 
-    Args: directory: directory of a study or of runs, finished or not. baseline: label to compare with. None: the
-    baseline of the study.
+    Args:
+        directory: directory of a study or of runs, finished or not.
+        baseline: label to compare with. None: the baseline of the study.
+        only: labels of the compared axis, or `axis=label` for another one, to leave out all other runs; patterns as
+            `soap*` select several. Empty: all runs.
+        labels: texts that replace labels, by label.
+        x: quantities along which metrics are drawn, of "steps", "seconds", "tokens" and "flops".
+        width: width of figures in inches.
+        log: logarithmic axes of the curves over a run: "auto", "none", "x", "y" or "xy".
 
-    Returns: The path of report.html.
-
-    Raises: ValueError: no run has started, or `baseline` is no label.
+    Raises:
+        ValueError: no run has started, an argument names a label that does not exist, or no run has recorded a quantity
+            of `x`. It is raised when the runs are first read.
     """
-    records = read_records(directory, baseline)
-    page = render(records)
-    path = directory / "report.html"
-    write_text(path, page)
-    write_runs_csv(records, directory / "runs.csv")
-    write_tables(records, directory)
-    return path
 
+    directory: str | Path
+    baseline: str | None = None
+    only: Sequence[str] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    x: Sequence[Abscissa] = ("steps", "seconds")
+    width: float = Look.width
+    log: LogAxes = "auto"
 
-def write_figures(directory: Path, folder: Path, baseline: str | None = None) -> list[Path]:
-    """Write every figure of the report of `directory` into `folder`, as SVG and as PNG, and return the paths."""
-    make_directory(folder)
-    records = read_records(directory, baseline)
-    along, metric = swept(records), records.metric.title
-    named = {
-        _file(records, title, f"final {metric} against {along.compare}"): figure
-        for title, figure in _sweeps(along).items()
-    }
-    named |= {_file(records, *parts): figure for parts, figure in _tuning(records).items()}
-    for panel in [*at_their_best(along), *compare(records)]:
-        for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
-            named[_file(records, panel.title, f"{metric} against {short}")] = _figure(panel, axis)
-        named |= {_file(records, panel.title, short): drawing for short, _, drawing in beside_curves(panel)}
-    paths = []
-    for name, figure in named.items():
-        for suffix in ("svg", "png"):
-            paths.append(folder / short_name(_slug(name), f".{suffix}"))
-            figures.save_figure(figure, paths[-1])
-    return paths
+    @cached_property
+    def records(self) -> Records:
+        """The runs, as they were when the report first needed them."""
+        records = read_records(Path(self.directory), self.baseline, self.only, self.labels)
+        for along in self.x:
+            if along not in ABSCISSAS:
+                raise ValueError(f"--x: '{along}' is no quantity of a run; they are {', '.join(ABSCISSAS)}")
+            if all(run.rows and not run.abscissas(along) for run in records.runs):
+                raise ValueError(f"--x: no run has recorded {along}; use steps or seconds")
+        return records
 
+    @cached_property
+    def panels(self) -> list[ComparisonPanel]:
+        """The comparisons. A panel compares the methods at their best numbers, or the runs of equal conditions."""
+        return [*at_their_best(swept(self.records)), *compare(self.records)]
 
-def render(records: Records) -> str:
-    """Return the page as text. All labels, paths and messages are escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "summary": format_summary,
-        "difference": format_difference,
-        "number": format_number,
-        "metric": format_metric,
-        "length_of_run": format_length,
-        "ratio": format_ratio,
-    }
-    panels, along = compare(records), swept(records)
-    best = at_their_best(along)
-    head = f"Final {records.metric.title} against {axis_name(along.compare)}"
-    return environment.get_template("report.html.jinja").render(
-        records=records,
-        panels=[
-            (panel, _drawings(panel, index), sentences(panel, records), worst_layers(panel))
-            for index, panel in enumerate([*best, *panels])
-        ],
-        sweeps=[
-            (f"{head}: {title}", Markup(figures.inline_svg(figure, f"sweep-{index}")))
-            for index, (title, figure) in enumerate(_sweeps(along).items())
-        ],
-        tuning=[
-            (f"{what.capitalize()}: {title}", Markup(figures.inline_svg(figure, f"tuning-{index}")))
-            for index, ((title, what), figure) in enumerate(_tuning(records).items())
-        ],
-        swept=along.compare,
-        reached=format_reached,
-        learning_rate=learning_rate,
-        chosen=bool(best),
-        status=_count_status(records),
-        failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
-        labels=list(dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)),
-        recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
-        environments=_environments(records.runs),
-        critical=_critical(records),
-        bootstrap_pairs=BOOTSTRAP_PAIRS,
-        palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
-    )
+    def runs(self) -> DataFrame:
+        """Return a data frame with a row for each run, with the columns of `load_runs`. Needs pandas."""
+        return runs_frame(self.records)
 
+    def figures(self) -> dict[str, Figure]:
+        """Return all figures by name, as figures of matplotlib; `figure.axes` has their axes."""
+        found = {name: figure for name, _, figure in self._of_grids()}
+        for panel in self.panels:
+            found |= {_file(self.records, panel.title, name): figure for name, _, figure in self._of_panel(panel)}
+        return found
 
-def _figure(panel: ComparisonPanel, axis: int) -> Figure:
-    curves = [curve for row in panel.rows if (curve := row.curve(axis)) is not None]
-    base = panel.baseline
-    level = None
-    if base is not None and base.final is not None and math.isfinite(base.final.mean):
-        level = figures.Level(base.final.mean, f"{base.title}, final")
-    return figures.draw_curves(curves, _AXES[axis][1], panel.metric.title, level=level)
+    def save_figures(self, folder: str | Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
+        """Write all figures into a folder, which is created if it does not exist.
 
+        Args:
+            folder: folder of the figures.
+            formats: formats of matplotlib, as "svg", "png" and "pdf". Each figure is written in all of them.
 
-def _drawings(panel: ComparisonPanel, index: int) -> list[tuple[str, Markup]]:
-    """Return the caption and the SVG of each figure of a panel."""
-    drawings = {
-        f"{panel.metric.title.capitalize()} against {long}: {panel.title}": (short, _figure(panel, axis))
-        for axis, (short, long) in enumerate(_AXES if panel.begun else ())
-    }
-    drawings |= {f"{caption}: {panel.title}": (short, drawing) for short, caption, drawing in beside_curves(panel)}
-    return [  # matplotlib has escaped the labels
-        (caption, Markup(figures.inline_svg(figure, f"panel-{index}-{short}")))
-        for caption, (short, figure) in drawings.items()
-    ]
+        Returns:
+            The paths of the files.
+        """
+        make_directory(Path(folder))
+        paths = []
+        for name, figure in self.figures().items():
+            for suffix in formats:
+                paths.append(Path(folder) / short_name(_slug(name), f".{suffix}"))
+                figures.save_figure(figure, paths[-1])
+        return paths
 
+    def write(self) -> Path:
+        """Write report.html, runs.csv, tables.md and tables.tex into the directory. Return the path of the page."""
+        directory = Path(self.directory)
+        page = self.page()
+        write_text(directory / "report.html", page)
+        write_runs_csv(self.records, directory / "runs.csv")
+        write_tables(self.records, directory)
+        return directory / "report.html"
 
-def _sweeps(records: Records) -> dict[str, Figure]:
-    """Return a figure for each group of panels in which a number varies, by title."""
-    y_label = f"final {records.metric.title}"
-    return {
-        title: figures.draw_curves(curves, axis_name(records.compare), y_label, log_x=True)
-        for title, curves in sweeps(records).items()
-    }
-
-
-def _tuning(records: Records) -> dict[tuple[str, str], Figure]:
-    """Return a figure of each search's results, by (title of the panel, description)."""
-    metric = f"mean {records.metric.title}"
-    return {
-        (title, f"tuning, {metric} against {axis_name(path)}"): figures.draw_curves(
-            curves, axis_name(path), metric, log_x=True
+    def page(self) -> str:
+        """Return the page as text. All labels, paths and messages are escaped."""
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
         )
-        for (path, title), curves in tuning_curves(records).items()
-    }
+        environment.filters |= {
+            "summary": format_summary,
+            "difference": format_difference,
+            "number": format_number,
+            "metric": format_metric,
+            "length_of_run": format_length,
+            "ratio": format_ratio,
+        }
+        records, grids = self.records, self._of_grids()
+        panels = compare(records)
+        return environment.get_template("report.html.jinja").render(
+            records=records,
+            panels=[
+                (
+                    panel,
+                    _drawn(self._of_panel(panel), f"panel-{index}", panel.title),
+                    sentences(panel, records),
+                    worst_layers(panel),
+                )
+                for index, panel in enumerate(self.panels)
+            ],
+            sweeps=_drawn([one for one in grids if not one[1].startswith("Tuning")], "sweep"),
+            tuning=_drawn([one for one in grids if one[1].startswith("Tuning")], "tuning"),
+            swept=swept(records).compare,
+            reached=format_reached,
+            learning_rate=learning_rate,
+            chosen=len(self.panels) > len(panels),
+            status=_count_status(records),
+            failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
+            labels=list(
+                dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)
+            ),
+            recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
+            environments=_environments(records.runs),
+            critical=_critical(records),
+            bootstrap_pairs=BOOTSTRAP_PAIRS,
+            palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
+        )
+
+    def _of_grids(self) -> list[Drawing]:
+        """Return a figure for each group of panels in which a number varies, and one for each search."""
+        records, along = self.records, swept(self.records)
+        metric, look = records.metric.title, Look(self.width)
+        found = []
+        for title, curves in sweeps(along).items():
+            drawn = figures.draw_curves(curves, axis_name(along.compare), f"final {metric}", swept=True, look=look)
+            name = _file(records, title, f"final {metric} against {along.compare}")
+            found.append((name, f"Final {metric} against {axis_name(along.compare)}: {title}", drawn))
+        for (path, title), curves in tuning_curves(records).items():
+            drawn = figures.draw_curves(curves, axis_name(path), f"mean {metric}", swept=True, look=look)
+            what = f"tuning, mean {metric} against {axis_name(path)}"
+            found.append((_file(records, title, what), f"{what.capitalize()}: {title}", drawn))
+        return found
+
+    def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
+        """Return the figures of a panel: metric along each quantity, training loss along the first, and others."""
+        found = []
+        for metric, along in [*((panel.metric, one) for one in self.x), (TRAINING_LOSS, self.x[0])]:
+            if panel.begun:
+                name, caption = f"{metric.title} against {along}", f"{metric.title} against {ABSCISSAS[along]}"
+                found.append((name, caption[0].upper() + caption[1:], self._figure(panel, along, metric)))
+        return [*found, *beside_curves(panel, self.width)]
+
+    def _figure(self, panel: ComparisonPanel, along: Abscissa, metric: Metric) -> Figure:
+        curves = [curve for row in panel.rows if (curve := row.curve(along, metric)) is not None]
+        base, level, compared = panel.baseline, None, metric is panel.metric
+        if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
+            level = figures.Level(base.final.mean, f"{base.title}, final")
+        look = Look(self.width, self.log)
+        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, look=look)
+
+
+Drawing = tuple[str, str, Figure]
+"""Name, caption and figure."""
+
+
+def _drawn(drawings: Sequence[Drawing], prefix: str, title: str = "") -> list[tuple[str, Markup]]:
+    """Return the caption and the SVG of figures for a page. `title`: text that follows every caption."""
+    return [  # matplotlib has escaped the labels
+        (
+            f"{caption}: {title}" if title else caption,
+            Markup(figures.inline_svg(figure, f"{prefix}-{re.sub(r'[^a-z]+', '-', name) if title else index}")),
+        )
+        for index, (name, caption, figure) in enumerate(drawings)
+    ]
 
 
 def _count_status(records: Records) -> dict[Status, int]:

@@ -282,7 +282,11 @@ def load_runs(directory: str | Path) -> DataFrame:
         RecipeError: pandas is not installed.
         ValueError: no run has started.
     """
-    records = read_records(Path(directory))
+    return runs_frame(read_records(Path(directory)))
+
+
+def runs_frame(records: Records) -> DataFrame:
+    """Return a data frame with a row for each run, see `load_runs`."""
     return _frame([run_row(run, records) for run in records.runs])
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, first_lines
 from eigengraft.optimizers.recipe.loading import read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 
+from ..files import short_name
 from ..reports.records import MetricName
 from ..reports.seed_statistics import Target
 from ..training.experiment import read_experiment
@@ -37,6 +39,10 @@ from .tuning.base import Tuning, distinct
 from .tuning.descent import CoordinateDescent
 
 _SHIPPED = Path(__file__).parent
+
+
+if TYPE_CHECKING:
+    from ..reports.report import Report
 
 
 class Study(Component):
@@ -151,6 +157,29 @@ class Study(Component):
             )
         if self.equal == "seconds":
             require_baselines(self.axes, self.settings, self.exclude, self.compared)
+
+    def run(self, directory: str | Path | None = None, workers: int | None = None) -> Report:
+        """Do all searches and runs that are not done yet, and return the report.
+
+        Processes are spawned, so that a script that calls this needs `if __name__ == "__main__"`.
+
+        Args:
+            directory: directory of the study, which is created if it does not exist. None: runs/NAME.
+            workers: number of processes. None: one for each core.
+
+        Raises:
+            RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data.
+            RuntimeError: runs failed. All others are done, and the next call repeats the failed ones.
+        """
+        from ..reports.report import Report
+
+        running = import_module(f"{__package__}.running")  # which imports this module
+        place = Path("runs") / short_name(self.name) if directory is None else Path(directory)
+        failed = running.complete_study(self, place, workers)
+        if failed:
+            lines = [f"{run}: {reason.strip().splitlines()[-1]}" for run, reason in failed.items()]
+            raise RuntimeError("\n".join([f"{place}: {len(failed)} runs failed", *first_lines(lines)]))
+        return Report(place)
 
     @property
     def compared(self) -> tuple[str, str]:

@@ -71,6 +71,23 @@ class Result:
 
 
 @dataclass
+class TrainedWork:
+    """What a run has trained on.
+
+    weights: number of trained weights.
+    tokens: number of targets so far: tokens of a text, or images.
+    """
+
+    weights: int
+    tokens: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the model so far: 6 for each weight and target (Kaplan et al. 2020)."""
+        return 6 * self.weights * self.tokens
+
+
+@dataclass
 class MetricsWindow:
     """Losses, milliseconds and events of the steps since the last row of metrics.
 
@@ -85,10 +102,17 @@ class MetricsWindow:
     clipped: int = 0
 
     def row(
-        self, step: int, lr: float, seconds: float, metrics: Metrics | None, layers: Mapping[str, Any]
+        self,
+        step: int,
+        lr: float,
+        seconds: float,
+        work: TrainedWork,
+        metrics: Metrics | None,
+        layers: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return a row of metrics.jsonl: mean loss, median times, counts, metrics of an evaluation, norms of layers.
 
+        work: tokens and FLOPs up to this step.
         metrics: result of an evaluation after this step; None: there was none.
         layers: columns with the norms of layers.
         """
@@ -99,6 +123,8 @@ class MetricsWindow:
             "val_accuracy": metrics.val_accuracy if metrics is not None else None,
             "lr": lr,
             "seconds": seconds,
+            "tokens": work.tokens,
+            "flops": work.flops,
             "step_ms": median(self.step_ms),
             "optimizer_ms": median(self.optimizer_ms),
             "skipped": self.skipped,

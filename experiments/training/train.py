@@ -25,7 +25,7 @@ from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
 from .layers import LayerRecord, Layers
-from .outcome import Diagnostics, MetricsWindow, Result, Tick, finite_or_none, numbers_of_rows
+from .outcome import Diagnostics, MetricsWindow, Result, Tick, TrainedWork, finite_or_none, numbers_of_rows
 from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model
 from .rundir import RunDirectory, load_sharded, newest_checkpoint, save_sharded
 
@@ -53,6 +53,7 @@ class Trainer:
         callbacks = experiment.callbacks
         self.callbacks = Callbacks(callbacks, self.model, self.optimizer, directory, self.ranks, self._current_batch)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
+        self.work = TrainedWork(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
         self.first_loss: float | None = None
         self.last_loss: float | None = None  # median over the steps of the last row, robust against a single spike
         self.fault: Fault | None = None
@@ -133,7 +134,9 @@ class Trainer:
         if measured := self._measured(self.step + 1):
             self.layers.before()
         start = self._now()
-        rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
+        whole = self.dataset.batch(self.experiment.seed, self.step)
+        self.work.tokens += whole.targets.numel()
+        rows, weight = self.ranks.shard_batch(whole)
         self.batch = batch = rows.to(self.device)
         self.ranks.seed_step(self.experiment.seed, self.step)
         self.diagnostics.before(self.step + 1)
@@ -205,7 +208,7 @@ class Trainer:
         self._read_clipped()
         if self.ranks.first:
             layers = self.layers.row(self._measured(self.step))
-            self.directory.append(self.window.row(self.step, lr, self.seconds, metrics, layers))
+            self.directory.append(self.window.row(self.step, lr, self.seconds, self.work, metrics, layers))
         self.window = MetricsWindow()
 
     def _read_clipped(self) -> None:
@@ -252,6 +255,7 @@ class Trainer:
         self._read_clipped()
         notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
         notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss, "layers": asdict(self.layers.record)}
+        notes["tokens"] = self.work.tokens
         notes["scheduler"] = self.scheduler.state_dict()
         if self.ranks.distributed:
             save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
@@ -282,6 +286,7 @@ class Trainer:
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
             # checkpoints of older versions lack these
             self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
+            self.work.tokens = notes.get("tokens", 0)
             self.layers.record = LayerRecord(**notes.get("layers", {}))
         self._continue_fault()
 

@@ -150,8 +150,8 @@ def _changes(before: Any, after: Any, old: Any, new: Any, path: str = "") -> Ite
                 here = f"{path}.{key}" if path else key
                 yield from _changes(getattr(before, name), getattr(after, name), old[key], new[key], here)
     elif isinstance(old, list) and all(names) and names == [stage_name(one) for one in old] and path:
-        for place, name in enumerate(names):
-            yield from _changes(before[place], after[place], old[place], new[place], f"{path}.{name}")
+        for place, stage in enumerate(names):
+            yield from _changes(before[place], after[place], old[place], new[place], f"{path}.{stage}")
     else:
         yield path, as_declared(after, new, short=True)
 

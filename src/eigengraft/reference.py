@@ -54,7 +54,7 @@ def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
     if fields:
         parts.append("Fields:\n" + "\n".join(textwrap.indent(_entry(field), "    ") for field in fields))
     if not inspect.isabstract(cls) and fields:
-        parts.append("Example:\n" + textwrap.indent(example(cls), "    "))
+        parts.append("Example:\n" + textwrap.indent(example_of(cls), "    "))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -64,7 +64,7 @@ def _entry(field: FieldText) -> str:
     return textwrap.fill(text, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
-def example(cls: type[BaseModel]) -> str:
+def example_of(cls: type[BaseModel]) -> str:
     """Return an import and a call of the class with its required fields, or else with one field as it is by default.
 
     A class that has a kind is shown in YAML too.

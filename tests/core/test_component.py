@@ -18,7 +18,7 @@ from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
-from eigengraft.reference import example
+from eigengraft.reference import example_of
 
 from ..refusals import refused
 
@@ -283,7 +283,7 @@ def test_a_family_itself_cannot_be_made() -> None:
 @pytest.mark.parametrize("member", members(), ids=lambda m: f"{m.family_name}.{m.__name__}")
 def test_the_example_of_a_docstring_runs(member: type[Component]) -> None:
     """The call in Python and the line of YAML are the same component."""
-    text = example(member)
+    text = example_of(member)
     names: dict[str, type[Component]] = {}
     imported, call, in_yaml = text.splitlines()
     exec(imported, names)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from eigengraft.experiments import Experiment, train
 from eigengraft.experiments.cli.console import describe_result
-from eigengraft.experiments.reports.report import write_report
+from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.divergence import worse_than_at_first
@@ -96,7 +96,7 @@ def test_what_went_wrong_first_is_said_and_the_learning_rate_is_not_blamed(
     assert re.search(said, result.diagnosis), result.diagnosis
     assert "smaller lr" not in describe_result(result)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["diagnosis"] == result.diagnosis
-    assert result.diagnosis.split(";")[0] in write_report(tmp_path).read_text(encoding="utf-8")
+    assert result.diagnosis.split(";")[0] in Report(tmp_path).write().read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("lr", [1e4, 1e30])

@@ -17,7 +17,7 @@ from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.files import append_text, read_json, read_rows, replacing, short_name, write_text
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.reports.report import write_report
+from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.running import prepare_study
 from eigengraft.experiments.studies.study import load_study
@@ -123,7 +123,7 @@ def test_a_study_and_its_report_name_the_file_that_is_cut_short(name, tmp_path):
     broken = tmp_path / prepared.runs[1].directory / name
     broken.write_bytes(broken.read_bytes()[:30] + b"\n")
     with refused(RecipeError, broken):
-        write_report(tmp_path)
+        Report(tmp_path).write()
     if name in ("config.json", "result.json"):
         with refused(RecipeError, broken):
             prepare_study(study, tmp_path)

@@ -22,7 +22,7 @@ from ..refusals import refused
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAJECTORY = ("step", "loss", "val_loss", "val_accuracy", "lr")
+TRAJECTORY = ("step", "loss", "val_loss", "val_accuracy", "lr", "tokens", "flops")
 NORMS = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
 CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "optimizer_ms", "skipped", "clipped", "failed_roots"}
 CONTRACT |= {f"{norm}{end}" for norm in NORMS for end in ("", "_largest", "_smallest")}
@@ -94,6 +94,8 @@ class TestFiles:
         assert [row["step"] for row in found] == [2, 4, 5, 6, 8, 10, 12, 14]
         assert [row["step"] for row in found if row["val_loss"] is not None] == [5, 10, 14]
         assert all((row["val_loss"] is None) == (row["val_accuracy"] is None) for row in found)
+        assert [row["tokens"] for row in found] == [32 * row["step"] for row in found]  # the images of a batch
+        assert all(row["flops"] == 6 * row["tokens"] * read(directory, "result")["parameters"] for row in found)
         seconds = [row["seconds"] for row in found]
         assert seconds == sorted(seconds) and seconds[0] > 0
         assert all(0 < row["optimizer_ms"] < row["step_ms"] for row in found)

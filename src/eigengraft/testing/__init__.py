@@ -15,4 +15,4 @@ from .check import check_solver as check_solver
 from .check import check_stage as check_stage
 from .check import check_task as check_task
 from .laws import LawError as LawError
-from .laws import Report as Report
+from .laws import LawReport as LawReport

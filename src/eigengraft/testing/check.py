@@ -8,7 +8,7 @@ from eigengraft.preconditioners import BasisSolver, Cadence, PolarSolver, RootSo
 from eigengraft.quantization import Quantizer
 
 from .cadence_laws import CADENCE_LAWS, SPANS, CadenceCase
-from .laws import Report, check
+from .laws import LawReport, check
 from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
 from .solver_laws import BASIS_LAWS, POLAR_LAWS, ROOT_LAWS, ROUNDING, SOLVER_LAWS, SolverCase
 from .stage_case import BLOCKS, Degree, StageCase
@@ -25,7 +25,7 @@ def check_stage(
     degree: Degree | None = None,
     rotates: bool = False,
     singular: bool = False,
-) -> Report:
+) -> LawReport:
     """Check a stage against the contract and the laws of stages.
 
     Args:
@@ -55,7 +55,7 @@ def check_solver(
     rotates: bool | None = None,
     tolerance: float = ROUNDING,
     converges: bool = True,
-) -> Report:
+) -> LawReport:
     """Check a root, basis or polar solver against the laws of its family.
 
     Args:
@@ -80,7 +80,7 @@ def check_solver(
     return check(SolverCase(solver, degree, rotates, tolerance, converges), [], (*SOLVER_LAWS, *own))
 
 
-def check_quantizer(quantizer: Quantizer, size: int = 9) -> Report:
+def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
     """Check a quantizer against the laws of quantizers.
 
     Args:
@@ -98,7 +98,7 @@ def check_quantizer(quantizer: Quantizer, size: int = 9) -> Report:
     return check(QuantizerCase(quantizer, size), [], QUANTIZER_LAWS)
 
 
-def check_cadence(cadence: Cadence, steps: int = 0) -> Report:
+def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
     """Check a cadence against the laws of cadences.
 
     Args:
@@ -116,7 +116,7 @@ def check_cadence(cadence: Cadence, steps: int = 0) -> Report:
     return check(CadenceCase(cadence, steps), [SPANS], CADENCE_LAWS)
 
 
-def check_task(task: Task) -> Report:
+def check_task(task: Task) -> LawReport:
     """Check a task against the laws of tasks. It needs `eigengraft[experiments]`.
 
     Args:

@@ -71,7 +71,7 @@ class Law(Generic[AnyCase]):
 
 
 @dataclass(frozen=True)
-class Report:
+class LawReport:
     """The result of checking a component that breaks no law.
 
     who: name of the component.
@@ -88,7 +88,7 @@ class Report:
         return "\n".join([*lines, *(f"  not checked: {law} ({reason})" for law, reason in self.skipped.items())])
 
 
-def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCase]]) -> Report:
+def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCase]]) -> LawReport:
     """Check laws on a case and return a report.
 
     first: laws that stop at once if they are broken, because others would break with them.
@@ -112,7 +112,7 @@ def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCa
         raise broken[0]
     if broken:
         raise LawError("\n".join([f"{case.who}: {len(broken)} laws are broken", *map(str, broken)]))
-    return Report(case.who, tuple(held), skipped)
+    return LawReport(case.who, tuple(held), skipped)
 
 
 def require(fine: object, problem: str) -> None:

@@ -10,7 +10,7 @@ from eigengraft.experiments.reports import figures
 from eigengraft.experiments.reports.comparison import at_their_best, compare, named, swept
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.reports.report import axis_name, write_figures, write_report
+from eigengraft.experiments.reports.report import Report, axis_name
 from eigengraft.experiments.reports.tables import format_difference, latex, markdown, write_tables
 
 from .test_report import ADAM, SOAP, Page, write_run, write_study
@@ -44,7 +44,7 @@ def test_each_method_is_compared_at_its_own_best_learning_rate(grid):
     assert [row.label for row in panel.rows] == ["adam, lr 0.1", "soap, lr 0.01"]
     # 1.5 - 2.0, 1.6 - 2.2, 1.8 - 2.1: mean -0.4667
     assert panel.rows[1].difference.mean == pytest.approx(-1.4 / 3)
-    text = " ".join(Page(write_report(grid).read_text(encoding="utf-8")).text.split())
+    text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
     assert "each at its own best lr" in text and "favours methods" in text
     assert "Lowest final validation loss: soap, lr 0.01, 1.633" in text
 
@@ -56,7 +56,7 @@ def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid
     (panel,) = at_their_best(swept(read_records(grid)))
     assert [row.label for row in panel.rows] == ["soap, lr 0.01", "adam, lr 0.1"]
     assert panel.rows[1].difference.mean == pytest.approx(1.4 / 3)  # as above
-    text = " ".join(Page(write_report(grid).read_text(encoding="utf-8")).text.split())
+    text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
     heads = ["Validation loss against lr", "each at its own best lr", "lr 0.01 Lowest", "lr 0.1 Lowest"]
     assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
 
@@ -82,7 +82,7 @@ def test_a_bootstrap_interval_is_shown_where_there_are_seeds_enough(tmp_path, se
     runs += [("soap", s, {"recipe": SOAP, "values": [2.0 + 0.01 * s**2]}) for s in range(seeds)]
     write_study(tmp_path, runs)
     (panel,) = compare(read_records(tmp_path))
-    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     low, high = panel.rows[1].difference.bootstrap or (0.0, 0.0)
     shown = f"bootstrap [{low:+.3f}, {high:+.3f}]".replace("-", "\u2212")
     assert (shown in text, "(BCa), 10,000 draws" in text, "intervals are not used" in text) == (
@@ -102,7 +102,7 @@ def test_runs_of_several_tasks_are_never_subtracted(tmp_path, study):
         panels = compare(read_records(tmp_path))
         assert [[row.label for row in panel.rows] for panel in panels] == [["method=adamw"], ["method=soap"]]
         assert [panel.title for panel in panels] == ["bytes", "digits"]
-    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "\u22122.000" not in text and ("other task, code or data" in text) == study
 
 
@@ -115,7 +115,7 @@ def test_labels_that_are_numbers_have_the_name_of_their_axis():
 def test_runs_that_diverged_are_drawn_and_named(grid, tmp_path):
     records = read_records(grid)
     row = next(row for row in compare(records)[0].rows if row.label == "1")
-    curve = row.curve(0)
+    curve = row.curve("steps")
     assert curve.mean == [4.0, 9.0]  # of the two runs that did not
     assert curve.lost == (LostRun([10.0], [4.0], 20.0),)
     assert curve.lost_label == "lr 1: 1 of 3 diverged"
@@ -129,8 +129,8 @@ def test_no_legend_covers_a_curve():
         Curve(f"method number {i}", i, [0, 1], [i, 1], [i, 1], [i, 1], (LostRun((), (), 0.5),), f"m {i}")
         for i in range(7)
     ]
-    for log_x in (False, True):
-        figure = draw_curves(some, "x", "y", level=Level(1.0, "level"), log_x=log_x)
+    for is_swept in (False, True):
+        figure = draw_curves(some, "x", "y", level=Level(1.0, "level"), swept=is_swept)
         FigureCanvasAgg(figure).draw()
         (axes,), (legend,) = figure.axes, figure.legends
         assert axes.get_legend() is None
@@ -151,7 +151,7 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
     run = panel.rows[0].runs[0]
     assert run.seconds() == pytest.approx([0.15 * k for k in range(1, 11)])
     assert run.busy and panel.busy == 1
-    assert "in 1 of the runs" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "in 1 of the runs" in Report(tmp_path).write().read_text(encoding="utf-8")
 
 
 def test_tables_in_markdown_and_latex(grid):
@@ -170,7 +170,7 @@ def test_tables_in_markdown_and_latex(grid):
 
 def test_exported_figures_say_what_they_show(grid, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: None)  # names alone
-    names = {path.stem for path in write_figures(grid, tmp_path / "figures")}
+    names = {path.stem for path in Report(grid).save_figures(tmp_path / "figures")}
     assert "grid-final-validation-loss-against-lr" in names
     assert "grid-adam-validation-loss-against-steps" in names
     assert "grid-each-at-its-own-best-lr-validation-loss-against-steps" in names

@@ -8,13 +8,15 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from typer.testing import CliRunner
 
 from eigengraft import RecipeError
+from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.comparison import compare, sweeps, tuning_curves
 from eigengraft.experiments.reports.drawings import difference_dots, internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.reports.report import write_figures, write_report
+from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.reports.tables import load_metrics, load_runs, worst_layers, write_parquet
 
 from ...refusals import refused
@@ -111,13 +113,13 @@ def test_comparison_by_hand(study):
     assert soap.reached(0) == {0: pytest.approx(15), 1: pytest.approx(15)}
     assert soap.reached(1) == {0: pytest.approx(0.15), 1: pytest.approx(0.15)}
     assert adamw.reached(0) == {0: 30, 1: 30}
-    curve = soap.curve(0)
+    curve = soap.curve("steps")
     assert (curve.x, curve.mean) == ([10, 20, 30], pytest.approx([3.0, 1.5, 0.9]))
     assert (curve.low, curve.high) == ([3.0, 1.0, 0.8], [3.0, 2.0, 1.0])
 
 
 def test_page_says_the_numbers(study):
-    page = Page(write_report(study).read_text(encoding="utf-8"))
+    page = Page(Report(study).write().read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
     assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
     # half of the interval: 12.706, the 97.5 % point of Student's t with one degree of freedom, times 0.3 / 2
@@ -133,7 +135,7 @@ def test_page_says_the_numbers(study):
 
 
 def test_page_is_self_contained_and_well_formed(study):
-    text = write_report(study).read_text(encoding="utf-8")
+    text = Report(study).write().read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
     assert "svg" in page.tags
@@ -178,8 +180,8 @@ def test_differences_are_dots_with_intervals_the_best_uppermost(tmp_path):
     for (x, y), bar, mean, place in zip(dots, bars, (0.2, -0.2), (0, 1), strict=True):
         assert (x, y) == (pytest.approx(mean), place)
         assert bar == pytest.approx([mean - half, mean + half], rel=1e-6)
-    assert "Differences from the baseline over paired seeds" in write_report(tmp_path).read_text(encoding="utf-8")
-    assert tmp_path / "figures" / "trial-differences.png" in write_figures(tmp_path, tmp_path / "figures")
+    assert "Differences from the baseline over paired seeds" in Report(tmp_path).write().read_text(encoding="utf-8")
+    assert tmp_path / "figures" / "trial-differences.png" in Report(tmp_path).save_figures(tmp_path / "figures")
 
 
 def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
@@ -198,7 +200,7 @@ def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
     records = read_records(tmp_path)
     (panel,) = compare(records)
     assert {row.label: row.first(records.target) for row in panel.rows} == {"adamw": 40, "soap": 20, "muon": None}
-    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    text = Page(Report(tmp_path).write().read_text(encoding="utf-8")).text
     assert "steps to 2" in text and "0.50\u00d7" in text and "acceptance test of track 3" in text
     lines = (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[-3] for line in lines[2:] if "|" in line] == ["steps to 2", "---", "40", "20", "never"]
@@ -228,7 +230,7 @@ def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
     manifest["tuned"] = {cell: {"values": {"lr": 0.25}, "edges": {}, "tried": [best], "rule": ""}}
     manifest["runs"] = [{"directory": "run", "labels": labels, "seed": 4}]
     (tmp_path / "study.json").write_text(json.dumps(manifest))
-    write_report(tmp_path)
+    Report(tmp_path).write()
     (runs,), metrics = (
         parquet.read_table(path).to_pylist() for path in write_parquet(read_records(tmp_path), tmp_path)
     )
@@ -274,12 +276,14 @@ def test_parquet_names_what_is_missing(study, monkeypatch):
 
 def test_one_difference_is_no_figure(study):
     (panel,) = compare(read_records(study))
-    assert difference_dots(panel) is None and "Differences from" not in write_report(study).read_text(encoding="utf-8")
+    assert difference_dots(panel) is None and "Differences from" not in Report(study).write().read_text(
+        encoding="utf-8"
+    )
 
 
 def test_internals_are_drawn_where_runs_have_diagnostics(study):
     (panel,) = compare(read_records(study))
-    assert internals(panel) is None and "Inside the optimizer" not in write_report(study).read_text(encoding="utf-8")
+    assert internals(panel) is None and "Inside the optimizer" not in Report(study).write().read_text(encoding="utf-8")
     write_diagnostics(study / "method=adamw" / "seed-0", {"update_rms": (1.0, 0.5), "cosine": (0.5, -0.25)})
     write_diagnostics(study / "method=soap" / "seed-1", {"cosine": (0.75, 0.25), "condition": (10.0, None)})
     (panel,) = compare(read_records(study))
@@ -290,16 +294,16 @@ def test_internals_are_drawn_where_runs_have_diagnostics(study):
     assert cosine == {"adamw": [[10, 0.5], [20, -0.25]], "soap": [[10, 0.75], [20, 0.25]]}
     (condition,) = drawn["condition number of statistics"].get_lines()
     assert condition.get_xydata().tolist() == [[10, 10.0]]  # at step 20 nobody knew
-    assert "Inside the optimizer: medians over parameters" in write_report(study).read_text(encoding="utf-8")
+    assert "Inside the optimizer: medians over parameters" in Report(study).write().read_text(encoding="utf-8")
     assert Page((study / "report.html").read_text(encoding="utf-8")).open == []
-    assert {path.name for path in write_figures(study, study / "figures")} >= {
+    assert {path.name for path in Report(study).save_figures(study / "figures")} >= {
         "trial-internals.svg",
         "trial-internals.png",
     }
 
 
 def test_the_worst_layer_of_each_measure_is_listed_over_all_seeds(study):
-    assert "Worst layers" not in write_report(study).read_text(encoding="utf-8")
+    assert "Worst layers" not in Report(study).write().read_text(encoding="utf-8")
     values = {
         ("soap", 0): {"update_ratio_peak": (0.1, 0.5), "zero_gradients": (0.0, 1.0)},
         ("soap", 1): {"update_ratio_peak": (0.9, 0.2), "weight_growth": (3.0, None)},
@@ -316,7 +320,7 @@ def test_the_worst_layer_of_each_measure_is_listed_over_all_seeds(study):
     (panel,) = compare(read_records(study))
     _, soap = worst_layers(panel)
     assert soap[1:] == [("0.9", "first"), ("not finite", "head"), ("\u2013", ""), ("100 %", "head")]
-    assert "Worst layers" in write_report(study).read_text(encoding="utf-8")
+    assert "Worst layers" in Report(study).write().read_text(encoding="utf-8")
 
 
 def test_a_band_goes_from_quartile_to_quartile(study):
@@ -341,7 +345,7 @@ def test_everything_foreign_is_escaped(tmp_path):
     (run / "result.json").unlink()
     run.with_name("seed-0.error.txt").write_text(f"Traceback\nValueError: {evil}")
     (run / "env.json").write_text(json.dumps({evil: evil}))
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+    text = Report(tmp_path).write().read_text(encoding="utf-8")
     assert "script" not in Page(text).tags
     assert Page(text).text.count(evil) >= 7
 
@@ -356,11 +360,11 @@ def test_partial_study(study):
     adamw, soap = panel.rows
     assert (len(soap.finals), len(soap.runs), soap.difference.n) == (1, 2, 1)
     assert panel.best is adamw
-    text = Page(write_report(study).read_text(encoding="utf-8")).text
+    text = Page(Report(study).write().read_text(encoding="utf-8")).text
     assert "This study is not complete" in text
     assert "method=soap/seed-1: unfinished, last at step 30" in text
     with refused(ValueError, "none", 1):
-        write_report(study / "more")
+        Report(study / "more").write()
 
 
 def test_diverged_runs_are_shown_as_such(tmp_path):
@@ -375,7 +379,7 @@ def test_diverged_runs_are_shown_as_such(tmp_path):
     soap = panel.rows[1]
     assert (soap.diverged, soap.difference, panel.best.label) == (1, None, "adamw")
     assert soap.reached(0) == {0: None}
-    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "1 of 1 diverged" in text and "never" in text
 
 
@@ -393,7 +397,7 @@ def test_a_larger_accuracy_is_better(tmp_path):
     (panel,) = compare(read_records(tmp_path))
     assert panel.best.label == "soap"
     assert panel.rows[1].reached(0) == {0: pytest.approx(2.5)}  # 0.5 to 0.9 passes 0.6 after a quarter
-    assert "Highest final validation accuracy: soap, 0.900." in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Highest final validation accuracy: soap, 0.900." in Report(tmp_path).write().read_text(encoding="utf-8")
 
 
 def test_runs_without_a_study(tmp_path):
@@ -402,7 +406,7 @@ def test_runs_without_a_study(tmp_path):
     write_run(tmp_path / "b", SOAP, [3.0, 1.0])
     (panel,) = compare(read_records(tmp_path))
     assert [(row.label, row.final.n, row.final.mean) for row in panel.rows] == [("a", 2, 2.1), ("b", 1, 1.0)]
-    assert write_report(tmp_path).exists()
+    assert Report(tmp_path).write().exists()
     assert [row.label for row in compare(read_records(tmp_path / "b"))[0].rows] == ["b"]
 
 
@@ -430,7 +434,7 @@ def test_two_directories_compare_what_can_be_compared(tmp_path):
     assert [(panel.baseline, [row.difference for row in panel.rows]) for panel in panels] == [
         (None, [None] * len(panel.rows)) for panel in panels
     ]
-    assert "--baseline LABEL" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "--baseline LABEL" in Report(tmp_path).write().read_text(encoding="utf-8")
     first, *others = compare(read_records(tmp_path, "a/method=soap"))
     assert {row.label: row.difference and row.difference.mean for row in first.rows} == {
         "a/method=adamw": 1.0,
@@ -468,7 +472,7 @@ def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names
     assert (panel.rows[2].difference is None) == ("data" in entries)  # the others say nothing of adamw's runs
     (notice,) = records.notices
     assert "The runs of soap were made differently" in notice
-    assert notice in Page(write_report(study).read_text(encoding="utf-8")).text
+    assert notice in Page(Report(study).write().read_text(encoding="utf-8")).text
     assert (study / "runs.csv").read_text(encoding="utf-8").startswith("axis.method,seed,variant,status,")
 
 
@@ -499,7 +503,7 @@ def test_seeds_of_an_edited_recipe_file_are_kept_apart(tmp_path):
 
 def test_nothing_to_report(tmp_path):
     with refused(ValueError, "study", "runs"):
-        write_report(tmp_path / "nothing")
+        Report(tmp_path / "nothing").write()
 
 
 def test_numbers_compared_become_curves(tmp_path):
@@ -516,7 +520,7 @@ def test_numbers_compared_become_curves(tmp_path):
     assert (title, curve.label, curve.x) == ("t", "adam", [0.001, 0.01, 0.1])
     assert curve.mean[:2] == [5.0, 2.5] and math.isnan(curve.mean[2])
     assert (curve.low[0], curve.high[0]) == (4.0, 6.0)
-    assert "Final validation loss against learning rate: t." in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Final validation loss against learning rate: t." in Report(tmp_path).write().read_text(encoding="utf-8")
 
 
 def test_names_compared_have_no_curve_over_them(study):
@@ -561,7 +565,7 @@ def test_the_learning_rate_is_the_one_in_force():
 
 
 def test_runs_as_a_table(study):
-    write_report(study)
+    Report(study).write()
     lines = (study / "runs.csv").read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("axis.method,seed,status,peak_lr,val_loss,val_accuracy,steps,seconds,")
     assert lines[1:] == [
@@ -573,12 +577,79 @@ def test_runs_as_a_table(study):
 
 
 def test_figures_as_files(study, tmp_path):
-    paths = write_figures(study, tmp_path / "figures")
-    assert sorted(path.name for path in paths) == [
-        f"trial-validation-loss-against-{axis}.{suffix}" for axis in ("seconds", "steps") for suffix in ("png", "svg")
-    ]
+    paths = Report(study).save_figures(tmp_path / "figures")
+    drawn = ("trial-training-loss-against-steps", *(f"trial-validation-loss-against-{x}" for x in ("seconds", "steps")))
+    assert sorted(path.name for path in paths) == [f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg")]
     svg = (tmp_path / "figures" / "trial-validation-loss-against-steps.svg").read_text(encoding="utf-8")
     assert "var(--" not in svg and "soap" in svg
+
+
+class TestOptions:
+    """What a report shows, and how its figures are drawn."""
+
+    def test_only_some_labels_are_compared_under_other_texts(self, study):
+        report = Report(study, only=["so*"], labels={"soap": "SOAP, ours"})
+        (panel,) = report.panels
+        assert [row.label for row in panel.rows] == ["SOAP, ours"] and panel.baseline is None
+        assert "SOAP, ours" in Page(report.write().read_text(encoding="utf-8")).text
+        renamed = Report(study, labels={"adamw": "AdamW"})
+        assert renamed.panels[0].baseline.label == "AdamW" and len(renamed.panels[0].rows) == 2
+        assert [row.label for row in Report(study, only=["method=adamw"]).panels[0].rows] == ["adamw"]
+
+    @pytest.mark.parametrize(
+        ("options", "data"),
+        [
+            ({"only": ["lion"]}, ("--only", "lion", "method", "adamw")),
+            ({"labels": {"lion": "x"}}, ("--labels", "lion", "soap")),
+            ({"labels": {"adamw": "soap"}}, ("--labels", "method", "soap")),
+            ({"baseline": "lion"}, ("--baseline", "lion")),
+            ({"x": ["tokens"]}, ("--x", "tokens")),
+            ({"x": ["hours"]}, ("--x", "hours", "flops")),
+        ],
+    )
+    def test_what_does_not_exist_is_refused(self, study, options, data):
+        with refused(ValueError, *data):
+            _ = Report(study, **options).records
+
+    def test_figures_have_the_width_the_axes_and_the_quantity_that_are_asked_for(self, study):
+        for path in study.glob("*/*/metrics.jsonl"):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            path.write_text(
+                "".join(json.dumps(row | {"tokens": 8 * row["step"], "flops": row["step"]}) + "\n" for row in rows)
+            )
+        found = Report(study, x=["tokens", "flops"], width=3.25, log="xy").figures()
+        assert sorted(found) == [
+            "trial training loss against tokens",
+            "trial validation loss against flops",
+            "trial validation loss against tokens",
+        ]
+        (axes,) = found["trial validation loss against tokens"].axes
+        assert (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel()) == ("log", "log", "training tokens")
+        assert list(axes.get_lines()[0].get_xdata()) == [80.0, 160.0, 240.0] and axes.figure.get_figwidth() == 3.25
+        (axes,) = Report(study, log="none").figures()["trial validation loss against steps"].axes
+        assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")
+
+    def test_the_training_loss_is_drawn_for_the_runs_that_did_not_diverge(self, study):
+        (axes,) = Report(study).figures()["trial training loss against steps"].axes
+        assert [line.get_label() for line in axes.get_lines()] == ["adamw", "soap"]
+        assert all(list(line.get_ydata()) == [1.0, 1.0, 1.0] for line in axes.get_lines())
+
+    def test_the_command_has_all_of_it(self, study, tmp_path):
+        options = ["--only", "soap", "--only", "adamw", "--labels", "soap=SOAP", "--width", "3.4", "--log", "none"]
+        out = tmp_path / "figures"
+        done = CliRunner().invoke(
+            app, ["report", str(study), *options, "--x", "seconds", "--figures", str(out), "--pdf"]
+        )
+        assert done.exit_code == 0, done.output
+        assert {path.suffix for path in out.iterdir()} == {".svg", ".png", ".pdf"}
+        assert "SOAP" in (study / "runs.csv").read_text()
+        refused_call = CliRunner().invoke(app, ["report", str(study), "--pdf"])
+        assert refused_call.exit_code == 2 and "--figures" in refused_call.stderr
+
+    def test_runs_of_a_report_are_a_data_frame(self, study):
+        pytest.importorskip("pandas")
+        frame = Report(study, only=["soap"]).runs()
+        assert list(frame["axis.method"]) == ["soap", "soap"] and list(frame["val_loss"]) == [0.8, 1.0]
 
 
 def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decimal(tmp_path):
@@ -605,10 +676,10 @@ def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decim
     assert adamw.x == [0.0025, 0.005, 0.01, 0.02]
     assert adamw.mean == pytest.approx([1.2833, 1.2464, 1.2341, 1.2464])
     assert [one.end for one in adamw.lost] == [0.04]
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+    text = Report(tmp_path).write().read_text(encoding="utf-8")
     assert "0.0025: 1.2833; 0.005: 1.2464; " in text and "0.04: diverged" in text
     assert "Tuning, mean validation loss against learning rate: digits." in text
-    names = {path.name for path in write_figures(tmp_path, tmp_path / "figures")}
+    names = {path.name for path in Report(tmp_path).save_figures(tmp_path / "figures")}
     assert "n-digits-tuning-mean-validation-loss-against-learning-rate.svg" in names
 
 
@@ -620,4 +691,4 @@ def test_a_search_of_names_has_no_curve(tmp_path):
     manifest["runs"] = [{"directory": "run", "labels": {"m": "x"}, "seed": 0}]
     (tmp_path / "study.json").write_text(json.dumps(manifest))
     assert tuning_curves(read_records(tmp_path)) == {}
-    assert write_report(tmp_path).exists()
+    assert Report(tmp_path).write().exists()

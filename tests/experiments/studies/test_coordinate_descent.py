@@ -12,7 +12,7 @@ from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.records import METRICS, read_records, read_tuned
-from eigengraft.experiments.reports.report import render
+from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.reports.tables import write_tables
 from eigengraft.experiments.reproduction.results import collect_results
 from eigengraft.experiments.studies.plan import plan_runs
@@ -163,7 +163,7 @@ def test_a_study_tunes_then_runs(tmp_path, monkeypatch):
     assert found["values"] == {"lr": min(tried, key=tried.__getitem__)}
     config = json.loads((tmp_path / manifest["runs"][0]["directory"] / "config.json").read_text())
     assert config["lr"] == found["values"]["lr"]
-    page = render(read_records(tmp_path))
+    page = Report(tmp_path).page()
     assert "Tuned values" in page and all(f"{value}: " in page for value in tried)  # as the report writes them
     assert ("a better one may lie beyond it" in page) == (config["lr"] != 0.01)
 

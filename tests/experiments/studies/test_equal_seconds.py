@@ -7,7 +7,7 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import Run, read_records
-from eigengraft.experiments.reports.report import write_report
+from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.running import complete_study, prepare_study
@@ -101,7 +101,7 @@ def test_a_study_is_timed_tuned_and_run_and_its_report_says_so(tmp_path, monkeyp
     assert {run.labels["method"]: run.result["steps"] for run in records.runs} == expected
     tuned = tmp_path / "tuning/method=averaged/lr=0.01/seed-7/result.json"
     assert json.loads(tuned.read_text())["steps"] == expected["averaged"]
-    assert "train for the seconds of the baseline" in write_report(tmp_path).read_text()
+    assert "train for the seconds of the baseline" in Report(tmp_path).write().read_text()
     head, _, *rows = (tmp_path / "tables.md").read_text().splitlines()[2:]
     place = head.split(" | ").index("steps")
     assert [row.split(" | ")[place] for row in rows] == [str(steps) for steps in expected.values()]

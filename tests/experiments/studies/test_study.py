@@ -350,3 +350,13 @@ def test_an_interrupted_study_ends_cleanly(started):
 @pytest.mark.parametrize("name", sorted(shipped_studies()))
 def test_shipped_studies_expand(name):
     assert plan_runs(load_study(name))
+
+
+def test_a_study_runs_from_python_and_returns_its_report(tmp_path):
+    own = study(seeds=[0]).replace(name="own")
+    report = own.run(tmp_path / "out", workers=1)
+    assert [run.status(report.records.metric) for run in report.records.runs] == ["complete"] * len(report.records.runs)
+    assert report.figures()
+    failing = Study(**{**own.model_dump(mode="json"), "name": "failing", "base": {**TINY, "device": "cuda:99"}})
+    with refused((RuntimeError, RecipeError), "cuda:99"):
+        failing.run(tmp_path / "failing", workers=1)
