@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .doctor import Diagnosis, Finding, diagnose
     from .reports.report import Report
     from .reports.tables import load_metrics, load_runs
+    from .run_log import RunLog, import_run
     from .studies.running import complete_study
     from .studies.study import Study, load_study
     from .training.experiment import Experiment, load_experiment
@@ -23,10 +24,12 @@ __all__ = [
     "Finding",
     "Report",
     "Result",
+    "RunLog",
     "Study",
     "Tick",
     "complete_study",
     "diagnose",
+    "import_run",
     "load_experiment",
     "load_metrics",
     "load_runs",
@@ -37,6 +40,7 @@ _HOMES = {
     "doctor": ("Diagnosis", "Finding", "diagnose"),
     "reports.report": ("Report",),
     "reports.tables": ("load_metrics", "load_runs"),
+    "run_log": ("RunLog", "import_run"),
     "studies.running": ("complete_study",),
     "studies.study": ("Study", "load_study"),
     "training.experiment": ("Experiment", "load_experiment"),

@@ -1,4 +1,5 @@
-"""The commands of `eigengraft`: train, show, list, schema, ablate, report, doctor, reproduce, track, demo, bench, plan.
+"""The commands of `eigengraft`: train, show, list, diff, schema, ablate, report, import-run, doctor, reproduce, track,
+demo, bench, plan.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.
@@ -193,6 +194,7 @@ app.command("diff")(catalog.diff_command)
 app.command("ablate")(study.ablate_command)
 app.command("report")(study.report_command)
 app.command("doctor")(study.doctor_command)
+app.command("import-run")(study.import_command)
 app.command("reproduce")(papers.reproduce_command)
 app.add_typer(papers.track_app, name="track")
 app.command("demo")(study.demo_command)

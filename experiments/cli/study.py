@@ -144,6 +144,30 @@ def _split_label(text: str) -> tuple[str, str]:
     return label, shown
 
 
+def import_command(  # noqa: PLR0913  its arguments are the command's options
+    file: Annotated[Path, typer.Argument(help="a CSV or JSONL file with a row for each logged step")],
+    out: Annotated[Path, typer.Option(help="directory of the run; NAME/seed-0, NAME/seed-1 are seeds of one method")],
+    task: Annotated[str, typer.Option(help="name of the task and its data; runs of others are not compared")],
+    columns: Annotated[
+        list[str] | None,
+        typer.Argument(help="name of a column in the file: loss=train/loss val_loss=eval/loss step=global_step"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of the run")] = 0,
+    lr: Annotated[float | None, typer.Option(help="peak of the learning rate")] = None,
+    recipe: Annotated[str | None, typer.Option(help="name of the optimizer")] = None,
+) -> None:
+    """Make a run directory of the log of another training loop, for reports. Rows of one step are joined."""
+    from ..run_log import import_run
+
+    pairs = [text.partition("=") for text in columns or ()]
+    for here, equals, there in pairs:
+        if not here or not equals or not there:
+            raise RecipeError(f"'{here}{equals}{there}': the form is column=NAME, as in loss=train/loss")
+    names = {here: there for here, _, there in pairs}
+    place = import_run(file, out, task, names, seed=seed, lr=lr, recipe=recipe)
+    typer.echo(f"{place}; for a report: eigengraft report {place.parent}")
+
+
 def demo_command(
     out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
     workers: Workers = None,

@@ -82,6 +82,8 @@ class ComparisonRow:
         levels = self.baseline.finals if self.baseline else self.finals
         found = {}
         for run in self.runs if self.comparable else ():
+            if axis == 1 and not run.abscissas("seconds"):
+                continue
             if run.result and math.isfinite(levels.get(run.seed, math.inf)):
                 curve = run.curve(self.metric)
                 values = [self.metric.sign * value for value in curve[2]]

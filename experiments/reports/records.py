@@ -60,7 +60,7 @@ METRICS = {
     "val_accuracy": Metric("val_accuracy", "validation accuracy", -1),
 }
 TRAINING_LOSS = Metric("loss", "training loss", 1)
-"""Mean loss of the steps between two rows. It is drawn, and runs are not compared by it."""
+"""Mean loss of the steps between two rows. Runs are compared by it only if none has a validation loss."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Run:
 
     def final(self, metric: Metric) -> float:
         """Return the metric at the end of a complete run, the worst value if the run diverged."""
-        return _number(self.result.get(metric.key), metric)
+        return _number(self.result.get("train_loss" if metric is TRAINING_LOSS else metric.key), metric)
 
     @property
     def data(self) -> tuple[str, str]:
@@ -153,9 +153,11 @@ class Run:
         """Return the training seconds at every row, corrected for other load of the machine.
 
         The seconds of each row, rare expensive steps included, are divided by the median step of the row and multiplied
-        by that of the run.
+        by that of the run. All are NaN if a row has no seconds.
         """
         total, before, found = 0.0, 0.0, []
+        if any(row.get("seconds") is None for row in self.rows):  # runs of other loops may lack them
+            return [math.nan for _ in self.rows]
         for row in self.rows:
             own = row.get("step_ms")
             total += (float(row["seconds"]) - before) * ((self.median_step or 1.0) / float(own) if own else 1.0)
@@ -166,7 +168,8 @@ class Run:
     def abscissas(self, along: Abscissa) -> list[float]:
         """Return the steps, seconds, tokens or FLOPs at every row. Empty if the run has not recorded them."""
         if along == "seconds":
-            return self.seconds()
+            found = self.seconds()
+            return [] if any(map(math.isnan, found)) else found
         key = {"steps": "step", "tokens": "tokens", "flops": "flops"}[along]
         return [float(row[key]) for row in self.rows] if all(key in row for row in self.rows) else []
 
@@ -435,6 +438,8 @@ def _joint(directory: Path) -> Records:
             run.labels["task"] = title
     metrics = {manifest["metric"] for manifest in studies.values()}
     metric = METRICS[metrics.pop() if len(metrics) == 1 else "val_loss"]
+    if not any(row.get("val_loss") is not None for run in runs for row in run.rows):
+        metric = TRAINING_LOSS  # loops of others may have nothing else
     return Records(directory.name, "", metric, "run", "", _kept_apart(runs))
 
 

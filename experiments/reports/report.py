@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+_DEFAULT: tuple[Abscissa, ...] = ("steps", "seconds")
+"""Quantities along which metrics are drawn unless others are chosen. Seconds are left out where no run has them."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The report of a directory of runs: its numbers, its figures and its page.
@@ -74,7 +78,7 @@ class Report:
     baseline: str | None = None
     only: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-    x: Sequence[Abscissa] = ("steps", "seconds")
+    x: Sequence[Abscissa] = _DEFAULT
     width: float = Look.width
     log: LogAxes = "auto"
 
@@ -85,8 +89,8 @@ class Report:
         for along in self.x:
             if along not in ABSCISSAS:
                 raise ValueError(f"--x: '{along}' is no quantity of a run; they are {', '.join(ABSCISSAS)}")
-            if all(run.rows and not run.abscissas(along) for run in records.runs):
-                raise ValueError(f"--x: no run has recorded {along}; use steps or seconds")
+            if not _recorded(records, along) and tuple(self.x) != _DEFAULT:
+                raise ValueError(f"--x: no run has recorded {along}; use steps")
         return records
 
     @cached_property
@@ -197,10 +201,12 @@ class Report:
 
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return the figures of a panel: metric along each quantity, training loss along the first, and others."""
-        found = []
-        for metric, along in [*((panel.metric, one) for one in self.x), (TRAINING_LOSS, self.x[0])]:
-            if panel.begun:
-                name, caption = f"{metric.title} against {along}", f"{metric.title} against {ABSCISSAS[along]}"
+        found: list[Drawing] = []
+        drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]
+        for metric, along in [*drawn, (TRAINING_LOSS, self.x[0])]:
+            name = f"{metric.title} against {along}"
+            if panel.begun and name not in [one for one, *_ in found]:
+                caption = f"{metric.title} against {ABSCISSAS[along]}"
                 found.append((name, caption[0].upper() + caption[1:], self._figure(panel, along, metric)))
         return [*found, *beside_curves(panel, self.width)]
 
@@ -211,6 +217,11 @@ class Report:
             level = figures.Level(base.final.mean, f"{base.title}, final")
         look = Look(self.width, self.log)
         return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, look=look)
+
+
+def _recorded(records: Records, along: Abscissa) -> bool:
+    """Return True unless all runs that have started lack a quantity."""
+    return any(not run.rows or run.abscissas(along) for run in records.runs)
 
 
 Drawing = tuple[str, str, Figure]

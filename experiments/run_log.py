@@ -1,0 +1,218 @@
+"""Runs of other training loops in the form of run directories, so that reports compare them with all other runs.
+
+with RunLog("runs/mine/seed-0", task="my text", steps=1000, lr=3e-4) as log:
+    for step in range(1, 1001):
+        ...
+        log.row(step, loss, val_loss=val_loss)
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError
+
+from .files import append_text, make_directory, read_object, read_rows, write_text
+
+ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
+"""Columns that every row has. Reports draw `tokens` and `flops` too, and `load_metrics` returns all columns."""
+
+
+class RunLog:
+    """A run of your own training loop, written as the runs of this library are.
+
+    Used as a context manager, the run is complete at the end of the block, unless the block raises.
+
+    Args:
+        directory: directory of the run. Reports name a run by it; directories `NAME/seed-0`, `NAME/seed-1` are the
+            seeds of one method.
+        task: name of the task and its data. Runs of other tasks are never compared.
+        steps: number of steps of the run.
+        seed: seed of the run.
+        lr: peak of the learning rate. None: unknown.
+        recipe: the optimizer, as a recipe, a mapping or a name.
+        settings: other settings, which the report shows where runs differ.
+
+    Raises:
+        RecipeError: the directory contains a complete run, or one with other settings.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        task: str,
+        steps: int,
+        *,
+        seed: int = 0,
+        lr: float | None = None,
+        recipe: Component | Mapping[str, Any] | str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.directory, self.steps = Path(directory), steps
+        if isinstance(recipe, Component):
+            recipe = recipe.model_dump(mode="json")
+        declared = {"name": recipe} if isinstance(recipe, str) else dict(recipe or {})
+        fixed = {"name": self.directory.name, "task": {"kind": task}, "recipe": declared}
+        self.config = {**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}
+        self._acquire()
+        self._began, self._lost = time.perf_counter(), False
+
+    def _acquire(self) -> None:
+        known = read_object(self.directory / "config.json")
+        if known and known != json.loads(json.dumps(self.config)):
+            raise RecipeError(f"{self.directory}: contains a run with other settings; choose another directory")
+        if (self.directory / "result.json").exists():
+            raise RecipeError(f"{self.directory}: contains a complete run; choose another directory, or remove it")
+        if not known and self.directory.exists() and any(self.directory.iterdir()):
+            raise RecipeError(f"{self.directory}: contains other files; choose an empty or new directory")
+        make_directory(self.directory)
+        where = {"python": platform.python_version(), "platform": platform.platform(), "command": sys.argv}
+        self._write("config", self.config)
+        self._write("env", where)
+        self.rows = read_rows(self.directory / "metrics.jsonl")
+
+    def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
+        """Append a row. A step that has a row already is logged again: that row and all later ones are dropped.
+
+        Args:
+            step: number of steps so far, from 1.
+            loss: mean training loss since the row before.
+            numbers: other columns: `val_loss`, `val_accuracy`, `lr`, `tokens`, `flops`, `seconds` (by default the time
+                since the log was made), or any of your own.
+        """
+        if not 1 <= step <= self.steps:
+            raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
+        given = {"seconds": time.perf_counter() - self._began, **numbers, "step": step, "loss": loss}
+        row = {**dict.fromkeys(ROW_COLUMNS), **{name: _number(name, value) for name, value in given.items()}}
+        self._lost = any(not math.isfinite(x) for x in (loss, numbers.get("val_loss")) if x is not None)
+        if self.rows and step <= self.rows[-1]["step"]:
+            self.rows = [one for one in self.rows if one["step"] < step]
+            write_text(self._metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
+        self.rows.append({**row, "step": int(step)})
+        append_text(self._metrics, json.dumps(self.rows[-1]) + "\n")
+
+    def finish(self) -> None:
+        """Write the result from the last row. A run whose last loss is not finite has diverged."""
+        if not self.rows:
+            raise ValueError(f"{self.directory}: no row was logged, so that the run has no result")
+        last = self.rows[-1]
+        evaluated = [row for row in self.rows if row["val_loss"] is not None]
+        final = evaluated[-1] if evaluated and not self._lost else {}
+        losses = [row["loss"] for row in self.rows if row["loss"] is not None]
+        result = {name: final.get(name) for name in ("val_loss", "val_accuracy")}
+        result |= {"train_loss": losses[-1] if losses and not self._lost else None, "steps": last["step"]}
+        if last["seconds"] is not None:
+            result |= {"seconds": last["seconds"], "step_ms": 1e3 * last["seconds"] / last["step"]}
+        self._write("result", result)
+
+    @property
+    def _metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        write_text(self.directory / f"{name}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return a number of a row, None for a missing one and for NaN and infinity, which JSON lacks."""
+    if value is None:
+        return None
+    try:
+        number = float(value)  # of a tensor with one element too
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: it must be a number, got {value!r}") from None
+    return number if math.isfinite(number) else None
+
+
+def import_run(
+    file: str | Path,
+    directory: str | Path,
+    task: str,
+    columns: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Path:
+    """Make a run directory of a CSV or JSONL file with a row for each logged step.
+
+    Args:
+        file: the file. Rows of one step are joined, so that training and validation may have rows of their own.
+        directory: directory of the run, see `RunLog`.
+        task: name of the task.
+        columns: name in the file by the name of a column here, as `{"loss": "train/loss"}`. Other columns keep their
+            names. `step` and a loss are required.
+        settings: `seed`, `lr`, `recipe` and other settings of `RunLog`.
+
+    Returns:
+        The directory.
+
+    Raises:
+        RecipeError: the file has no steps, or a value that is no number, or the directory contains another run.
+    """
+    names = {there: here for here, there in (columns or {}).items()}
+    rows: dict[int, dict[str, float | None]] = {}
+    for place, raw in enumerate(_read(Path(file)), start=1):
+        found = {names.get(name, name): value for name, value in raw.items() if value not in ("", None)}
+        try:
+            wanted = {name: value for name, value in found.items() if name in names.values() or _is_number(value)}
+            row = {name: _number(name, value) for name, value in wanted.items()}
+        except ValueError as error:
+            raise RecipeError(f"{file}, row {place}: {error}") from None
+        step = row.pop("step", None)
+        if step is None:
+            raise RecipeError(f"{file}, row {place}: there is no column 'step'; give its name as step=NAME")
+        rows.setdefault(int(step), {}).update(row)
+    if not any("loss" in row or "val_loss" in row for row in rows.values()):
+        raise RecipeError(f"{file}: there is no column 'loss' or 'val_loss'; give its name as loss=NAME")
+    first = min(rows)
+    shifted = {step + (first < 1): row for step, row in sorted(rows.items())}  # steps of some loops begin at 0
+    with RunLog(directory, task, max(shifted), **settings) as log:
+        for step, row in shifted.items():
+            log.row(step, row.pop("loss", None), **{"seconds": None, **row})
+    return Path(directory)
+
+
+def _is_number(value: Any) -> bool:
+    """Return True if a value of the file is a number. Other columns are left out, unless they are named."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _read(file: Path) -> Iterator[Mapping[str, Any]]:
+    if not file.is_file():
+        raise RecipeError(f"{file}: there is no such file")
+    if file.suffix == ".csv":
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            yield from csv.DictReader(stream)
+        return
+    if file.suffix not in (".jsonl", ".json", ".ndjson"):
+        raise RecipeError(f"{file}: it must be a .csv or .jsonl file")
+    for place, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"{file}, line {place}: malformed JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise RecipeError(f"{file}, line {place}: it must be an object with the columns of a row")
+        if row:
+            yield row

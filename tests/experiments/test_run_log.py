@@ -1,0 +1,125 @@
+"""Runs of other training loops: written row by row, or imported from their logs, and compared by reports."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eigengraft import RecipeError
+from eigengraft.experiments import Report, RunLog, import_run
+from eigengraft.experiments.cli.main import app
+
+from ..refusals import refused
+
+
+def write(directory: Path, values: list[float], **settings: object) -> Path:
+    with RunLog(directory, "my text", len(values), **settings) as log:  # type: ignore[arg-type]
+        for step, value in enumerate(values, start=1):
+            log.row(step, torch.tensor(value), val_loss=value + 0.5, perplexity=2.0**value)
+    return directory
+
+
+def test_runs_of_own_loops_are_compared_over_seeds(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write(tmp_path / "adamw" / f"seed-{seed}", [3.0, 2.0, 1.5 + seed], seed=seed, lr=1e-3, recipe="adamw")
+        write(tmp_path / "mine" / f"seed-{seed}", [2.0, 1.0, 0.5 + seed], seed=seed, lr=1e-2, recipe="mine")
+    report = Report(tmp_path, baseline="adamw")
+    (panel,) = report.panels
+    assert [row.label for row in panel.rows] == ["adamw", "mine"]
+    assert panel.rows[1].difference is not None and panel.rows[1].difference.mean == -1.0
+    assert panel.rows[1].final is not None and panel.rows[1].final.mean == 1.5
+    text = report.write().read_text()
+    assert "mine" in text and "0.01" in text
+    assert report.records.runs[0].rows[0]["perplexity"] == 8.0
+
+
+def test_a_loop_that_is_run_again_continues_its_log(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", "my text", 4)
+    for step in (1, 2, 3):
+        log.row(step, float(step), seconds=step)
+    again = RunLog(tmp_path / "run", "my text", 4)
+    again.row(2, 20.0, seconds=2)
+    again.row(4, 40.0, seconds=4)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 20.0), (4, 40.0)] and rows == again.rows
+    again.finish()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["train_loss"], result["steps"], result["step_ms"]) == (40.0, 4, 1000.0)
+    with refused(RecipeError, tmp_path / "run"):
+        RunLog(tmp_path / "run", "my text", 4)
+
+
+def test_a_block_that_raises_leaves_an_unfinished_run_and_nan_is_a_divergence(tmp_path: Path) -> None:
+    with suppress(KeyboardInterrupt), RunLog(tmp_path / "a", "my text", 2) as log:
+        log.row(1, 1.0)
+        raise KeyboardInterrupt
+    with RunLog(tmp_path / "b", "my text", 2) as log:
+        log.row(1, 1.0, val_loss=1.0)
+        log.row(2, float("nan"))
+    records = Report(tmp_path).records
+    assert sorted(run.status(records.metric) for run in records.runs) == ["diverged", "unfinished"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_log_is_imported_with_its_own_names(tmp_path: Path, suffix: str) -> None:
+    rows = [{"global_step": step, "train/loss": 3.0 - step, "note": "x"} for step in range(3)]
+    rows += [{"global_step": 2, "eval/loss": 0.75}]  # a row of its own, as many loggers write it
+    file = tmp_path / f"log.{suffix}"
+    if suffix == "csv":
+        names = ["global_step", "train/loss", "eval/loss", "note"]
+        lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in rows)]
+    else:
+        lines = [json.dumps(row) for row in rows]
+    file.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "runs" / "other"
+    columns = ["step=global_step", "loss=train/loss", "val_loss=eval/loss"]
+    done = CliRunner().invoke(app, ["import-run", str(file), "--out", str(out), "--task", "my text", *columns])
+    assert done.exit_code == 0, done.output
+    report = Report(tmp_path / "runs", x=["steps"])
+    (run,) = report.records.runs
+    assert [(row["step"], row["loss"], row["val_loss"]) for row in run.rows] == [
+        (1, 3, None),
+        (2, 2, None),
+        (3, 1, 0.75),
+    ]
+    assert run.result["val_loss"] == 0.75 and "step_ms" not in run.result
+    assert report.write().exists() and len(report.figures()) == 2
+    assert Report(tmp_path / "runs").write().exists()  # without seconds
+
+
+def test_runs_with_nothing_but_a_training_loss_are_compared_by_it(tmp_path: Path) -> None:
+    for name, loss in (("a", 2.0), ("b", 1.0)):
+        with RunLog(tmp_path / name, "my text", 1) as log:
+            log.row(1, loss)
+    report = Report(tmp_path)
+    assert report.panels[0].best is not None and report.panels[0].best.label == "b"
+    assert "training loss" in report.write().read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("step,loss\n1,a\n", ("loss",)),
+        ("loss\n1\n", ("step",)),
+        ("step,accuracy\n1,2\n", ("loss", "val_loss")),
+    ],
+)
+def test_logs_without_steps_or_losses_are_refused(tmp_path: Path, text: str, data: tuple[str, ...]) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text(text)
+    with refused(RecipeError, file, *data):
+        import_run(file, tmp_path / "out", "my text", {"loss": "loss"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_outside_of_the_run_and_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", "my text", 2)
+    with refused(ValueError, "step", 3, 2):
+        log.row(3, 1.0)
+    with refused(ValueError, "loss", "low"):
+        log.row(1, "low")  # type: ignore[arg-type]
+    with refused(RecipeError, tmp_path / "run"):
+        RunLog(tmp_path / "run", "other text", 2)
