@@ -62,7 +62,9 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 
 OverrideArguments = Annotated[
     list[str] | None,
-    override_argument("dotted.path=value, for instance steps=100 task.width=48 update.eigenbasis.refresh.steps=1"),
+    override_argument(
+        "dotted.path=value, as steps=100 task.width=48 update.eigenbasis.refresh.steps=1; ~dotted.path removes"
+    ),
 ]
 
 

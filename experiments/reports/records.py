@@ -203,7 +203,17 @@ def _number(value: object, metric: Metric) -> float:
 
 
 MANIFEST = "study"
-_SHARED = ("name", "seed", "imports", "parallel", "diagnostics", "checkpoint_every", "log_every", "silence")
+_SHARED = (
+    "name",
+    "seed",
+    "imports",
+    "parallel",
+    "diagnostics",
+    "checkpoint_every",
+    "keep_checkpoint",
+    "log_every",
+    "silence",
+)
 """Fields of an experiment in which runs of one cell may differ, as they do not change the averaged numbers."""
 
 

@@ -90,6 +90,7 @@ class Experiment(Component):
         description="'every N': the table of `inspect` is written to diagnostics.jsonl every N steps; none: no tables",
     )
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
+    keep_checkpoint: bool = Field(default=True, description="whether a complete run keeps its last checkpoint")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     silence: tuple[str, ...] = Field(
@@ -226,12 +227,13 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     recipes: list[str] = []
     fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
     for override in overrides:
-        first, dot, _ = _path(override).partition(".")
+        first, dot, _ = _path(override).removeprefix("~").partition(".")
         # a field that both have is a number in the experiment, so that a longer path means the field of the recipe
         if first in fields and not (dot and first in {"recipe", *of_recipe}):
             own.append(override)
         elif first == "recipe" or first in of_recipe:
-            recipes.append(override.removeprefix("recipe."))
+            removes = "~" if override.startswith("~") else ""
+            recipes.append(removes + override.removeprefix("~").removeprefix("recipe."))
         else:
             known = list(dict.fromkeys([*fields, *of_recipe]))
             near = (
@@ -247,7 +249,9 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
 def _path(override: str) -> str:
     """Return the path of an override. Raises RecipeError if the override is malformed."""
     path, equals, text = override.partition("=")
-    if not equals or not all(part.strip() for part in path.split(".")):
-        raise RecipeError(f"override '{override}': the form is dotted.path=value, for instance steps=100")
+    if path.startswith("~") is bool(equals) or not all(part.strip() for part in path.removeprefix("~").split(".")):
+        raise RecipeError(
+            f"override '{override}': the form is dotted.path=value, as in steps=100, or ~dotted.path to remove it"
+        )
     parse_yaml(text, f"override '{override}'")
     return path.strip()

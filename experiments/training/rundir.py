@@ -59,7 +59,7 @@ class RunDirectory:
             self.write("config", config)
             return
         # Paths in `imports` differ in a checkout that was moved. The other fields do not change the trajectory.
-        ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence"))
+        ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
         faults = differences({**known, **ignored}, {**config, **ignored})
         if faults:
             raise RecipeError(
@@ -110,6 +110,12 @@ class RunDirectory:
         size = self.metrics_size()
         with replacing(self.path / "checkpoint.pt") as temporary, temporary.open("wb") as stream:
             torch.save({**state, "metrics_bytes": size}, stream)
+
+    def drop_checkpoints(self) -> None:
+        """Remove all checkpoints. Only a complete run may lose them."""
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+        for folder in self.path.glob("checkpoint-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def load(self) -> dict[str, Any] | None:
         """Return the checkpoint of a single process, None if there is none. Drops the rows of metrics that it does not

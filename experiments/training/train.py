@@ -249,6 +249,8 @@ class Trainer:
             **numbers,
         )
         self.directory.write("result", asdict(result))
+        if not self.experiment.keep_checkpoint:
+            self.directory.drop_checkpoints()
         return result
 
     def _save(self) -> None:
@@ -346,6 +348,8 @@ def train(
             if result is not None:
                 data = experiment.task.load().fingerprint
                 require_provenance(run, describe_provenance(data, experiment.imports))
+                if not experiment.keep_checkpoint:
+                    run.drop_checkpoints()
             return result
 
         done = ranks.on_first(acquire)

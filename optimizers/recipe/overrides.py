@@ -16,7 +16,9 @@ from eigengraft.component import Component, families, plain
 from eigengraft.errors import RecipeError, stage_name
 
 Overrides = Mapping[str, Any] | Iterable[str]
-"""Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order."""
+"""Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order.
+
+The string "~dotted.path" removes a stage from its chain, or a field, which then has its default."""
 _CHAINS = ("update.", "after_decay.", "routes.")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -53,9 +55,10 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
     pairs = []
     for override in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, text = str(override).partition("=")
-        if not equals or not path.strip():
-            raise RecipeError(f"override '{override}': it must have the form path.to.field=value")
-        pairs.append((path.strip(), parse(text.strip())))
+        removes = path.startswith("~")
+        if removes is bool(equals) or not path.lstrip("~").strip():
+            raise RecipeError(f"override '{override}': it must have the form path.to.field=value, or ~path.to.field")
+        pairs.append((path.strip(), None if removes else parse(text.strip())))
     return pairs
 
 
@@ -69,10 +72,15 @@ def _written(value: Any) -> Any:
 
 
 def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a copy of raw `data` with every (dotted path, value) assigned in order."""
+    """Return a copy of raw `data` with every (dotted path, value) assigned in order. A path that begins with ~ is
+    removed.
+    """
     result = copy.deepcopy(dict(data))
     for path, value in pairs:
-        _assign(result, _split(result, path), value, path)
+        if path.startswith("~"):
+            _remove(result, _split(result, path[1:]), path[1:])
+        else:
+            _assign(result, _split(result, path), value, path)
     return result
 
 
@@ -86,7 +94,8 @@ def _split(data: Mapping[str, Any], path: str) -> list[str]:
     return [first, key, *rest[len(key) :].split(".")[1:]]
 
 
-def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
+def _parent(node: Any, parts: list[str], path: str) -> Any:
+    """Return the mapping or list that contains the last part of a path. Raises RecipeError if there is none."""
     for depth, part in enumerate(parts[:-1]):
         inner = _child(node, part)
         if inner is None:
@@ -94,6 +103,20 @@ def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
         if isinstance(inner, str) and any(inner in family.members for family in families().values()):
             inner = _expand(node, part, inner)
         node = inner
+    return node
+
+
+def _remove(node: Any, parts: list[str], path: str) -> None:
+    """Remove a stage from its chain, or a field, which then has its default."""
+    node = _parent(node, parts, path)
+    key = _position(node, parts[-1]) if isinstance(node, list) else parts[-1]
+    if key is None or not isinstance(node, (list, dict)) or (isinstance(node, dict) and key not in node):
+        raise RecipeError(f"~{path}: {_missing(node, parts[-1], '.'.join(parts[:-1]))}")
+    del node[key]
+
+
+def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
+    node = _parent(node, parts, path)
     last = parts[-1]
     if isinstance(node, list):
         position = _position(node, last)

@@ -154,6 +154,17 @@ class TestFiles:
         }
 
 
+def test_a_complete_run_keeps_no_checkpoint_if_none_is_wanted(tmp_path: Path) -> None:
+    """It is not trained again, and a complete run loses its checkpoint when that is asked for later."""
+    few = {**DIGITS, "steps": 5}
+    first = train(load_experiment(few), tmp_path)
+    assert (tmp_path / "checkpoint.pt").exists()
+    assert train(load_experiment({**few, "keep_checkpoint": False}), tmp_path) == first
+    assert not (tmp_path / "checkpoint.pt").exists()
+    train(load_experiment({**few, "keep_checkpoint": False}), tmp_path / "new")
+    assert trajectory(tmp_path / "new") == trajectory(tmp_path) and not (tmp_path / "new" / "checkpoint.pt").exists()
+
+
 def test_training_learns(tmp_path: Path) -> None:
     result = train(load_experiment(DIGITS, ["steps=60", "eval_every=60", "lr=0.02"]), tmp_path / "run")
     assert result.val_loss is not None and result.val_accuracy is not None

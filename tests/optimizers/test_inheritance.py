@@ -43,6 +43,30 @@ def test_components_may_stand_in_a_mapping_with_a_base() -> None:
     assert load_recipe({"base": [RMS()], "lr": 2}) == load_recipe([RMS()]).replace(lr=2.0)
 
 
+def test_a_tilde_removes_a_stage_or_the_value_of_a_field() -> None:
+    base = load_recipe({"update": ["clip_norm", "momentum", "rms"], "routes": "default", "lr": 0.5})
+    assert load_recipe(base, ["~update.clip_norm"]).update == (Momentum(), RMS())
+    assert load_recipe(base, ["~routes", "~lr"]) == base.replace(routes=(), lr=1e-3)
+    assert load_recipe(
+        "soap", ["update.eigenbasis.refresh.steps=3", "~update.eigenbasis.refresh.steps"]
+    ) == load_recipe("soap", ["update.eigenbasis.refresh.steps=10"])
+    for wrong, data in (
+        ("~update.clip", ("update", "clip", "clip_norm")),
+        ("~update.rms=3", ("~update.rms=3",)),
+        ("~", ("~",)),
+        ("~update", ("update",)),
+    ):
+        with refused(RecipeError, *data):
+            load_recipe(base, [wrong])
+
+
+def test_an_experiment_hands_removals_to_its_recipe() -> None:
+    base = {"task": "digits", "steps": 1, "lr": 0.1, "recipe": {"update": ["clip_norm", "rms"]}}
+    for override in ("~update.clip_norm", "~recipe.update.clip_norm"):
+        assert load_experiment(base, [override]).recipe.update == (RMS(),)
+    assert load_experiment(base, ["~lr"]).lr is None
+
+
 def test_files_are_based_on_files_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "recipes"
     folder.mkdir()
