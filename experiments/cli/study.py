@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 
 def ablate_command(  # noqa: PLR0913  its arguments are the command's options
-    study: Annotated[str, typer.Argument(help="a study file (YAML), or the name of a shipped study")],
+    study: Annotated[
+        str, typer.Argument(help="a study file (YAML), the name of a shipped study, or an experiment file with an axis")
+    ],
     overrides: Annotated[
-        list[str] | None, override_argument("dotted.path=value on the study: base.steps=50 seeds=[0,1,2]")
+        list[str] | None,
+        override_argument("dotted.path=value on the study: base.steps=50 seeds=[0,1,2]; lr=0.01,0.1 adds an axis"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="directory of the study; default runs/NAME")] = None,
     workers: Workers = None,

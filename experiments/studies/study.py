@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +13,13 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, first_lines
-from eigengraft.optimizers.recipe.loading import read_yaml
+from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 
 from ..files import short_name
 from ..reports.records import MetricName
 from ..reports.seed_statistics import Target
-from ..training.experiment import read_experiment
+from ..training.experiment import load_experiment, read_experiment
 from ..training.imports import resolve_paths
 from .axes import (
     Changes,
@@ -194,7 +195,8 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     Args:
         source: path of a YAML file, name of a shipped study, mapping of fields, or study. Paths in a file are relative
             to the file.
-        overrides: changes of the study as `dotted.path=value`.
+        overrides: changes of the study as `dotted.path=value`. Several values, as in `lr=0.001,0.01`, are an axis; with
+            one, the file may also be that of an experiment, which is then the base.
 
     Returns:
         The validated study.
@@ -205,11 +207,52 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     if isinstance(source, (str, Path)):
         path = _existing(source)
         try:
-            return validated(Study, apply_overrides(_read(path), overrides))
+            return validated(Study, _read_with(path, list(overrides)))
         except RecipeError as error:
             raise RecipeError(f"{path} does not describe a study:\n{error}") from error
     raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
-    return validated(Study, apply_overrides(raw, overrides))
+    axes, own = split_axes(overrides)
+    return validated(Study, _with_axes(apply_overrides(raw, own), axes))
+
+
+def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str]]:
+    """Return the axes that overrides with several values stand for, and the other overrides.
+
+    `lr=0.001,0.01` and `base.lr=0.001,0.01` are the axis `lr`. `seeds=0,1` is the list of a field of studies. A comma
+    inside brackets or quotation marks separates nothing.
+    """
+    axes: dict[str, list[Any]] = {}
+    own = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        values = re.findall(r"""(?:[^,\[{(\"']|\[.*?\]|\{.*?\}|\(.*?\)|".*?"|'.*?')+""", text) if equals else []
+        if len(values) < 2:
+            own.append(override)
+        elif path in Study.model_fields:
+            own.append(f"{path}=[{text}]")
+        else:
+            axes[path.removeprefix("base.")] = [parse_yaml(value, f"override '{override}'") for value in values]
+    return axes, own
+
+
+def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Return the raw study with more axes, the last of which is compared. An axis of the same name is replaced."""
+    known = data.get("axes") or {}
+    if not axes or not isinstance(known, Mapping):
+        return dict(data)
+    return {**data, "axes": {**{axis: some for axis, some in known.items() if axis not in axes}, **axes}}
+
+
+def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the raw study of a file with overrides. An experiment file with an axis is the base of a study."""
+    axes, own = split_axes(overrides)
+    raw = read_yaml(path)
+    if not axes or not isinstance(raw, Mapping) or "task" not in raw:
+        return _with_axes(apply_overrides(_read(path), own), axes)
+    of_study = [one for one in own if one.partition("=")[0].split(".")[0] in Study.model_fields]
+    base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
+    data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes}
+    return apply_overrides(data, of_study)
 
 
 def shipped_studies() -> dict[str, Path]:

@@ -108,11 +108,14 @@ def _parent(node: Any, parts: list[str], path: str) -> Any:
 
 def _remove(node: Any, parts: list[str], path: str) -> None:
     """Remove a stage from its chain, or a field, which then has its default."""
-    node = _parent(node, parts, path)
-    key = _position(node, parts[-1]) if isinstance(node, list) else parts[-1]
-    if key is None or not isinstance(node, (list, dict)) or (isinstance(node, dict) and key not in node):
-        raise RecipeError(f"~{path}: {_missing(node, parts[-1], '.'.join(parts[:-1]))}")
-    del node[key]
+    node, last = _parent(node, parts, path), parts[-1]
+    position = _position(node, last) if isinstance(node, list) else None
+    if position is not None:
+        del node[position]
+    elif isinstance(node, dict) and last in node:
+        del node[last]
+    else:
+        raise RecipeError(f"~{path}: {_missing(node, last, '.'.join(parts[:-1]))}")
 
 
 def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:

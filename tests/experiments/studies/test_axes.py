@@ -1,5 +1,7 @@
 """Axes whose values belong together, combinations that are left out, and what a study would run."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,7 +10,7 @@ from eigengraft import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.preview import preview_study
-from eigengraft.experiments.studies.study import load_study
+from eigengraft.experiments.studies.study import load_study, split_axes
 
 from ...refusals import refused
 
@@ -82,3 +84,35 @@ def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
     assert "tiny: 2 runs in 2 cells" in done.output
     assert "recipe.update.eigenbasis" in done.output
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_several_values_of_an_override_are_an_axis() -> None:
+    axes, own = split_axes(
+        ["lr=0.001,0.01", "base.task={kind: digits, width: 8}", "recipe=adamw,[rms],{base: soap, lr: 1}", "seeds=0,1"]
+    )
+    assert axes == {"lr": [0.001, 0.01], "recipe": ["adamw", ["rms"], {"base": "soap", "lr": 1}]}
+    assert own == ["base.task={kind: digits, width: 8}", "seeds=[0,1]"]
+
+
+def test_an_experiment_with_an_axis_is_a_study(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("{task: digits, recipe: adamw, steps: 9}")
+    found = load_study(file, ["recipe=adamw,soap", "lr=0.1,0.2", "steps=5", "seeds=0,1", "update.rms.beta=0.9"])
+    assert (found.name, found.seeds, list(found.axes)) == ("mine", (0, 1), ["recipe", "lr"])
+    runs = plan_runs(found)
+    assert [(run.labels["recipe"], run.experiment.lr, run.experiment.steps) for run in runs[::2]] == [
+        ("adamw", 0.1, 5),
+        ("adamw", 0.2, 5),
+        ("soap", 0.1, 5),
+        ("soap", 0.2, 5),
+    ]
+    with refused(RecipeError, "study", "experiment"):
+        load_study(file, ["steps=5"])
+
+
+def test_an_axis_of_an_override_replaces_the_axis_of_a_study() -> None:
+    own = {"base": {"task": "digits", "recipe": "adamw", "steps": 1}, "axes": {"lr": [1.0], "steps": [1, 2]}}
+    assert load_study(own, ["lr=0.1,0.2"]).axes == {
+        "steps": {"1": {"steps": 1}, "2": {"steps": 2}},
+        "lr": {"0.1": {"lr": 0.1}, "0.2": {"lr": 0.2}},
+    }
