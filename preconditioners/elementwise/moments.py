@@ -122,7 +122,12 @@ class MomentumMixture(Stage):
     """
 
     kind: Literal["momentum_mixture"] = "momentum_mixture"
-    means: tuple[RunningMean, ...] = Field(min_length=1, strict=False, description="the means, each with its weight")
+    means: tuple[RunningMean, ...] = Field(
+        min_length=1,
+        strict=False,
+        examples=[[{"beta": 0.9, "weight": 1.0}]],
+        description="the means, each with its weight",
+    )
     nesterov: float | None = Field(
         default=None, ge=0, lt=1, description="weight of the sum beside the new direction; null: the sum alone"
     )
