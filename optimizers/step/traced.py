@@ -535,7 +535,10 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
 
     functional = torch.func.functionalize(step, remove="mutations_and_views")
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic else "fake"
-    return make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
+    graph = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
+    if symbolic:
+        graph.shape_env = None  # it is that of the inputs; Inductor's cache on disk refuses what it cannot pickle
+    return graph
 
 
 def _without_guards(traced: torch.fx.GraphModule) -> Compiled:
