@@ -8,6 +8,7 @@ interrupt with exit code 130. Modules that import torch are imported inside comm
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -207,6 +208,9 @@ app.command("plan")(plan.plan_command)
 def main() -> None:
     """Run the command `eigengraft`."""
     replace_unencodable()
+    log = logging.getLogger("eigengraft")
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
     app(prog_name="eigengraft")
 
 

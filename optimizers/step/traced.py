@@ -9,11 +9,13 @@ one kind of stack. Equal programs are compiled once in a process. Two forms exis
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from threading import Timer
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -40,6 +42,9 @@ NumberOfStep = Callable[[Tensor], Tensor]
 Ask = Callable[[NumberOfStep], Tensor]
 Compiled = Callable[[list[Tensor]], Any]
 """A compiled program, which changes some of its tensors in place; it empties the list that it is given."""
+_LOG = logging.getLogger("eigengraft")
+_PROGRESS_AFTER = 1.0
+"""Seconds of a compilation after which the log says what is compiled: programs that a cache on disk holds take less."""
 _SPAN = 64
 """Steps whose numbers are computed at once: one at a time they take a tenth of a step of small models (measured)."""
 
@@ -205,6 +210,9 @@ class EntryProgram:
     masked: bool = False
     symbolic = True
 
+    def __str__(self) -> str:
+        return f"entries in {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
     def same(self) -> tuple[Any, ...]:
         decay, run = self.decay.model_dump_json(), (self.schedules.total_steps, self.masked)
         return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device, run)
@@ -270,6 +278,10 @@ class BlockProgram:
     parameters: int | None = None
     masked: bool = False
     symbolic = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.blocks} blocks of shape {list(self.block)} in {dtype} on {self.device}"
 
     def same(self) -> tuple[Any, ...]:
         decay = None if self.decay is None else self.decay.model_dump_json()
@@ -503,15 +515,31 @@ def program_of(source: ProgramSource) -> Program:
     """
     same = (type(source), source.same())
     if same not in _PROGRAMS:
-        try:
-            program = Program(source)
-            assert program.graph is not None
-        except Exception as error:
-            path = f"{source.path}.compile".lstrip(".")
-            raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
-        assert program.compiled is not None
+        with _logged(source):
+            try:
+                program = Program(source)
+                assert program.graph is not None
+            except Exception as error:
+                path = f"{source.path}.compile".lstrip(".")
+                raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
+            assert program.compiled is not None
         _PROGRAMS[same] = program
     return _PROGRAMS[same]
+
+
+@contextmanager
+def _logged(source: ProgramSource) -> Iterator[None]:
+    """Write one line to the log of `eigengraft`, at level INFO, if the compilation of a program takes long."""
+    path = f"{source.path}.compile".lstrip(".")
+    line = f"{path}: compiling program {len(_PROGRAMS) + 1}, of {source}; later processes load it from a cache on disk"
+    timer = Timer(_PROGRESS_AFTER, _LOG.info, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:

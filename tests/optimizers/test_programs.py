@@ -1,6 +1,10 @@
 """Traced programs of shipped recipes: each step against the same step as it is, from the same state."""
 
+import logging
 import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +16,7 @@ from eigengraft.optimizers.step import execution, traced
 from eigengraft.optimizers.step.execution import Execution
 from eigengraft.optimizers.step.program import StackStep
 
+from ..processes import run
 from ..recipes import EVERY_BROAD
 from ..refusals import refused
 from ..trajectories import normal
@@ -195,3 +200,91 @@ def test_stacks_that_differ_in_one_thing_have_programs_of_their_own(kinds: list[
                 parameter.grad = normal(*parameter.shape, seed=10 * step + i)
             optimizer.step()
     assert steps == [1, 2, 3] * 2
+
+
+COMPILE = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+from eigengraft import Optimizer
+
+shapes = ((8, 6), (8, 6), (5, 7))
+named = [(f"layers.{i}.weight", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+Optimizer(named, {"base": sys.argv[1], "routes": [], "compile": True})
+print({key: number for key, number in sorted(counters["inductor"].items()) if key.startswith("fxgraph_cache")})
+"""
+
+
+@pytest.mark.slow  # two processes with a compiler
+@pytest.mark.parametrize(("recipe", "programs"), [("sgd", 1), ("muon", 2)])
+def test_a_second_process_loads_programs_from_the_disk(recipe: str, programs: int, tmp_path: Path) -> None:
+    """Those of entries, whose length is a symbol, and those of blocks: 2 of shape (8, 6), and 1 of (5, 7)."""
+    found = [run("-c", COMPILE, recipe, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    assert [done.returncode for done in found] == [0, 0], found[0].stderr + found[1].stderr
+    assert [done.stdout.strip() for done in found] == [
+        f"{{'fxgraph_cache_miss': {programs}}}",
+        f"{{'fxgraph_cache_hit': {programs}}}",
+    ]
+
+
+class Lines(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Lines that the library writes to its log."""
+    lines, log = list[str](), logging.getLogger("eigengraft")
+    handler, level = Lines(lines), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield lines
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def test_a_long_compilation_is_one_line_of_the_log(
+    steps: list[int], monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    def slow(graph: Any, symbolic: bool) -> Any:
+        time.sleep(0.2)
+        return lambda tensors: graph(*tensors)
+
+    monkeypatch.setattr(traced, "generate", slow)
+    monkeypatch.setattr(traced, "_PROGRESS_AFTER", 0.05)
+    for _ in range(2):
+        named = [(f"p{i}", nn.Parameter(normal(*shape, seed=i))) for i, shape in enumerate([(8, 6), (5, 7)])]
+        Optimizer(named, {"base": "muon", "routes": [], "compile": True})
+    assert len(logged) == 2 and "[8, 6]" in logged[0] and "[5, 7]" in logged[1], logged
+
+
+def test_a_short_compilation_is_not_logged(steps: list[int], logged: list[str]) -> None:
+    Optimizer([("p", nn.Parameter(normal(8, 6, seed=0)))], {"base": "muon", "routes": [], "compile": True})
+    assert not logged
+
+
+@pytest.mark.parametrize("recipe", ["sgd", "muon"])
+def test_rates_that_move_for_100_steps_compile_nothing_again(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[bool]()
+
+    def generate(graph: Any, symbolic: bool) -> Any:
+        made.append(symbolic)
+        return lambda tensors: graph(*tensors)
+
+    monkeypatch.setattr(traced, "generate", generate)
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    parameters = [nn.Parameter(normal(8, 6, seed=i)) for i in range(2)]
+    changes: Any = {"base": recipe, "routes": [], "compile": True, "weight_decay": "decoupled"}
+    optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(parameters)], changes)
+    before = [how.compiled for param_set in optimizer.param_sets for how in param_set.executions]
+    for step in range(100):
+        optimizer.param_groups[0].update(lr=0.1 / (1 + step), weight_decay=0.1 + step)
+        for i, parameter in enumerate(parameters):
+            parameter.grad = normal(8, 6, seed=10 * step + i)
+        optimizer.step()
+    assert before == [True] and len(made) == 1
