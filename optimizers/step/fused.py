@@ -164,8 +164,9 @@ class _Call:
 
     def add_stack(self, parameters: Sequence[Tensor], joined: Entries) -> None:
         """Add the small parameters of a whole stack; joined: copies of them and their gradients, with their state."""
-        rows = joined[0].unbind()
-        self.back += [(own, row.view(own.shape)) for own, row in zip(parameters, rows, strict=True)]
+        rows, shape = joined[0].unbind(), joined[0].shape[1:]
+        pairs = zip(parameters, rows, strict=True)
+        self.back += [(own, row if own.shape == shape else row.view(own.shape)) for own, row in pairs]
         self.entries.append(joined)
         self._count(joined[2])
 
@@ -258,6 +259,10 @@ class FusedStep:
     def __init__(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> None:
         self._step, self._counts, self._held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
+        alike = bool(len(counts)) and bool(
+            (counts == counts[0]).all() and (step.rates.alike == step.rates.alike[0]).all()
+        )
+        self._alike = alike  # whether all parameters are at one step, with the same rates
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks) -> bool:
         """Add the active blocks of a stack. Return False, and add nothing, if this step of it is not fused."""
@@ -294,7 +299,7 @@ class FusedStep:
         """Yield (rows of the active blocks, step, factor of the learning rate) for those that share these and rates."""
         ids = blocks.stack.param_ids
         groups, steps, factors = self._step.rates.alike[ids], self._counts[ids], adam.factors
-        if factors is None and (groups == groups[0]).all() and (steps == steps[0]).all():
+        if factors is None and (self._alike or ((groups == groups[0]).all() and (steps == steps[0]).all())):
             yield range(len(ids)), int(steps[0]), 1.0
             return
         own = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]

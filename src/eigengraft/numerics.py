@@ -408,9 +408,9 @@ def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dty
         return True
     if torch.compiler.is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
         return False
-    equal: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+    equal: dict[tuple[torch.dtype, torch.Size | None], list[Tensor]] = {}
     for x in tensors:
-        equal.setdefault((x.dtype, x.shape), []).append(x)
+        equal.setdefault((x.dtype, x.shape if x.numel() <= _SMALL else None), []).append(x)
     for norms in (_joint_norms(own, most) for own in equal.values()):
         bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of the exact bound, to allow for rounding
         if not all(norm < bound for norm in norms.tolist()):
@@ -419,7 +419,7 @@ def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dty
 
 
 def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> Tensor:
-    """Return the norms of tensors of one shape and dtype; small tensors are stacked first."""
+    """Return the norms of tensors of one dtype; small tensors, which are of one shape, are stacked first."""
     x = equal[0]
     dtype, at_once = compute_dtype(x.dtype), most(x.numel(), x.dtype, x.device) if x.numel() <= _SMALL else 1
     if at_once == 1 or len(equal) == 1:
