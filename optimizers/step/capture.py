@@ -1,14 +1,15 @@
 """Captured steps: the work of stacks on a device as graphs, which the host replays with one launch each.
 
 A piece is a list of stacks that share no parameter with stacks outside of it. Stacks without refreshes are one piece;
-every other piece leaves its graph in the steps in which rows of its own are due. A piece runs through its programs
-(`traced.py`), whose numbers are inputs: they are in one tensor that is filled by one copy before each run.
+every other piece leaves its graph in the steps in which rows of its own are due. Adam's chains run by a fused kernel
+(`fused.py`), all other stacks by their programs (`traced.py`). Numbers of both are inputs: they are in one tensor that
+is filled by one copy before each run.
 
 The protocol checks itself. The first step of a kind runs as it is, and fills caches. The operations of the second one
 are recorded, and again those of the third, which finds numbers that are no inputs. Then the third step is captured, and
 made from the same state as it is and by a replay: both must leave the same bits. Later steps of the kind are replayed.
 A step of another kind (a moved address, a missing gradient, a refresh) runs as it is, and the reason is kept. The check
-holds two copies of the state and the parameters of a piece for one step, and waits once for each tensor.
+holds one copy of the state and the parameters of a piece for one step, and waits once for each tensor.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepScale
 from .exchange import PROVIDERS, Step
+from .fused import GraphNumbers
 from .program import CHECKED_UPDATES
 from .traced import Program
 
@@ -57,32 +59,38 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """CUDA graphs."""
+    """CUDA graphs of a device, which need not be the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def warm_up(self, body: Body) -> None:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            body()
-        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                body()
+            torch.cuda.current_stream().wait_stream(side)
 
     def capture(self, body: Body) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
             body()
         return graph
 
 
-CAPTURERS: dict[str, Callable[[], Capturer]] = {"cuda": CudaCapturer}
-"""Ways to record the work of a device, by its type."""
+CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
+"""Ways to record the work of a device, by its type; the argument is the device."""
 
 CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
 """Signals that a stack finds by itself at the same addresses, or as numbers of the step."""
 
-RunStacks = Callable[
-    [Sequence[Sequence[StackState]], Step, NDArray[np.bool_], Mapping[int, tuple[Tensor, list[Tensor]]]], None
-]
-"""Runs stacks in one step. The last argument: by number of a stack, the step of its blocks and numbers of a program."""
+ProgramNumbers = tuple[Tensor, list[Tensor]]
+"""The step of the blocks of a stack, int64 `[N]`, and the numbers of its program."""
+StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
+"""By number of a stack, its numbers on the device: of its program, or of a fused kernel."""
+RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
+"""Runs stacks in one step."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,6 +149,7 @@ class _Key(NamedTuple):
     state: tuple[int, ...]
     groups: bytes
     zeros: tuple[bool, ...]
+    decays: tuple[float, ...]
     mask: bool
 
     def changed(self, before: _Key) -> str:
@@ -149,6 +158,7 @@ class _Key(NamedTuple):
         moved = {"gradients": f"addresses of gradients{hint}", "parameters": "addresses of parameters"}
         moved |= {"state": "addresses of state", "groups": "param groups with equal rates"}
         moved |= {"zeros": "rates of weight decay that are 0", "mask": "whether gradients are masked"}
+        moved |= {"decays": "weight decay, which is a constant of a fused kernel,"}
         return next(f"{text} changed" for name, text in moved.items() if getattr(self, name) != getattr(before, name))
 
 
@@ -157,6 +167,7 @@ class CapturedStacks:
 
     groups: the stacks, those in a list that step side by side.
     programs: of each stack, by its number.
+    fused: numbers of the stacks that a fused kernel updates.
     reason: why the piece is never captured; None: nothing is known.
     """
 
@@ -165,10 +176,12 @@ class CapturedStacks:
         groups: Sequence[Sequence[StackState]],
         recipe: Recipe,
         programs: Mapping[int, Program | None],
+        fused: Collection[int],
         run: RunStacks,
     ) -> None:
         self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
-        self.device, self.reason = self.stacks[0].stack.device, _never(self.stacks, recipe, programs)
+        self.fused = frozenset(fused) & {own.number for own in self.stacks}
+        self.device, self.reason = self.stacks[0].stack.device, _never(self.stacks, recipe, programs, self.fused)
         self.programs = {number: own for number, own in programs.items() if own is not None}
         self.graph: Graph | None = None
         self._key: _Key | None = None
@@ -176,7 +189,7 @@ class CapturedStacks:
         self._static: Tensor | None = None
         self._mask: Tensor | None = None
         self._positions = np.unique(np.concatenate([own.stack.param_ids for own in self.stacks]))
-        self._capturer = CAPTURERS[self.device.type]() if self.reason is None else None
+        self._capturer = CAPTURERS[self.device.type](self.device) if self.reason is None else None
 
     def unfit(self, step: Step, counts: NDArray[np.int64]) -> str | None:
         """Return why this step is not one to capture or to replay; None: it is."""
@@ -185,14 +198,14 @@ class CapturedStacks:
         for own in self.stacks:
             if own.watched:
                 return "something watches the stages"
-            context, program = own.context(own.all_blocks, counts, {}), self.programs[own.number]
+            context, program = own.context(own.all_blocks, counts, {}), self.programs.get(own.number)
             if context.uniform is None:
                 return "blocks are at different updates"
-            if context.uniform <= CHECKED_UPDATES or not program.suits(context.steps):
+            if context.uniform <= CHECKED_UPDATES or not (program is None or program.suits(context.steps)):
                 return "one of the first updates"
             if any(stage.due(context) for _, stage in own.rule.stages()):
                 return "a refresh"
-            if step.mask is not None and not program.source.masked:
+            if step.mask is not None and not (program is not None and program.source.masked):
                 return "a mask of gradients that `failure.detect: device` would announce"
         scales = self._scales(step.rates).values()
         if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):
@@ -220,6 +233,12 @@ class CapturedStacks:
         self.reason = self._capture(body, held, key.gradients)
         return self.reason
 
+    def _decays(self, rates: Rates) -> tuple[float, ...]:
+        """Return the decays of stacks that a fused kernel updates, which it takes from the host."""
+        paths = {own.path for own in self.stacks if own.number in self.fused}
+        found = [scale for (path, _), scale in self._scales(rates).items() if path in paths]
+        return tuple(float(x) for scale in found for x in (scale.alpha, scale.gradient_rate))
+
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepScale]:
         pairs = {(own.path, int(at)): at for own in self.stacks for at in rates.alike[own.stack.param_ids]}
         first = {int(group): at for at, group in reversed([*enumerate(rates.alike.tolist())])}
@@ -235,6 +254,7 @@ class CapturedStacks:
             tuple(
                 bool(x == 0) for scale in self._scales(step.rates).values() for x in (scale.alpha, scale.gradient_rate)
             ),
+            self._decays(step.rates),
             step.mask is not None,
         )
 
@@ -245,7 +265,8 @@ class CapturedStacks:
             values += (float(x) for x in (scale.lr, scale.shrink, scale.alpha, scale.rate))
         for own in self.stacks:
             at = int(counts[own.stack.param_ids[0]]) - int(own.lagging)
-            values += [float(at), *self.programs[own.number].host_numbers(at, own.run_step)]
+            program = self.programs.get(own.number)
+            values += [float(at), *([] if program is None else program.host_numbers(at, own.run_step))]
         numbers = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
         self._static = numbers.clone() if self._static is None else self._static.copy_(numbers)
         if step.mask is not None:
@@ -261,9 +282,12 @@ class CapturedStacks:
             assert self._static is not None
             wide = self._static.unbind()
             narrow = {torch.float64: wide, dtype: wide if dtype == torch.float64 else self._static.to(dtype).unbind()}
-            at, given = 0, dict[int, tuple[Tensor, list[Tensor]]]()
+            at, given = 0, dict[int, ProgramNumbers | GraphNumbers]()
+            single = self._static.to(torch.float32).unbind() if self.fused else ()
+            lrs: dict[str, dict[int, Tensor]] = {path: {} for path, _ in scales}
             for key, scale in scales.items():
                 lr, shrink, alpha, rate = narrow[dtype][at : at + 4]
+                lrs[key[0]][key[1]] = (wide if self.device.type == "cpu" else single)[at] if self.fused else lr
                 rates._scales[key] = replace(
                     scale,
                     lr=lr,
@@ -273,6 +297,9 @@ class CapturedStacks:
                 )
                 at += 4
             for own in self.stacks:
+                if own.number in self.fused:
+                    given[own.number], at = GraphNumbers(lrs[own.path], single[at], step.rates), at + 1
+                    continue
                 program = self.programs[own.number]
                 scheduled, asked = len(program.source.schedules.ramps), len(program.asked)
                 steps = wide[at].to(torch.int64).expand(len(own.stack.param_ids)).contiguous()
@@ -302,8 +329,8 @@ class CapturedStacks:
             return f"the step cannot be captured: {error}"
         _restore(targets, before)
         body()
-        after = _copied(targets)
-        _restore(targets, before)
+        _exchange(targets, before)
+        after = before
         graph.replay()
         if not all(map(_same_bits, targets, after)):
             _restore(targets, after)
@@ -312,7 +339,9 @@ class CapturedStacks:
         return None
 
 
-def _never(stacks: Sequence[StackState], recipe: Recipe, programs: Mapping[int, Program | None]) -> str | None:
+def _never(
+    stacks: Sequence[StackState], recipe: Recipe, programs: Mapping[int, Program | None], fused: Collection[int]
+) -> str | None:
     """Return why stacks can never be captured; None: they may."""
     device = stacks[0].stack.device.type
     if device not in CAPTURERS:
@@ -324,7 +353,7 @@ def _never(stacks: Sequence[StackState], recipe: Recipe, programs: Mapping[int, 
     given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
     if given:
         return f"stages ask for signals that lie elsewhere in each step ({', '.join(sorted(given))})"
-    if any(programs[own.number] is None for own in stacks):
+    if any(programs[own.number] is None and own.number not in fused for own in stacks):
         return "each of its steps has a refresh, or sums over parameters of other stacks"
     return None
 
@@ -339,6 +368,14 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _restore(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     torch._foreach_copy_([x.detach() for x in targets], list(values))
+
+
+def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Exchange the values of tensors, one after the other, so that one more tensor is held at a time."""
+    for target, value in zip(targets, values, strict=True):
+        kept = value.clone()
+        value.copy_(target.detach())
+        target.detach().copy_(kept)
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
@@ -358,6 +395,7 @@ class Graphs:
         together: Sequence[Sequence[StackState]],
         recipe: Recipe,
         programs: Mapping[int, Program | None],
+        fused: Collection[int],
         run: RunStacks,
     ) -> None:
         shared = connected([{at for own in group for at in own.stack.param_ids.tolist()} for group in together])
@@ -366,7 +404,7 @@ class Graphs:
         steady = [group for piece, refreshes in zip(pieces, rare, strict=True) if not refreshes for group in piece]
         apart = [piece for piece, refreshes in zip(pieces, rare, strict=True) if refreshes]
         self.pieces = [
-            CapturedStacks(piece, recipe, programs, run) for piece in ([steady, *apart] if steady else apart)
+            CapturedStacks(piece, recipe, programs, fused, run) for piece in ([steady, *apart] if steady else apart)
         ]
         self.left: Counter[str] = Counter()
         self._said: set[str] = set()

@@ -128,20 +128,18 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
     Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is found.
     """
     stored, of_numbers = {spec.dtype for spec in specs}, any(spec.shape == () for spec in specs)
-    if _is_captured(own, recipe, shared):
-        how = _choose_program(own, recipe, stored, shared)
-        try:
-            return how if how.blocks is not None else replace(how, uncompiled=Program(_block_source(own, recipe)))
-        except Exception as error:
-            raise ValueError(
-                f"graph: steps of {own.path or 'update'} cannot be captured: {error}; remove graph"
-            ) from error
-    if (moments := moments_of_adam(own)) is None:
-        return _choose_program(own, recipe, stored, shared)
-    reason = next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
-    if reason is None:
+    moments = moments_of_adam(own)
+    reason = moments and next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
+    if moments is not None and reason is None:
         return Execution(adam=fused_adam(own, *moments))
-    return replace(_choose_program(own, recipe, stored, shared), not_fused=reason)
+    how = replace(_choose_program(own, recipe, stored, shared), not_fused=reason)
+    if how.blocks is not None or not _is_captured(own, recipe, shared):
+        return how
+    try:
+        return replace(how, uncompiled=Program(_block_source(own, recipe)))
+    except Exception as error:
+        where = own.path or "update"
+        raise ValueError(f"graph: steps of {where} cannot be captured: {error}; remove graph") from error
 
 
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:

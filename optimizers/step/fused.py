@@ -7,12 +7,14 @@ numbers (rates, step, betas, eps) are updated by one call, whatever stacks hold 
 On a CPU these kernels round the last entries of a tensor, which fill no vector register, otherwise than the entries
 before them. A trajectory may not depend on how a parameter is divided between ranks. Tensors are therefore cut after
 the last multiple of 64 entries, and the rest of all tensors is updated in one padded buffer.
+
+A captured step (`capture.py`) takes the learning rate and the step from the device, and keeps the decay as a constant.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +32,7 @@ from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import StepScale
+from ..write.write import Rates, StepScale
 from .exchange import Step
 
 VECTOR = 64
@@ -111,6 +113,20 @@ def not_fused(
     return (reason for reason, holds in reasons.items() if holds)
 
 
+@dataclass(frozen=True)
+class GraphNumbers:
+    """The numbers of a stack that a captured step reads on the device.
+
+    lr: learning rate, 0-d, by group of equal rates: float32, on a CPU float64.
+    step: step of all blocks, 0-d float32.
+    rates: the same rates on the host. Decays are read from them, and are constants of the graph.
+    """
+
+    lr: Mapping[int, Tensor]
+    step: Tensor
+    rates: Rates
+
+
 class _Numbers(NamedTuple):
     """The numbers of one call; lr: the learning rate, or the id of the tensor that holds it and a factor of that."""
 
@@ -133,6 +149,7 @@ class _Call:
     """Tensors that one call of a kernel updates.
 
     lr: learning rate.
+    step: step as a tensor, 0-d float32; None: it is made of the number.
     entries: contiguous tensors of one dtype, which the kernel updates where they are.
     copied: tensors of which parameter or gradient have another dtype or other strides: the kernel updates copies.
     back: (parameter, copy that the kernel updates).
@@ -142,6 +159,7 @@ class _Call:
     numbers: _Numbers
     lr: float | Tensor
     device: torch.device
+    step: Tensor | None = None
     entries: list[Entries] = field(default_factory=list)
     copied: list[Entries] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -218,9 +236,11 @@ class _Call:
 
     def _launch(self, parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
         own, lr = self.numbers, self.lr
-        if isinstance(lr, Tensor):
-            lr = float(lr) if lr.is_cpu else lr.to(torch.float32)
-        step = torch.full((), float(own.step), dtype=torch.float32, device=self.device)
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            lr = lr.to(torch.float32)
+        step = self.step
+        if step is None:
+            step = torch.full((), float(own.step), dtype=torch.float32, device=self.device)
         kernel = torch._fused_adam_ if own.in_gradient else torch._fused_adamw_
         kernel(
             parameters,
@@ -264,9 +284,12 @@ class FusedStep:
         )
         self._alike = alike  # whether all parameters are at one step, with the same rates
 
-    def add(self, adam: FusedAdam, blocks: ActiveBlocks) -> bool:
-        """Add the active blocks of a stack. Return False, and add nothing, if this step of it is not fused."""
-        own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates
+    def add(self, adam: FusedAdam, blocks: ActiveBlocks, given: GraphNumbers | None = None) -> bool:
+        """Add the active blocks of a stack. Return False, and add nothing, if this step of it is not fused.
+
+        given: numbers on the device, for a step that is captured; None: the numbers are those of the host.
+        """
+        own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates if given is None else given.rates
         if self._step.mask is not None:
             return False
         chosen = list(self._equal(adam, blocks))
@@ -277,7 +300,9 @@ class FusedStep:
         small = stack.device.type == "cpu" and math.prod(stack.block) < _JOINED
         whole = blocks.places is None and len(chosen) == 1 and len(positions) > 1
         for (rows, step, factor), scale in zip(chosen, scales, strict=True):
-            call = self._call(adam, scale, step, factor)
+            lr = scale.lr if given is None else given.lr[int(rates.alike[stack.param_ids[rows[0]]])]
+            call = self._call(adam, scale, lr, step, factor)
+            call.step = None if given is None else given.step
             if small and whole:
                 # contiguous: tensors in the format channels_last are joined in that format
                 ours, given = (stack.gather(tensors).contiguous() for tensors in (self._held, gradients))
@@ -308,9 +333,9 @@ class FusedStep:
             kinds.setdefault(kind, []).append(row)
         yield from ((rows, step, factor) for (_, step, factor), rows in kinds.items())
 
-    def _call(self, adam: FusedAdam, scale: StepScale, step: int, factor: float) -> _Call:
+    def _call(self, adam: FusedAdam, scale: StepScale, lr: float | Tensor, step: int, factor: float) -> _Call:
         """Return the call with the numbers of a block. Its factor changes the step, and not the decay."""
-        lr, in_gradient = scale.lr, scale.decay.in_gradient
+        in_gradient = scale.decay.in_gradient
         decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
         rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
         constants = adam.beta1, adam.beta2, adam.eps, adam.first.dtype

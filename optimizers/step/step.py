@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import NoneType
 
@@ -25,10 +25,10 @@ from ..stacks.stack import ActiveBlocks, StackState, active_blocks, build
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
-from .capture import Graphs
+from .capture import Graphs, StackNumbers
 from .exchange import LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
-from .fused import FusedStep
+from .fused import FusedStep, GraphNumbers
 from .gradients import FiniteCheck, GivenGradients, LossScale
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
@@ -84,8 +84,9 @@ class ParamSet:
             for own in self.stack_states
         ]
         hows = zip(self.stack_states, self.executions, strict=True)
-        programs = {own.number: how.blocks or how.uncompiled for own, how in hows}
-        self.graphs = Graphs(self._together, recipe, programs, self._run) if recipe.graph else None
+        programs, fused = {own.number: how.blocks or how.uncompiled for own, how in hows}, set[int]()
+        fused.update(own.number for own in self.stack_states if self.execution(own).adam is not None)
+        self.graphs = Graphs(self._together, recipe, programs, fused, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
@@ -229,7 +230,7 @@ class ParamSet:
         groups: Sequence[Sequence[StackState]],
         step: Step,
         moved: NDArray[np.bool_],
-        numbers: Mapping[int, tuple[Tensor, list[Tensor]]],
+        numbers: StackNumbers,
     ) -> None:
         """Run one step of stacks.
 
@@ -245,7 +246,8 @@ class ParamSet:
                 if how.adam is not None:
                     if blocks.stack_state.watched:
                         self._stack_step(blocks, step, None).rehearse()
-                    if fused.add(how.adam, blocks):
+                    given = numbers.get(blocks.stack_state.number)
+                    if fused.add(how.adam, blocks, given if isinstance(given, GraphNumbers) else None):
                         continue
                 whole = bool(numbers) or len(together) > 1 or how.plain
                 if whole or not how.in_place(blocks, step, self.step_counts, self.local):
@@ -258,13 +260,15 @@ class ParamSet:
         together: Sequence[ActiveBlocks],
         step: Step,
         priming: bool,
-        numbers: Mapping[int, tuple[Tensor, list[Tensor]]],
+        numbers: StackNumbers,
     ) -> None:
         """Compute and deliver the directions of blocks that share sums over parameters.
 
         priming: True if this gradient only initializes statistics, and no parameter changes.
         """
-        steps = [self._stack_step(blocks, step, numbers.get(blocks.stack_state.number)) for blocks in together]
+        own = (numbers.get(blocks.stack_state.number) for blocks in together)
+        given = [None if isinstance(one, GraphNumbers) else one for one in own]
+        steps = [self._stack_step(blocks, step, one) for blocks, one in zip(together, given, strict=True)]
         if priming:
             run_together(steps, StackStep.prime)
         else:

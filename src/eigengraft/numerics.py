@@ -330,7 +330,7 @@ class HostCopy:
         self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
         if x.device.type == "cuda" and has_values(x):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(x.device))  # which need not be that of the current device
 
     def wait(self) -> Tensor:
         """Return the copy after it has arrived."""

@@ -14,6 +14,9 @@ decompositions on the device left out.
 A call of a fused kernel is counted as CUDA launches it, once for 36 tensors (or 320 pieces of 65,536 entries), and its
 traffic is the bytes of parameters, gradients and both moments; as everywhere, what is written in place counts once.
 
+graph, outside: with `graph: true` and 4 layers, kernels of the replayed graph, which one launch starts, and kernels
+that a steady step launches beside it. Recipes without a graph have 0 and all of their kernels.
+
 Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4, with one more for 36 tensors of
 Adam's chain; adamw 40 kernels and 16 times traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7
 kernels and 4 times (fused) or 21 and 14 times.
@@ -23,16 +26,25 @@ from __future__ import annotations
 
 import csv
 import sys
+import warnings
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import eigengraft
+from eigengraft.optimizers.step import capture
+from eigengraft.optimizers.step.program import CHECKED_UPDATES
 from eigengraft.testing import DeviceCounts, accelerator
 from eigengraft.testing.device_costs import DECOMPOSITIONS
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.recording import Operations, Recording
 
 TABLE = Path(__file__).with_suffix(".csv")
 WIDTH, VOCABULARY, LENGTH = 16, 131, 21
@@ -49,6 +61,8 @@ class Budget:
     traffic: float
     peak: float
     refresh: int
+    graph: int
+    outside: int
 
     def exceeded(self, limit: Budget) -> dict[str, tuple[float, float]]:
         """(measured, limit) of the numbers that are larger than those of `limit`."""
@@ -103,6 +117,36 @@ def steps(recipe: str, layers: int) -> tuple[int, list[DeviceCounts]]:
     return sum(value.nbytes for _, value in values), found
 
 
+class Counted(Operations):
+    """A graph that counts the kernels of its replays, which are not those of a step that launches it."""
+
+    kernels = 0
+
+    def replay(self) -> None:
+        with accelerator("cuda") as own:
+            super().replay()
+        Counted.kernels += own.kernels
+
+
+def in_a_graph(recipe: str) -> tuple[int, int]:
+    """(kernels in graphs, kernels outside) of a steady step with 4 layers and `graph: true`."""
+    declaration = without_refreshes(eigengraft.load_recipe(recipe).model_dump(mode="json")) | {"graph": True}
+    generator = torch.Generator().manual_seed(0)
+    capturers = {"cuda": lambda device: Recording(Counted)}
+    with accelerator("cuda") as run, mock.patch.dict(capture.CAPTURERS, capturers), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of recipes without a graph
+        shapes = gpt2(4, WIDTH // 2 if recipe in MERGING else WIDTH)
+        named = [(name, nn.Parameter(torch.randn(s, generator=generator).to(run.device))) for name, s in shapes]
+        optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
+        for _, parameter in named:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device)
+        for _ in range(CHECKED_UPDATES + 5):  # once as it is, once recorded, once captured
+            Counted.kernels = 0
+            with accelerator("cuda") as counts:
+                optimizer.step()
+    return Counted.kernels, counts.kernels - Counted.kernels
+
+
 def measure(recipe: str) -> tuple[Budget, DeviceCounts]:
     """(numbers of a recipe, counts of its steady step with 4 layers)."""
     (_, few), (size, many) = (steps(recipe, layers) for layers in (4, 12))
@@ -112,7 +156,9 @@ def measure(recipe: str) -> tuple[Budget, DeviceCounts]:
         for counts in few
     ]
     numbers = (steady.waits, steady.uploads, steady.kernels, more.kernels - steady.kernels)
-    return Budget(*numbers, round(more.traffic / size, 1), round(more.peak / size, 2), max(waits)), steady
+    return Budget(
+        *numbers, round(more.traffic / size, 1), round(more.peak / size, 2), max(waits), *in_a_graph(recipe)
+    ), steady
 
 
 def table() -> dict[str, Budget]:
@@ -124,7 +170,6 @@ def table() -> dict[str, Budget]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from tests.recipes import ALONE
 
     with TABLE.open("w") as file:

@@ -31,19 +31,29 @@ STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, w
   step with the most."""
 MEMORY = """Megabytes (10^6 bytes): the state on the device; the state by `eigengraft plan`, with 8 bytes on the host
 for the steps of each parameter; the most that a step allocates beyond the state."""
+CAPTURE = """Steps with `graph: true`, refreshes every 10 steps, while the learning rate changes in every step.
+
+- *replays*: steps that a graph made, of all pieces of a recipe; *differing*: tensors of parameters and state that have
+  other bits than the same steps launched one by one, over all steps.
+- *apart*: largest difference to the steps without `graph`, as a share of the way that parameters went. A graph reads
+  its numbers on the device, in the dtype of the state, where other steps take them from the host."""
+TORCH = """Recipes against `torch.optim` on the options that torch's own tests list for SGD, Adam, AdamW, Adagrad,
+RMSprop and Muon (`torch.testing._internal.common_optimizers`): the same gradients, 8 steps."""
 DECOMPOSITIONS = """Milliseconds of a stack of matrices in float32, the shortest of up to five calls. *householder* is
 `geqrf` with `householder_product`, *eigh_on_host* contains both copies, roots are of the power -1/4."""
 
 
 def page(rows: Sequence[Row]) -> str:
     """Make the page; a part that has no rows was not run."""
-    steps, decompositions = ([row for row in rows if row["part"] == part] for part in ("step", "decomposition"))
+    parts_of_rows = ("step", "decomposition", "capture")
+    steps, decompositions, captured = ([row for row in rows if row["part"] == part] for part in parts_of_rows)
     done, times = ([row for row in own if "problem" not in row] for own in (steps, decompositions))
     sections = {
         "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
+        "torch's optimizer tests": _section(TORCH, "".join(_torch(row) for row in rows if row["part"] == "torch")),
         "Steps": _section(STEPS, _steps(done)) + _notes(steps),
         "Memory against the plan": _section(MEMORY, _memory(done)),
-        "Capture in a CUDA graph": "",
+        "Capture in a CUDA graph": _section(CAPTURE, _captures(captured)) + _notes(captured),
         "Decompositions": _section(DECOMPOSITIONS, _times(times)) + _notes(decompositions),
     }
     where = "".join(_where(row) for row in rows if row["part"] == "machine")
@@ -74,6 +84,23 @@ def _laws(row: Row) -> str:
     return (
         f"{row['tests']} tests in {row['seconds']:.0f} s: {len(row['failed'])} failed, {row['skipped']} skipped.{wrong}"
     )
+
+
+def _torch(row: Row) -> str:
+    if "problem" in row:
+        return f"Not finished: {row['problem']}"
+    wrong = f" Failed: {', '.join(row['failed'])}." if row["failed"] else ""
+    left = "".join(f"\n- {name}: {reason}" for name, reason in row["left"].items())
+    return (
+        f"{row['compared']} inputs compared, {len(row['failed'])} failed.{wrong} No recipe does the same for:\n{left}"
+    )
+
+
+def _captures(rows: Sequence[Row]) -> str:
+    done = [row for row in rows if "problem" not in row]
+    names = ("steps", "replays", "differing", "apart")
+    lines = [[row["candidate"], *(f"{row[name]:.3g}" for name in names)] for row in done]
+    return _table(("recipe", *names), lines)
 
 
 def _steps(rows: Sequence[Row]) -> str:

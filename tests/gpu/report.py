@@ -50,10 +50,14 @@ from eigengraft.experiments.tasks.model_shapes import GPT2, MODELS
 from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
+from eigengraft.optimizers.step import capture
 from eigengraft.preconditioners import BasisSolver, CholeskyQR, CoupledNewton, Eigh, NewtonDB, PowerQR, RootSolver
 from eigengraft.testing import DeviceCounts, accelerator
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from recording import Recording  # noqa: E402
+
 ROOT = HERE.parents[1]
 TIMINGS = ROOT / "preconditioners" / "roots" / "timings.json"
 INTERVAL = 10
@@ -63,9 +67,11 @@ SECOND_ORDER = {"precondition_frequency": INTERVAL, "max_precond_dim": 1024, "us
 CASES = (
     StepCase(recipe="adamw"),
     StepCase(recipe="adamw", overrides=("failure.detect=device",), name="adamw, detect: device"),
+    StepCase(recipe="adamw", overrides=("graph=true",), name="adamw, graph: true"),
     StepCase(peer="torch.optim:AdamW", options={"fused": True}, name="torch AdamW, fused"),
     StepCase(peer="heavyball:AdamW", switches=COMPILED, name="HeavyBall AdamW, compiled"),
     StepCase(recipe="muon"),
+    StepCase(recipe="muon", overrides=("graph=true",), name="muon, graph: true"),
     StepCase(peer=f"{HERE}/peers.py:TorchMuon", name="torch Muon and AdamW, fused"),
     StepCase(peer="heavyball:Muon", switches=COMPILED, name="HeavyBall Muon, compiled"),
     StepCase(recipe="soap_fitted"),
@@ -83,6 +89,8 @@ CASES = (
     ),
     StepCase(peer=f"{HERE}/peers.py:Shampoo", name="Distributed Shampoo"),
 )
+CAPTURED = ("adamw", "muon", "soap_fitted", "shampoo")
+"""Recipes whose captured steps are compared with steps that are launched one by one."""
 TESTS = ("tests/gpu", "tests/experiments/test_train.py")
 """Tests, of which some need an accelerator."""
 
@@ -91,12 +99,14 @@ class Sizes(NamedTuple):
     """What is measured.
 
     model: whose parameters the steps are of.
+    captured: whose parameters the captured steps are of.
     warm, steps: steps before the measurement, and in it.
     device, host: (order, batch) of the matrices that are decomposed there.
     tests: what pytest is called with.
     """
 
     model: Any
+    captured: Any
     warm: int
     steps: int
     device: tuple[tuple[int, int], ...]
@@ -107,9 +117,17 @@ class Sizes(NamedTuple):
 SMALL = ((32, 64), (64, 64))
 """Orders on both sides of the one from which on CUDA decomposes one matrix after the other."""
 LARGE = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
-REAL = Sizes(MODELS["gpt2"], 12, 30, (*SMALL, *LARGE), (*SMALL, *LARGE[:6]), (*TESTS, "-m", "gpu"))
+REAL = Sizes(
+    MODELS["gpt2"], GPT2(2, 128, 512, 64), 12, 30, (*SMALL, *LARGE), (*SMALL, *LARGE[:6]), (*TESTS, "-m", "gpu")
+)
 TINY = Sizes(
-    GPT2(1, 32, 64, 16), 3, 3, ((8, 2),), ((8, 2),), ("tests/gpu/test_laws_on_device.py", "-m", "not slow and not gpu")
+    GPT2(1, 32, 64, 16),
+    GPT2(1, 32, 64, 16),
+    3,
+    3,
+    ((8, 2),),
+    ((8, 2),),
+    ("tests/gpu/test_laws_on_device.py", "-m", "not slow and not gpu"),
 )
 Row = dict[str, Any]
 
@@ -129,6 +147,89 @@ def laws(sizes: Sizes) -> Iterator[Row]:
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     wrong = [case.attrib["name"] for case in suite.iter("testcase") if {"failure", "error"} & {own.tag for own in case}]
     yield {"part": "laws", **counts, "failed": wrong, "seconds": float(suite.attrib["time"])}
+
+
+def inputs_of_torch(simulated: bool) -> Iterator[Row]:
+    """Compare recipes with torch's optimizers on the inputs of torch's own tests, in a process of its own."""
+    command = [sys.executable, str(HERE / "torch_inputs.py"), *["--simulated"] * simulated]
+    try:
+        done = subprocess.run(command, cwd=ROOT, timeout=300, check=False, capture_output=True, text=True)
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+    except (subprocess.TimeoutExpired, OSError, ValueError) as error:
+        yield {"part": "torch", "problem": first_line(error)}
+        return
+    if not rows or done.returncode not in (0, 1):
+        yield {"part": "torch", "problem": done.stderr.strip().rpartition("\n")[2]}
+        return
+    failed = [row["candidate"] for row in rows if row.get("equal") is False]
+    left = {row["candidate"]: row["left"] for row in rows if "left" in row}
+    yield {"part": "torch", "compared": len(rows) - len(left), "failed": failed, "left": left}
+
+
+class Counted:
+    """A way to record the work of a device that counts replays; of: the way, None to launch all work one by one."""
+
+    def __init__(self, of: capture.Capturer | None) -> None:
+        self.of, self.replays = of, 0
+
+    def __call__(self, device: torch.device) -> Counted:
+        return self
+
+    def warm_up(self, body: capture.Body) -> None:
+        body() if self.of is None else self.of.warm_up(body)
+
+    def capture(self, body: capture.Body) -> Any:
+        graph = None if self.of is None else self.of.capture(body)
+
+        def replay() -> None:
+            self.replays += 1
+            body() if graph is None else graph.replay()
+
+        return SimpleNamespace(replay=replay)
+
+
+def captures(sizes: Sizes) -> Iterator[Row]:
+    """Compare captured steps with the same steps launched one by one, bit by bit, while the learning rate moves."""
+    for recipe in CAPTURED:
+        row: Row = {"part": "capture", "candidate": recipe}
+        try:
+            yield row | _captured(recipe, sizes)
+        except Exception as error:  # the next recipe is compared in any case
+            yield row | {"problem": first_line(error)}
+
+
+def _captured(recipe: str, sizes: Sizes) -> Row:
+    device, shapes = torch.device("cuda:0"), list(sizes.captured.shapes())
+    generator = torch.Generator().manual_seed(0)
+    start = [(name, 0.02 * torch.randn(shape, generator=generator)) for name, shape in shapes]
+    ways = [Counted(capture.CAPTURERS["cuda"](device)), Counted(None), None]
+    runs = []
+    for way in ways:
+        with mock.patch.dict(capture.CAPTURERS, {} if way is None else {"cuda": way}):
+            named = [(name, Parameter(x.to(device))) for name, x in start]
+            runs.append((named, Optimizer(named, recipe, lr=1e-3, overrides={"graph": way is not None})))
+    differing, total = 0, 3 * INTERVAL
+    for step in range(total):
+        given = [1e-2 * torch.randn(x.shape, generator=generator).to(device) for _, x in start]
+        for named, optimizer in runs:
+            for (_, parameter), gradient in zip(named, given, strict=True):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.copy_(gradient)
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
+            optimizer.step()
+        one, other = ([*(x for _, x in named), *_state(optimizer)] for named, optimizer in runs[:2])
+        differing += sum(not torch.equal(a.detach().cpu(), b.detach().cpu()) for a, b in zip(one, other, strict=True))
+    ends = [[x.detach().cpu() for _, x in named] for named, _ in runs]
+    way_gone = max(float((x - y).abs().max()) for (_, x), y in zip(start, ends[2], strict=True))
+    apart = max(float((x - y).abs().max()) for x, y in zip(ends[0], ends[2], strict=True)) / way_gone
+    replays = ways[0].replays if ways[0] is not None else 0
+    failed = [f"{differing} tensors have other bits"] * bool(differing) + ["no step was replayed"] * (not replays)
+    left = {reason: count for own in runs[0][1].param_sets if own.graphs for reason, count in own.graphs.left.items()}
+    return {"steps": total, "replays": replays, "differing": differing, "apart": apart, "left": left, "failed": failed}
+
+
+def _state(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [x for own in optimizer.stack_states() for x in own.tensors.values()]
 
 
 def steps(sizes: Sizes) -> Iterator[Row]:
@@ -265,11 +366,13 @@ def today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-def measure(sizes: Sizes) -> Iterator[Row]:
+def measure(sizes: Sizes, simulated: bool) -> Iterator[Row]:
     """Measure all parts."""
     here = machine()
     yield here
     yield from laws(sizes)
+    yield from inputs_of_torch(simulated)
+    yield from captures(sizes)
     yield from steps(sizes)
     yield from decompositions("cuda", here["card"], sizes.device)
     yield from decompositions("cpu", here["host"], sizes.host)
@@ -310,14 +413,15 @@ def simulated() -> Iterator[None]:
 
     with accelerator("cuda") as run:
         answers = {
-            "memory_allocated": lambda: run.live,
-            "max_memory_allocated": lambda: run.peak,
-            "reset_peak_memory_stats": lambda: setattr(run, "peak", run.live),
+            "memory_allocated": lambda *device: run.live,
+            "max_memory_allocated": lambda *device: run.peak,
+            "reset_peak_memory_stats": lambda *device: setattr(run, "peak", run.live),
             "get_device_name": lambda: "a simulated accelerator",
             "set_sync_debug_mode": set_sync_debug_mode,
         }
         with (
             mock.patch.multiple(torch.cuda, **answers),
+            mock.patch.dict(capture.CAPTURERS, {"cuda": lambda device: Recording()}),
             mock.patch.object(torch.cuda.Event, "elapsed_time", create=True, return_value=0.0),
             mock.patch.object(torch.profiler, "profile", _Profile),
         ):
@@ -333,7 +437,6 @@ def main() -> int:
         parser.error("--out: --simulated is required, without which results have their place")
     if not given.simulated and not torch.cuda.is_available():
         sys.exit("make gpu: a CUDA device is required, but torch finds none; `make gpu ARGS=--simulated` needs none")
-    sys.path.insert(0, str(HERE))
     from page import PAGE, RESULTS, page
 
     targets = (RESULTS, PAGE, TIMINGS)
@@ -343,7 +446,7 @@ def main() -> int:
         targets = tuple(folder / path.name for path in targets)
     rows: list[Row] = []
     with simulated() if given.simulated else nullcontext(), targets[0].open("w", encoding="utf-8") as file:
-        for row in measure(TINY if given.simulated else REAL):
+        for row in measure(TINY if given.simulated else REAL, given.simulated):
             rows.append(row)
             for out in (file, sys.stdout):
                 out.write(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Captured steps on a CPU: the protocol, with a stand-in that does recorded operations again on the same tensors."""
+"""Captured steps on a CPU: the protocol, with a stand-in for graphs (`tests/gpu/recording.py`)."""
 
 import warnings
 from collections.abc import Callable
@@ -7,65 +7,15 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft import Optimizer, Stage, State, StepContext
 from eigengraft.optimizers.step import capture, traced
 from eigengraft.testing import accelerator
 
+from ..gpu.recording import Operations, Recording
 from ..trajectories import normal
 
 SHAPES = ((8, 6), (8, 6), (12, 5), (6,), (6,))
-
-
-class Operations(TorchDispatchMode):
-    """A graph of operations with the tensors and numbers that they were given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[Any, Any, Any, Any]] = []
-        self.replays = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.rows.append((func, args, kwargs or {}, found))
-        return found
-
-    def replay(self) -> None:
-        self.replays += 1
-        now: dict[int, Any] = {}
-
-        def present(x: Any) -> Any:
-            if isinstance(x, (list, tuple)):
-                return type(x)(map(present, x))
-            return now.get(id(x), x) if isinstance(x, Tensor) else x
-
-        for func, args, kwargs, made in self.rows:
-            found = func(*present(args), **{key: present(x) for key, x in kwargs.items()})
-            pairs = zip(made, found, strict=True) if isinstance(made, (list, tuple)) else [(made, found)]
-            now.update({id(a): b for a, b in pairs if isinstance(a, Tensor)})
-
-
-class Recording:
-    """Captures by recording: unlike a device, it does the work while it records."""
-
-    graphs: list[Operations]
-
-    def __init__(self) -> None:
-        self.graphs = []
-
-    def __call__(self) -> "Recording":
-        return self
-
-    def warm_up(self, body: Callable[[], None]) -> None:
-        body()
-
-    def capture(self, body: Callable[[], None]) -> Operations:
-        graph = Operations()
-        with graph:
-            body()
-        self.graphs.append(graph)
-        return graph
 
 
 @pytest.fixture
@@ -189,33 +139,38 @@ def other_decay(run: Steps) -> None:
     run.optimizer.param_groups[0]["weight_decay"] = 0.0
 
 
+def moving_decay(run: Steps) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.2
+
+
 def watched(run: Steps) -> None:
     run.optimizer.watch_next_step()
 
 
+EVENTS = {moved_gradient: 1, moved_parameter: 1, moved_state: 1, missing_gradient: 0, other_decay: 1, watched: 0}
+"""How many graphs are captured after each event."""
+
+
 @pytest.mark.parametrize(
-    ("event", "again"),
+    ("recipe", "event", "again"),
     [
-        (moved_gradient, 1),
-        (moved_parameter, 1),
-        (moved_state, 1),
-        (missing_gradient, 0),
-        (other_decay, 1),
-        (watched, 0),
+        (recipe, event, again)
+        for recipe in ("adamw", "ademamix")
+        for event, again in EVENTS.items()
+        if recipe != "adamw" or event is not moved_state  # fused kernels hold the tensors that a stack was made with
     ],
 )
 def test_a_step_of_another_kind_leaves_the_graph_and_says_why(
-    event: Callable[[Steps], None], again: int, recording: Recording
+    recipe: str, event: Callable[[Steps], None], again: int, recording: Recording
 ) -> None:
     """It has the numbers of a step as it is. What stays so is captured anew two steps later."""
-    plain, captured = Steps("adamw"), Steps({"base": "adamw", "graph": True})
+    plain, captured = Steps(recipe), Steps({"base": recipe, "graph": True})
     for run in (plain, captured):
         run.step(7)
     replays = [graph.replays for graph in recording.graphs]
     assert replays == [2]
     event(captured)
-    if event is not moved_state:  # which changes no number, and which Adam's fused kernels do not look for
-        event(plain)
+    event(plain)
     plain.step()
     before = captured.graphs.left.total()
     with warnings.catch_warnings():
@@ -228,6 +183,45 @@ def test_a_step_of_another_kind_leaves_the_graph_and_says_why(
     require_close(plain, captured)
     assert len(recording.graphs) == 1 + again
     assert "graph: " in str(captured.optimizer)
+
+
+def test_a_decay_that_moves_leaves_the_graph_of_a_fused_kernel_alone(recording: Recording) -> None:
+    """A fused kernel takes it as a constant; for other stacks it is an input."""
+    counts = []
+    for recipe in ("adamw", "ademamix"):
+        plain, captured = Steps(recipe), Steps({"base": recipe, "graph": True})
+        recording.graphs.clear()
+        for run in (plain, captured):
+            run.step(6)
+            moving_decay(run)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run.step(4)
+        assert [str(own.message) for own in caught if "weight decay" in str(own.message)] or recipe != "adamw"
+        require_close(plain, captured)
+        counts.append([graph.replays for graph in recording.graphs])
+    assert counts == [[1, 2], [5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("change", [{}, {"weight_decay": "l2"}], ids=["adamw", "l2"])
+def test_a_fused_kernel_is_captured_with_its_bits(change: Any, dtype: torch.dtype, recording: Recording) -> None:
+    plain, captured = (Steps({"base": "adamw", **change, "graph": graph}, dtype) for graph in (False, True))
+    for run in (plain, captured):
+        run.step(12)
+    (graph,) = recording.graphs
+    names = {func._schema.name for func, *_ in graph.rows}
+    assert names & {"aten::_fused_adamw_", "aten::_fused_adam_"} and graph.replays == 7
+    assert all(torch.equal(a, b) for a, b in zip(plain.values(), captured.values(), strict=True))
+
+
+def test_a_capture_holds_one_copy_of_state_and_parameters(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = list[int]()
+    monkeypatch.setattr(capture, "_copied", lambda tensors: copies.append(1) or [x.detach().clone() for x in tensors])
+    Steps({"base": "adamw", "graph": True}).step(8)
+    assert len(recording.graphs) == len(copies) == 1
 
 
 class Freezing(Stage):

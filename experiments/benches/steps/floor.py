@@ -88,7 +88,7 @@ def _seconds(run: Callable[[], object], device: torch.device, clock: Callable[[]
         for _ in range(runs):
             run()
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         least = min(least, (clock() - start) / runs)
     return least
 

@@ -115,11 +115,12 @@ def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[
     cuda: Any = torch.cuda
     events = [cuda.Event(enable_timing=True) for _ in range(2)] if _on_cuda(gradients) else []
     start = clock()
+    stream = cuda.current_stream(gradients[0].device) if events else None
     if events:
-        events[0].record()
+        events[0].record(stream)
     contender.optimizer.step()
     if events:
-        events[1].record()
+        events[1].record(stream)
     host = clock() - start
     synchronize(gradients)
     total = clock() - start
@@ -127,15 +128,18 @@ def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[
 
 
 def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
-    """Set the gradients of a contender's parameters to copies."""
+    """Copy gradients into those of a contender's parameters, whose addresses stay."""
     for parameter, gradient in zip(contender.parameters, gradients, strict=True):
-        parameter.grad = gradient.to(parameter.dtype, copy=True)
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype, copy=True)
+        else:
+            parameter.grad.copy_(gradient)
 
 
 def synchronize(tensors: Sequence[Tensor]) -> None:
     """Wait until the device of the tensors has finished, if they are on one."""
     if _on_cuda(tensors):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(tensors[0].device)
 
 
 def _on_cuda(tensors: Sequence[Tensor]) -> bool:
@@ -229,11 +233,12 @@ def peak_bytes(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
     """Return the most bytes that one step allocates at once; None if the profiler recorded no allocation."""
     give(contender, gradients)
     if _on_cuda(gradients):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before: int = torch.cuda.memory_allocated()
+        device = gradients[0].device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before: int = torch.cuda.memory_allocated(device)
         contender.optimizer.step()
-        most: int = torch.cuda.max_memory_allocated()
+        most: int = torch.cuda.max_memory_allocated(device)
         return most - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         contender.optimizer.step()

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..numerics import active_fake_mode
 from . import device_costs as costs
 from .device_registration import missing_names as missing_names
 from .device_registration import register_sim, set_cuda_guard
@@ -224,7 +225,8 @@ def _cuda_answers() -> dict[str, Any]:
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}
-    return {**values, "synchronize": wait, "Event": _Event}
+    stream = mock.Mock(return_value=None)  # all work is done in order
+    return {**values, "synchronize": wait, "Event": _Event, "current_stream": stream}
 
 
 class _Device(TorchDispatchMode):
@@ -278,6 +280,9 @@ class _Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, _tensors((args, kwargs))
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
+        if (fake := active_fake_mode()) is not None:  # a fake tensor says by itself that it is on the device
+            known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, (args, kwargs))
+            return func(*known[0], **known[1])
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         here = target == self.place.type
         kwargs.pop(

@@ -1,0 +1,62 @@
+"""A stand-in for CUDA graphs: it records operations, and does them again on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """A graph of operations with the tensors and numbers that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[Any, Any, Any, Any]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.rows.append((func, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        self.replays += 1
+        now: dict[int, Any] = {}
+
+        def present(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(map(present, x))
+            return now.get(id(x), x) if isinstance(x, Tensor) else x
+
+        for func, args, kwargs, made in self.rows:
+            found = func(*present(args), **{key: present(x) for key, x in kwargs.items()})
+            pairs = zip(made, found, strict=True) if isinstance(made, (list, tuple)) else [(made, found)]
+            now.update({id(a): b for a, b in pairs if isinstance(a, Tensor)})
+
+
+class Recording:
+    """Captures by recording: unlike a device, it does the work while it records.
+
+    kind: the graphs that it makes.
+    """
+
+    graphs: list[Operations]
+
+    def __init__(self, kind: type[Operations] = Operations) -> None:
+        self.graphs, self.kind = [], kind
+
+    def __call__(self, device: object = None) -> Recording:
+        return self
+
+    def warm_up(self, body: Callable[[], None]) -> None:
+        body()
+
+    def capture(self, body: Callable[[], None]) -> Operations:
+        graph = self.kind()
+        with graph:
+            body()
+        self.graphs.append(graph)
+        return graph
