@@ -69,7 +69,8 @@ def test_everything_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     assert steps["adamw, detect: device"]["waits"] == {}
     for row in steps.values():
         assert 0 < row["host_ms"]["median"] <= row["total_ms"]["longest"] and row["kernels"] > 0
-        if row["own"]:  # a plan counts the steps of 16 parameters, which are on the host
+        if row["own"] and "graph" not in row["candidate"]:  # whose numbers are on the device, beside the state
+            # a plan counts the steps of 16 parameters, which are on the host
             assert 0 <= row["planned_bytes"] - row["state_bytes"] <= 16 * 8
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert text == page(rows) and "Not run." not in text
