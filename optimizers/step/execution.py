@@ -20,6 +20,7 @@ from eigengraft.blocking.parameter_sums import parameter_index
 from eigengraft.numerics import active_fake_mode, cached_tensors, number_like
 from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
+from eigengraft.step_context import TYPICAL_STEP
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.placement import ParamSpec
@@ -207,16 +208,28 @@ def _require_traceable(own: StackState) -> None:
     """Raise ValueError for an update with a signal that a traced program would store as a constant."""
     at, known = f"{own.path}." if own.path else "", known_signals()
     for name, path in asking(own.rule.stages(own.path)).items():
-        if known[name].extent not in _SHAPES_OF_SIGNALS:
+        if name in _signals_of_program(own) and known[name].extent not in _SHAPES_OF_SIGNALS:
             raise ValueError(
                 f"{at}compile: {path} requests the signal '{name}', which no compiled program has; remove compile"
             )
+
+
+def _signals_of_program(own: StackState) -> list[str]:
+    """Return the names of the signals that stages have in most steps. Other steps run without the program."""
+    late = int(TYPICAL_STEP[0])
+    asked = {name for _, stage in own.rule.stages() for name in stage.signals_at(late)}
+    asked |= {
+        request.name for _, stage in own.rule.stages() for request in stage.requests if request.when == "if_given"
+    }
+    return sorted(asked)
 
 
 _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
     "step": lambda own: (),
     "parameter": lambda own: (len(own.stack.param_ids),),
     "entry": lambda own: (len(own.stack.param_ids), *own.stack.block),
+    "input_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-1:]),
+    "output_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-2:-1]),
 }
 """Functions that return the shape of a signal in compiled programs, by extent. Other extents have no program."""
 
@@ -238,7 +251,7 @@ def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
     """Return the program of a whole stack, which computes directions."""
     known, stack = known_signals(), own.stack
     signals = {
-        name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in sorted({*own.signals})
+        name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
     } | dict.fromkeys(own.totals, ((), stack.dtype))
     return BlockProgram(
         own.rule,
@@ -279,7 +292,10 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     if context.signals.keys() != source.signals.keys():
         return None
     like = step.gradient
-    inputs = [like, *own.tensors.values(), *(_contiguous(context.signals[name], like) for name in source.signals)]
+    signals = [_contiguous(context.signals[name], like) for name in source.signals]
+    if [tuple(x.shape) for x in signals] != [shape for shape, _ in source.signals.values()]:
+        return None
+    inputs = [like, *own.tensors.values(), *signals]
     inputs += [context.seed, context.step if step.numbers is None else step.numbers[0]]
     if source.parameters is not None:
         inputs.append(parameter_index(context.param_ids, like.device)[1])

@@ -99,8 +99,8 @@ def without_refreshes(declaration: Any) -> Any:
     return [without_refreshes(item) for item in declaration] if isinstance(declaration, list) else declaration
 
 
-def steps(recipe: str, layers: int) -> tuple[int, list[DeviceCounts]]:
-    """(bytes of the parameters, counts of the first steps)."""
+def steps(recipe: Any, layers: int) -> tuple[int, list[DeviceCounts]]:
+    """(bytes of the parameters, counts of the first steps); recipe: a name, or a declaration."""
     declaration = without_refreshes(eigengraft.load_recipe(recipe).model_dump(mode="json"))
     generator, found = torch.Generator().manual_seed(0), list[DeviceCounts]()
     with accelerator("cuda") as run:

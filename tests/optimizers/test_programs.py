@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext, load_recipe
+from eigengraft import Optimizer, Stage, State, StepContext, compose, load_recipe
 from eigengraft.optimizers.step import execution, traced
 from eigengraft.optimizers.step.execution import Execution
 from eigengraft.optimizers.step.program import StackStep
@@ -62,6 +62,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+REFRESHED = frozenset(
+    "aro caspr cosmos foam jorge okls psgd_kron reference/distributed_shampoo reference/eigenvalue_corrected_shampoo "
+    "shampoo_kl sinksoap sirf soap_h soap_kl_h soap_muon track3".split()
+)
+"""Recipes without compiled programs for their own update: each step of these has a refresh, which decides on values."""
+
+
 @pytest.mark.parametrize("recipe", EVERY_BROAD)
 def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> None:
     parameters = [nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
@@ -71,8 +78,28 @@ def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> No
         for i, parameter in enumerate(parameters):
             parameter.grad = normal(*parameter.shape, seed=100 * step + i + 50)
         optimizer.step(lambda: torch.tensor(1.0)) if optimizer.recipe.line_search else optimizer.step()
-    programs = [how for param_set in optimizer.param_sets for how in param_set.executions if how.blocks is not None]
+    hows = [how for param_set in optimizer.param_sets for how in param_set.executions]
+    programs = [how for how in hows if how.blocks is not None]
     assert not programs or len({*steps}) > 2
+    reasons = {how.reason.partition(",")[0] for how in hows if how.reason is not None and how.adam is None}
+    assert reasons == ({"each of its steps has a refresh"} if recipe in REFRESHED else set())
+
+
+@pytest.mark.parametrize(("recipe", "interval"), [("newton_muon", 3), ("newton_muon", 1), ("singd", 3)])
+def test_matrices_of_layers(recipe: str, interval: int, steps: list[int]) -> None:
+    """A matrix that a stage has in each step is an input; steps with a matrix at an interval run without a program."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    place = {"newton_muon": "update.inputs", "singd": "update.sirf"}[recipe]
+    changes: dict[str, Any] = {f"{place}.refresh.steps": 3}
+    if recipe == "newton_muon":
+        changes[f"{place}.statistic.interval"] = interval
+    optimizer = compose(compiled(recipe), model, lr=1e-3, overrides=changes)
+    for step in range(7):
+        optimizer.zero_grad()
+        model(normal(16, 6, seed=step)).square().mean().backward()
+        optimizer.step()
+    assert len({*steps}) >= 4
 
 
 @pytest.mark.parametrize(
