@@ -63,8 +63,24 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 REFRESHED = frozenset(
-    "aro caspr cosmos foam jorge okls psgd_kron reference/distributed_shampoo reference/eigenvalue_corrected_shampoo "
-    "shampoo_kl sinksoap sirf soap_h soap_kl_h soap_muon track3".split()
+    [
+        "aro",
+        "caspr",
+        "cosmos",
+        "foam",
+        "jorge",
+        "okls",
+        "psgd_kron",
+        "reference/distributed_shampoo",
+        "reference/eigenvalue_corrected_shampoo",
+        "shampoo_kl",
+        "sinksoap",
+        "sirf",
+        "soap_h",
+        "soap_kl_h",
+        "soap_muon",
+        "track3",
+    ]
 )
 """Recipes without compiled programs for their own update: each step of these has a refresh, which decides on values."""
 
