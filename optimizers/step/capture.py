@@ -73,8 +73,8 @@ class CudaCapturer:
             torch.cuda.current_stream().wait_stream(side)
 
     def capture(self, body: Body) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=side):
             body()
         return graph
 

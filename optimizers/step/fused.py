@@ -284,12 +284,12 @@ class FusedStep:
         )
         self._alike = alike  # whether all parameters are at one step, with the same rates
 
-    def add(self, adam: FusedAdam, blocks: ActiveBlocks, given: GraphNumbers | None = None) -> bool:
+    def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
         """Add the active blocks of a stack. Return False, and add nothing, if this step of it is not fused.
 
-        given: numbers on the device, for a step that is captured; None: the numbers are those of the host.
+        numbers: numbers on the device, for a step that is captured; None: the numbers are those of the host.
         """
-        own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates if given is None else given.rates
+        own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates if numbers is None else numbers.rates
         if self._step.mask is not None:
             return False
         chosen = list(self._equal(adam, blocks))
@@ -300,9 +300,9 @@ class FusedStep:
         small = stack.device.type == "cpu" and math.prod(stack.block) < _JOINED
         whole = blocks.places is None and len(chosen) == 1 and len(positions) > 1
         for (rows, step, factor), scale in zip(chosen, scales, strict=True):
-            lr = scale.lr if given is None else given.lr[int(rates.alike[stack.param_ids[rows[0]]])]
+            lr = scale.lr if numbers is None else numbers.lr[int(rates.alike[stack.param_ids[rows[0]]])]
             call = self._call(adam, scale, lr, step, factor)
-            call.step = None if given is None else given.step
+            call.step = None if numbers is None else numbers.step
             if small and whole:
                 # contiguous: tensors in the format channels_last are joined in that format
                 ours, given = (stack.gather(tensors).contiguous() for tensors in (self._held, gradients))

@@ -62,26 +62,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-REFRESHED = frozenset(
-    [
-        "aro",
-        "caspr",
-        "cosmos",
-        "foam",
-        "jorge",
-        "okls",
-        "psgd_kron",
-        "reference/distributed_shampoo",
-        "reference/eigenvalue_corrected_shampoo",
-        "shampoo_kl",
-        "sinksoap",
-        "sirf",
-        "soap_h",
-        "soap_kl_h",
-        "soap_muon",
-        "track3",
-    ]
-)
+REFRESHED = {
+    *("aro", "caspr", "cosmos", "foam", "jorge", "okls", "psgd_kron", "shampoo_kl", "sinksoap", "sirf", "soap_h"),
+    *("soap_kl_h", "soap_muon", "track3"),
+    *("reference/distributed_shampoo", "reference/eigenvalue_corrected_shampoo"),
+}
 """Recipes without compiled programs for their own update: each step of these has a refresh, which decides on values."""
 
 
