@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eigengraft.errors import warn_user
+from eigengraft.numerics import is_dtensor, local
 
 from .checks import Field
 from .comm_plan import CommPlan, flattened, pack_shards, read, send_shards
-from .layouts import is_dtensor, local
 from .rank_group import Work
 
 BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"

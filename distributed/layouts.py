@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,32 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking.blocks import BlockGrid, Box, Numbers, Piece, boxes_of_run
+from eigengraft.blocking.blocks import BlockGrid, Box, Numbers, Piece, axis_pairs, boxes_of_run
 from eigengraft.errors import name_some
+from eigengraft.numerics import any_dtensors, is_dtensor
 
 from .rank_group import DistributedError, RankGroup
 
 if TYPE_CHECKING:  # importing it takes as long as all of this library
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
-    from typing_extensions import TypeIs
-
-
-def any_dtensors(tensors: Iterable[object]) -> bool:
-    """Return True if one of the tensors is a DTensor; always False while their module is not imported."""
-    known = sys.modules.get("torch.distributed.tensor")
-    return known is not None and any(issubclass(kind, known.DTensor) for kind in {*map(type, tensors)})
-
-
-def is_dtensor(x: object) -> TypeIs[DTensor]:
-    """Return True if x is a DTensor; always False while their module is not imported."""
-    known = sys.modules.get("torch.distributed.tensor")
-    return known is not None and isinstance(x, known.DTensor)
-
-
-def local(x: Tensor) -> Tensor:
-    """Return the tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
-    return x.to_local() if is_dtensor(x) else x
 
 
 def chunk_length(length: int, ranks: int) -> int:
@@ -326,7 +307,7 @@ class _Run(NamedTuple):
 
 def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Region]:
     """Yield the regions of one block of a parameter of that shape and of a rank's box `held`, in a fixed order."""
-    pairs = list(corresponding(shape, block.merged))
+    pairs = list(axis_pairs(shape, block.merged))
     for piece in block.pieces:
         strides = _strides(block, piece)
         options = [list(_runs([shape[a] for a in own], merged, piece, strides, block.merged)) for own, merged in pairs]
@@ -360,24 +341,6 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
 
 ALONE = Stride(0, 0)
 """Stride along an axis of the parameter of which the block has one entry."""
-
-
-def corresponding(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
-    """Yield (axes of a shape, axes of its merged shape) that have the same entries; one of both is a single axis.
-
-    Several axes were merged into one, or one was divided into several. An axis of length 1 belongs to a neighbour.
-    """
-    first, place = 0, 0
-    while place < len(merged):
-        last, end, length, product = first, place + 1, merged[place], 1
-        while last < len(shape) and (product < length or shape[last] == 1 or end == len(merged)):
-            product *= shape[last]
-            last += 1
-        while product > length:
-            length *= merged[end]
-            end += 1
-        yield range(first, last), range(place, end)
-        first, place = last, end
 
 
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .layouts import chunk_length, is_dtensor
+from eigengraft.numerics import is_dtensor
+
+from .layouts import chunk_length
 from .rank_group import RankGroup, as_bytes
 
 

@@ -102,7 +102,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
-        "lower `lr_ratio` of its route, add a norm before it, or give it weight decay",
+        "lower `lr_multiplier` of its route, add a norm before it, or give it weight decay",
     ),
     "dead layer": Explanation(
         "units behind it never fire (ReLU with very negative inputs), a factor is 0, or the loss does not use it",

@@ -15,7 +15,6 @@ from .recipe.loading import load_recipe
 from .recipe.overrides import differences
 from .recipe.recipe import Recipe
 from .recipe.routing import DescribedParameters
-from .stacks.stack import StackState
 from .state.shown_state import is_host_key
 
 
@@ -58,7 +57,11 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     ):
         raise ValueError("state_dict: the trained parameters differ from the optimizer's; freeze the same ones")
     for old, new in pairs:
-        _recode(old, new)
+        for key, _ in old.slots():
+            there, here = (
+                State(one.tensors, one.stack.block, key.stage, storage=Storage(one.encoded)) for one in (new, old)
+            )
+            there[key.slot] = here[key.slot]
     for parameter, state in source.state.items():
         for key, value in state.items():
             if is_host_key(key):
@@ -94,10 +97,3 @@ def _fresh_copy(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
         groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
         infos.update({id(p): info for p, info in zip(group["params"], optimizer.param_sets.infos[index], strict=True)})
     return Optimizer(DescribedParameters(groups, infos), recipe.replace(distribution=Distribution(mode="local")))
-
-
-def _recode(old: StackState, new: StackState) -> None:
-    block = old.stack.block
-    for key, _ in old.slots():
-        there = State(new.tensors, block, key.stage, storage=Storage(new.encoded))
-        there[key.slot] = State(old.tensors, block, key.stage, storage=Storage(old.encoded))[key.slot]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,11 +17,19 @@ from eigengraft.signals import PARTNER
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
-from .checkpoint.replaced_params import ModelLink, adopt_parameters
-from .inspect.reached import require_expected, require_matches, require_partners, unclear_heads
-from .inspect.reporting import Reporting
+from .checkpoint.replaced_params import adopt_parameters
+from .inspect.reporting import Reporting, require_expected, unfused_warning
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
-from .param_groups import KNOWN_KEYS, Defaults, check_options, own_keys, warn_of_options
+from .param_groups import (
+    KNOWN_KEYS,
+    Defaults,
+    check_options,
+    own_keys,
+    require_matches,
+    require_partners,
+    unclear_heads,
+    warn_of_options,
+)
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -33,7 +42,7 @@ from .write.rounding import RoundingWatch
 from .write.write import Hyper
 
 
-class Optimizer(Reporting, torch.optim.Optimizer):
+class Optimizer(Reporting):
     """W <- W - lr alpha W - lr U  with the update U that the chain of the recipe computes from the gradients.
 
     All state is allocated at construction. Parameters with `requires_grad=False` receive their state when they are
@@ -48,8 +57,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
         checked: True to check the contract of every stage at every step, which is slower. A stage that breaks it raises
             a `ContractError` with its path.
-        options: options of torch's optimizers. `capturable=True` is the recipe's `graph: true`. `foreach` and `fused`
-            are accepted and have no effect.
+        options: options of torch's optimizers. `capturable` sets the recipe's `graph`. `foreach=True` holds always.
+            `fused=True` holds for parameters with Adam's chain, and there is a warning about others. `foreach=False`
+            and `fused=False` have no effect, which is said once.
 
     Raises:
         RecipeError: the recipe or an override is not valid.
@@ -62,8 +72,12 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     """The model that the optimizer was composed with. None: no model is known."""
     _unknown_buffers = False
     """True if there was a warning that buffers are not restored, because no model is known."""
+    _watches_rounding = False
+    """True until updates were checked for a loss to rounding, unless the recipe rounds by itself."""
     _rounding: RoundingWatch | None = None
-    """Watch for updates that are lost to rounding. None: its checks are finished, or the recipe rounds by itself."""
+    """The watch that checks them. None: there was no step yet."""
+    _asks_fused = False
+    """True if `fused=True` was given for groups whose steps are not known yet."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
@@ -80,11 +94,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         checked: bool = False,
         **options: Any,
     ) -> None:
-        captured = options.pop("capturable", False)
+        captured = options.pop("capturable", None)
         self.recipe = load_recipe(recipe, overrides)
         check_options(options, "Optimizer", self.recipe)
-        if captured:
-            self.recipe = self.recipe.replace(graph=True)
+        if captured is not None and captured != self.recipe.graph:
+            self.recipe = self.recipe.replace(graph=captured)
         described = DescribedParameters.of(params)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
         defaults = {
@@ -92,14 +106,16 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else plain(weight_decay),
         }
         self._known = described.infos
+        self._asks_fused = bool(options.get("fused"))
         super().__init__(described.params, Defaults(defaults, self.recipe))
         self._known = None
         if described.model is not None:
             self._model = ModelLink(described.model, self.param_groups)
-        if not any(constraint.rounds for rule in self.recipe.updates().values() for constraint in rule.constraints):
-            self._rounding = RoundingWatch()
+        rules = self.recipe.rules().values()
+        self._watches_rounding = not any(constraint.rounds for rule in rules for constraint in rule.constraints)
         with isolation(self):
             self.param_sets.complete(0, self.param_groups, self.state)
+        self._warn_of_fused("Optimizer")
         if not all(route.optional for route in self.recipe.routes):
             require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
         if PARTNER & self.param_sets.signals.listeners.asking.keys():
@@ -107,7 +123,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if self.recipe.expect:
             require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
         if not isinstance(params, DescribedParameters):  # `compose` warns of the others, unless its id is silenced
-            for message in unclear_heads(self.recipe, self.param_sets, names_only=True):
+            for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)
 
     @property
@@ -133,7 +149,17 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             ValueError: the group has an option of the recipe or of torch's optimizers, or does not fit the recipe. The
                 optimizer does not change.
         """
-        self._add_group(own_keys(param_group, self.param_sets.recipe_text))
+        group = own_keys(param_group, self.param_sets.recipe_text)
+        self._asks_fused = self._asks_fused or bool(param_group.get("fused"))
+        self._add_group(group)
+        if self._known is None:
+            self._warn_of_fused("param group")
+
+    def _warn_of_fused(self, who: str) -> None:
+        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last warning."""
+        if self._asks_fused and (text := unfused_warning(self.param_sets)):
+            warn_user(f"{who}: {text}")
+        self._asks_fused = False
 
     @isolated
     def _add_group(self, group: dict[str, Any]) -> None:
@@ -176,7 +202,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     def _swap_iterate(self, mode: Mode) -> None:
         if self.recipe.averaging is not None and self.iterate != mode:
-            self._settle()
+            self._adopt_changes()
             self.param_sets.swap_iterate(mode, self.state)
             for group in self.param_groups:
                 group["iterate"] = mode
@@ -222,7 +248,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.provide("loss", loss)
         if self._model is not None and any(p.grad is None and p.requires_grad for p in parameters):
             self._model.check(self.param_groups)
-        self._settle(thorough=False)
+        self._adopt_changes(thorough=False)
         self.param_sets.require_values()
         if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
             warn_of_options(self.param_groups, self.recipe)
@@ -232,7 +258,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         hypers = [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
         ready: Steps = [(param_set, param_set.prepare(hypers, loss_scale)) for param_set in self.param_sets]
         if self.param_sets.asks_signals:
-            ready = with_partners(self.param_sets, self.param_sets.signals.take(ready))  # all have prepared
+            signals = self.param_sets.signals
+            ready = with_partners(signals.listeners.asked, self.param_sets.rows(), signals.take(ready))
         for group, hyper in zip(self.param_groups, hypers, strict=True):
             if hyper.peak_lr != group["peak_lr"]:
                 self._keep_peak(group, hyper)
@@ -242,8 +269,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if rule is not None and start is not None and passes is not None:
             with self.param_sets.signals.listeners.pause():
                 rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
-        if self._rounding is not None and self._rounding.check(self):
-            self._rounding = None
+        if self._watches_rounding:
+            self._rounding = self._rounding or RoundingWatch()
+            self._watches_rounding = not self._rounding.check(self)
         return loss
 
     @property
@@ -324,7 +352,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """
         return self.param_sets.signals.unprovided(self.param_sets)
 
-    def _settle(self, thorough: bool = True) -> None:
+    def _adopt_changes(self, thorough: bool = True) -> None:
         """Adopt parameters and state that a host replaced, cast or moved. Take back steps with unusable gradients."""
         moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
@@ -339,7 +367,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         them call it, and state consists of DTensors for torch.distributed.checkpoint. For plain tensors use
         `full_state_dict`.
         """
-        self._settle()
+        self._adopt_changes()
         with divided_state(self):
             return without_dynamo(super().state_dict)()
 
@@ -355,7 +383,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         Args:
             to: rank that receives the state.
         """
-        self._settle()
+        self._adopt_changes()
         consolidate(self, to)
 
     @isolated
@@ -381,5 +409,48 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @isolated
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self._settle()
+        self._adopt_changes()
         return restored, (type(self), snapshot(self))
+
+
+class ModelLink:
+    """The model of an optimizer, and the names of the parameters in its groups.
+
+    Only a parameter that should have a gradient and has none is searched in the model. The model is referenced weakly.
+    Parameters are not referenced: torch refuses to swap a parameter with weak references, as `model.to` does with
+    DTensors.
+
+    model: weak reference to the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.model = weakref.ref(model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError if a parameter of the model has a gradient and is not in the groups.
+
+        Weights that were tied after the optimizer was made share one of its parameters, and are accepted.
+        """
+        model = self.model()
+        if model is None:
+            return
+        for group, names in zip(groups, self._names, strict=False):  # groups added later have no names
+            for parameter, name in zip(group["params"], names, strict=False):
+                if parameter.grad is None and parameter.requires_grad and name is not None:
+                    _require_held(groups, model, name, parameter)
+
+
+def _require_held(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, name: str, parameter: Tensor) -> None:
+    try:
+        held = model.get_parameter(name)
+    except AttributeError:  # the parameter was removed, and no other is trained in its place
+        return
+    if held.grad is None or held is parameter:
+        return
+    if all(held is not other for group in groups for other in group["params"]):
+        raise RuntimeError(
+            f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
+            "ignored; replace parameters (sharding, resizing) before, or compose another optimizer"
+        )

@@ -1,11 +1,12 @@
-"""Checks of param groups: options, keys, values, and the names that routes need."""
+"""Checks of param groups and their parameters: options, keys, values, and what the routes of a recipe need."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import re
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigengraft.blocking import Blocking, Pairs
 from eigengraft.component import plain
 from eigengraft.errors import warn_user
+from eigengraft.signals import PARTNER, asking
 
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
@@ -26,7 +29,8 @@ _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
 """Keys that a user writes, and may misspell."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
-_IGNORED = ("foreach", "fused", "capturable")
+_HOW = ("foreach", "fused", "capturable")
+"""Options of torch's optimizers that choose how a step is computed."""
 _OFF = {
     "maximize": "minimize the negative of the loss",
     "differentiable": "no gradient passes through a step",
@@ -44,14 +48,16 @@ _CYCLE = "[{'from': 0.95, 'to': 0.85, 'steps': 300}, {'from': 0.85, 'to': 0.95, 
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
 """Options of torch's Adadelta, RMSprop and ASGD whose names wrappers of optimizers (SAM, LookSAM) also write into the
 groups of the wrapped optimizer."""
-KNOWN_KEYS = frozenset((*_KEYS, *_IGNORED, *_OFF))
+KNOWN_KEYS = frozenset((*_KEYS, *_HOW, *_OFF))
 """Keys of a param group that `warn_of_options` does not check."""
 WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 """Remedy for wrappers that shard parameters as flat pieces."""
 
 
 def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = None) -> None:
-    """Warn of options of torch's optimizers that have no effect here.
+    """Warn of options of torch's optimizers that are not followed here.
+
+    `foreach=True` holds always, and the optimizer checks `fused=True` when it knows its steps.
 
     recipe: recipe whose fields an unknown option may stand for. None: the error names no fields.
 
@@ -60,7 +66,7 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
         ValueError: an option is not supported and not off.
     """
     for key, value in given.items():
-        if key not in (*_IGNORED, *_OFF):
+        if key not in (*_HOW, *_OFF):
             meant = {} if recipe is None else meant_overrides(key, value, recipe)
             there = f"; pass overrides={meant}" if meant else ""
             raise TypeError(
@@ -68,9 +74,15 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
             )
         if key in _OFF and value:
             raise ValueError(f"{who}: {key} is not supported, got {value!r}; {_OFF[key]}")
-    asked = [key for key in _IGNORED if given.get(key)]
-    if asked:
-        warn_user(f"{who}: {', '.join(asked)}: no effect, all blocks of a shape are computed at once")
+    always = {
+        "foreach": "blocks of a shape are computed at once",
+        "fused": "Adam's chain runs by fused kernels it fits",
+    }
+    for key, why in always.items():
+        if given.get(key) is False:
+            warn_user(f"{who}: {key}=False has no effect, because {why}; leave the option out")
+    if given.get("capturable"):
+        warn_user(f"{who}: capturable=True has no effect; set it for the optimizer, or `graph: true` in the recipe")
 
 
 def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
@@ -123,7 +135,7 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"param group: it must be a mapping with 'params', got a {type(group).__name__}")
-    options = {key: group[key] for key in (*_IGNORED, *_OFF) if key in group}
+    options = {key: group[key] for key in (*_HOW, *_OFF) if key in group}
     check_options(options, "param group")
     for key in group:
         if key in _KEYS or key in options:
@@ -155,7 +167,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
     """
     for group in groups:
         for key in sorted(group.keys() - KNOWN_KEYS):
-            stages = [found for at, rule in recipe.updates().items() for found in rule.stages(at)]
+            stages = [found for at, rule in recipe.rules().items() for found in rule.stages(at)]
             paths = [f"{path}.{key}" for path, stage in stages if key in type(stage).model_fields]
             if paths or key in _elsewhere():
                 there = f"change {', '.join(paths)} in the recipe" if paths else "change the recipe instead"
@@ -167,7 +179,7 @@ def _elsewhere() -> frozenset[str]:
     """Return options of torch's optimizers and fields of recipes, without names that wrappers and schedulers use."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
-    return (frozenset(options) - _OF_WRAPPERS) | (Recipe.model_fields.keys() - {"lr_scale"})
+    return (frozenset(options) - _OF_WRAPPERS) | Recipe.model_fields.keys()
 
 
 def check_values(group: Mapping[str, Any]) -> None:
@@ -241,3 +253,63 @@ def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
             "parameters by name, role or module; pass the model to eigengraft.compose, or pass "
             "model.named_parameters(), or set `routes` (`[]` updates all parameters alike)"
         )
+
+
+def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raise ValueError for a route that is not optional and matches no parameter."""
+    taken = {recipe.route(info)[0] for info in infos}
+    for route in recipe.routes:
+        if not route.optional and f"routes.{route.name}" not in taken:
+            raise ValueError(
+                f"routes.{route.name}: the rule matches no parameter. Earlier rules match first, and rules about names "
+                "need named_parameters; set `optional: true` if no match is intended"
+            )
+
+
+def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raise ValueError for a parameter whose update needs a partner that is missing or has a wrong shape."""
+    infos, rules = list(infos), recipe.rules()
+    named = {info.name: info for info in infos if info.name is not None}
+    asked = {path: asking(rule.stages(path)).keys() & PARTNER for path, rule in rules.items()}
+    for info in infos:
+        path = recipe.route(info)[0]
+        rule, factor, where = rules[path], info.facts.factor, f"{path}: " if path else ""
+        if not asked[path]:
+            continue
+        if not isinstance(rule.view, Pairs) or rule.blocking != Blocking():
+            got = f"{rule.view!r} and {rule.blocking!r}"
+            raise ValueError(f"{where}view: '{min(asked[path])}' needs `view: pairs` without blocking, got {got}")
+        partner = None if factor is None else named.get(factor.partner)
+        if factor is None or partner is None:
+            why = f"there is no parameter {factor.partner}" if factor else "the parameter belongs to no pair"
+            raise ValueError(
+                f"{info.name}: '{min(asked[path])}' needs the partner of the parameter, but {why}; "
+                "pairs are found by the names lora_A and lora_B or by a module's `parameter_pairs()`"
+            )
+        pair = (info, partner) if factor.side == "inputs" else (partner, info)
+        if len(partner.shape) != 2 or pair[0].shape[0] != pair[1].shape[1]:
+            shapes = f"{pair[0].shape} and {pair[1].shape}"
+            raise ValueError(f"{info.name}: the shapes of a pair must be (r, n) and (m, r), got {shapes}")
+
+
+def unclear_heads(recipe: Recipe, rows: Sequence[tuple[Tensor, ParamInfo]], names_only: bool) -> Iterator[str]:
+    """Yield a warning if the recipe routes output heads, and the last layer, perhaps a head, goes to its main update.
+
+    There is none if the head is found, frozen or tied, nor for adapters and stacks of equal blocks.
+
+    rows: all parameters with their descriptions.
+    names_only: True if only names and shapes of the parameters are known, but not their model.
+    """
+    if not any("head" in route.match.role for route in recipe.routes) or any(info.facts.factor for _, info in rows):
+        return
+    give, why = "compose the recipe with its model", "names and shapes do not show a head"
+    if not names_only:
+        give = "return its module from a method `get_output_embeddings()` of the model"
+        why = "other layers may consume its outputs"
+    for parameter, info in rows:
+        if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
+            yield (
+                f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
+                f"output head is found and {why}; if it is the head, {give}, or put a route with "
+                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'"
+            )

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, final
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import ChainOf
-from eigengraft.errors import ContractError, located
+from eigengraft.component import ChainOf, located
+from eigengraft.errors import ContractError
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
 from eigengraft.slots import Slot, State

@@ -51,7 +51,7 @@ class Cadence(Component, ABC, family="cadence"):
 
     @property
     def spread(self) -> bool:
-        """True if blocks are due at different steps of a period, in waves whose least work is the field `at_once`."""
+        """True if blocks are due at different steps of a period, in waves of at least the work `min_wave_work`."""
         return False
 
     def waves(self, refreshes: float) -> int | None:
@@ -76,9 +76,9 @@ class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
     t is the block's own step. With `stagger: cost` the phases spread the blocks over the interval in equal waves, as
-    many as leave each the work of `at_once` blocks; with `none` all are due at once, as in the published codes. Ranks
-    refresh a wave side by side: where fewer blocks are due than there are ranks, the others wait. With `at_once: 1`
-    every step pays about the same.
+    many as leave each the work of `min_wave_work` blocks; with `none` all are due at once, as in the published codes.
+    Ranks refresh a wave side by side: where fewer blocks are due than there are ranks, the others wait. With
+    `min_wave_work: 1` every step pays about the same.
     """
 
     kind: Literal["every"] = "every"
@@ -90,7 +90,7 @@ class Every(Cadence):
     stagger: Literal["cost", "none"] = Field(
         default="cost", description="spread refreshes over the interval, or do all at once"
     )
-    at_once: int = Field(
+    min_wave_work: int = Field(
         default=8,
         ge=1,
         description="least refresh work in one wave, in units of the costliest block: at least the number of ranks, so "
@@ -99,10 +99,10 @@ class Every(Cadence):
 
     @model_validator(mode="after")
     def _spreads(self) -> Self:
-        if self.stagger == "none" and self.at_once != type(self).model_fields["at_once"].default:
+        if self.stagger == "none" and self.min_wave_work != type(self).model_fields["min_wave_work"].default:
             raise ValueError(
-                f"at_once: {self.at_once} cannot be combined with `stagger: none`, by which all blocks are due at the "
-                "same step; remove one of the two"
+                f"min_wave_work: {self.min_wave_work} cannot be combined with `stagger: none`, by which all blocks are "
+                "due at the same step; remove one of the two"
             )
         return self
 
@@ -132,7 +132,9 @@ class Every(Cadence):
         return self.stagger == "cost" and self.steps > 1
 
     def waves(self, refreshes: float) -> int | None:
-        return max(1, min(self.steps, int(refreshes / self.at_once))) if self.spread and self.at_once > 1 else None
+        if not self.spread or self.min_wave_work == 1:
+            return None
+        return max(1, min(self.steps, int(refreshes / self.min_wave_work)))
 
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest

@@ -44,7 +44,7 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
 
 def alone(name: str) -> bool:
     """Whether steps of a recipe take gradients alone, and no signal that a model or a training loop must provide."""
-    asked = [own for rule in load_recipe(name).updates().values() for _, own in listeners(rule, "")]
+    asked = [own for rule in load_recipe(name).rules().values() for _, own in listeners(rule, "")]
     some = {signal for own in asked for what in ("some", "first") for signal in getattr(own, f"requires_{what}", ())}
     return some.union(*(requested(own) for own in asked)) <= OWN
 
@@ -66,12 +66,12 @@ BROAD = tuple(name for name in ALONE if name in COVER or not plain(name))
 def machinery(name: str) -> frozenset[str]:
     """What a step of a recipe takes beside its stages: code of the engine that runs for some recipes only."""
     recipe = load_recipe(name)
-    stages = [stage for rule in recipe.updates().values() for _, stage in rule.stages()]
+    stages = [stage for rule in recipe.rules().values() for _, stage in rule.stages()]
     asked = {
         "priming": any(stage.cached_traits().lagged for stage in stages),
         "stacks of whole parameters": any(stage.cached_traits().sums for stage in stages),
         "a rotation that hooks share": any(getattr(stage, "statistic_frame", "fixed") != "fixed" for stage in stages),
-        "stages after decay": any(rule.after_decay for rule in recipe.updates().values()),
+        "stages after decay": any(rule.after_decay for rule in recipe.rules().values()),
         "decay in gradients": recipe.decays_in_gradient(),
         f"averaging {getattr(recipe.averaging, 'kind', '')}": recipe.averaging is not None,
     }

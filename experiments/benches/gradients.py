@@ -196,7 +196,7 @@ def _statistics(group: Mapping[str, Any]) -> set[str]:
     declared = json.loads(group["recipe"])
     declared.pop("schema", None)
     found = set()
-    for path, rule in load_recipe(declared).updates().items():
+    for path, rule in load_recipe(declared).rules().items():
         for axes in range(1, 5):
             where = f"{path}.update" if path else "update"
             for stage, slot, declared_slot in chain_slots(rule.update, (2,) * axes, where):

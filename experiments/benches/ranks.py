@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.optimizers import Recipe, load_recipe
 from eigengraft.optimizers.plan.plan import plan
-from eigengraft.optimizers.stacks.assignment import at_once_fields, common_interval
+from eigengraft.optimizers.stacks.assignment import common_interval, wave_fields
 
 from . import view
 from .bench import Bench, Column, Problem
@@ -21,7 +21,7 @@ from .view import Panel, Recommendation, Row, Table
 
 
 class RankBench(Bench):
-    """Recipes x values of `refresh.at_once` x numbers of ranks on one set of matrices, replicated as under DDP.
+    """Recipes x values of `refresh.min_wave_work` x numbers of ranks on one set of matrices, replicated as under DDP.
 
     The matrices of a transformer: for each layer [3 w, w], [w, w], [4 w, w], [w, 4 w]. Every rank is a process with one
     thread and has the same independent normal gradients. Measured is the time for which a rank computes, without the
@@ -32,7 +32,7 @@ class RankBench(Bench):
     recipes: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
         default=("shampoo",), strict=False, description="shipped names or YAML files of recipes that spread refreshes"
     )
-    at_once: PositiveInts = Field(default=(1, 8), strict=False, description="values of `refresh.at_once`")
+    min_wave_work: PositiveInts = Field(default=(1, 8), strict=False, description="values of `refresh.min_wave_work`")
     ranks: PositiveInts = Field(
         default=(1, 2, 4), strict=False, description="numbers of ranks; the first is 1, which others are compared with"
     )
@@ -42,7 +42,7 @@ class RankBench(Bench):
     candidate_field: ClassVar[str] = "recipes"
     joint: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {
-        "at_once": Column("least refresh work of a step, in units of the costliest block"),
+        "min_wave_work": Column("least refresh work of a step, in units of the costliest block"),
         "steps": Column("number of measured steps, whole intervals of refreshes"),
         "path_ms": Column("time of the rank that computes longest, the mean over steps", "ms"),
         "efficiency": Column("time of a step on one rank over R path_ms"),
@@ -55,8 +55,8 @@ class RankBench(Bench):
     @classmethod
     def _spread(cls, recipes: tuple[str, ...]) -> tuple[str, ...]:
         for name in recipes:
-            if not at_once_fields(load_recipe(name), [""]):
-                raise ValueError(f"refreshes of '{name}' cannot be spread; give a recipe with `refresh.at_once`")
+            if not wave_fields(load_recipe(name), [""]):
+                raise ValueError(f"refreshes of '{name}' cannot be spread; give a recipe with `refresh.min_wave_work`")
         return recipes
 
     @model_validator(mode="after")
@@ -76,11 +76,11 @@ class RankBench(Bench):
         return tuple((f"layers.{i}.{name}.weight", shape) for i in range(self.layers) for name, shape in layer.items())
 
     def variants(self) -> list[tuple[str, int, Recipe]]:
-        """Return (name, at_once, recipe) of everything that is measured on each number of ranks."""
+        """Return (name, min_wave_work, recipe) of everything that is measured on each number of ranks."""
         found = []
         for name in self.recipes:
-            fields = at_once_fields(load_recipe(name), [""])
-            found += [(name, n, load_recipe(name, dict.fromkeys(fields, n))) for n in self.at_once]
+            fields = wave_fields(load_recipe(name), [""])
+            found += [(name, n, load_recipe(name, dict.fromkeys(fields, n))) for n in self.min_wave_work]
         return found
 
     def problems(self) -> Sequence[Problem]:
@@ -101,11 +101,11 @@ class RankBench(Bench):
         return RankJob(recipe.to_json(), self.shapes(), interval, self.intervals * interval, self.seed)
 
     def _row(self, variant: tuple[str, int, Recipe], busy: BusyTimes, alone: float, fields: Mapping[str, Any]) -> Row:
-        name, at_once, recipe = variant
+        name, wave, recipe = variant
         ranks, path = len(busy), path_of(busy)
         paper = plan(recipe, self.shapes(), (ranks,), "ddp")
         return {
-            **self.row(None, fields, candidate=f"{name}, {at_once} at once", at_once=at_once, steps=len(busy[0])),
+            **self.row(None, fields, candidate=f"{name}, {wave} at once", min_wave_work=wave, steps=len(busy[0])),
             "declaration": recipe.declaration(),
             "path_ms": path,
             "efficiency": efficiency_of(alone, ranks, path),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from rich.progress import track
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, did_you_mean
 
 from .arguments import Imports, override_argument
 from .console import to_yaml
@@ -86,8 +85,7 @@ def _chosen(
     kind = str(given.pop("kind", what))
     member = Bench.members.get(kind)
     if member is None or not issubclass(member, Bench):
-        near = difflib.get_close_matches(kind, Bench.members, n=1, cutoff=0.5)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(kind, Bench.members, 0.5)
         raise RecipeError(f"bench: '{kind}' is no bench{hint} (the benches are {', '.join(Bench.members)})")
     for name, option in (("checkpoint", "--from"), ("record", "--record")):
         if name in options and name not in member.model_fields:

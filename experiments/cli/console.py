@@ -68,7 +68,7 @@ def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
     table.add_column("state bytes", footer=f"{optimizer.state_bytes():,}", justify="right")
     for row in rows:
         blocks = ", ".join(f"{count} x {_shape(shape)}" for shape, count in Counter(row.blocks).items())
-        scaled = f"lr x {', '.join(f'{factor:.3g}' for factor in row.lr_factors)}" if row.lr_factors else ""
+        scaled = f"lr x {', '.join(f'{factor:.3g}' for factor in row.width_factors)}" if row.width_factors else ""
         because = "; ".join(filter(None, (row.reason, row.view, scaled, *row.left_out, *row.fallbacks)))
         cells = (row.name, _shape(row.shape), row.route or "recipe", because, blocks, f"{row.state_bytes:,}")
         table.add_row(*map(Text, cells))

@@ -193,7 +193,7 @@ def remarks(plan: Plan, unit: str) -> list[str]:
         "messages: to other ranks, summed over the collectives of a step; buffers: bytes that these read and write",
     ]
     if plan.advice is not None:
-        better = " ".join(f"{name}={plan.advice.at_once}" for name in plan.advice.fields)
+        better = " ".join(f"{name}={plan.advice.min_wave_work}" for name in plan.advice.fields)
         lines.append(
             f"ranks wait for the one that refreshes: {better} gives an efficiency of "
             f"{plan.advice.balance.efficiency:.3f}, in another trajectory (that of one process with the same value)"

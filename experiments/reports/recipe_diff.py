@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eigengraft.errors import stage_name
+from eigengraft.component import stage_name
 
 from .records import learning_rate
 

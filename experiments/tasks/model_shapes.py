@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.optimizers.recipe.loading import read_yaml
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model
 
@@ -103,11 +102,9 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
         return list(MODELS[model].shapes())
     if model not in Task.members:
         known = [*MODELS, *Task.members]
-        near = difflib.get_close_matches(model, known, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise RecipeError(
-            f"model: '{model}' is unknown{hint}; known are {', '.join(known)}, and .txt, .json or .yaml files of names "
-            "and shapes"
+            f"model: '{model}' is unknown{did_you_mean(model, known)}; known are {', '.join(known)}, and .txt, .json "
+            "or .yaml files of names and shapes"
         )
     task = Task.members[model]()
     assert isinstance(task, Task)

@@ -106,7 +106,7 @@ def _half_operations(recipe: Recipe, infos: Sequence[ParamInfo]) -> float:
     total = 0.0
     for info in infos:
         path, _ = recipe.route(info)
-        rule = recipe.updates()[path]
+        rule = recipe.rules()[path]
         half = [stage for _, stage in rule.stages() if _in_bfloat16(stage)]
         for grid in rule.blocking.grids(info.shape, recipe.view_of(info).matrices) if half else ():
             total += len(grid.keys) * sum(stage.work(grid.shape) for stage in half)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft.distributed.layouts import local
+from eigengraft.numerics import local
 from eigengraft.optimizers.state.shown_state import own_state
 from eigengraft.slots import StateKey
 

@@ -18,8 +18,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
-from eigengraft.component import Component, validated
-from eigengraft.errors import OTHER_NAMES, RecipeError
+from eigengraft.component import OTHER_NAMES, Component, validated
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs
 from eigengraft.signals import follows_run
@@ -128,7 +128,7 @@ class Experiment(Component):
     @property
     def run_recipe(self) -> eigengraft.Recipe:
         """The recipe of this run. It has the length of the run if a schedule of the recipe depends on it."""
-        if self.recipe.total_steps is not None or not follows_run(self.recipe.updates()):
+        if self.recipe.total_steps is not None or not follows_run(self.recipe.rules()):
             return self.recipe
         return self.recipe.replace(total_steps=self.steps)
 

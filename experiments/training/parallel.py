@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from eigengraft.component import Component
+from eigengraft.component import Component, stage_name
 from eigengraft.distributed.rank_group import DistributedError
-from eigengraft.errors import RecipeError, stage_name
+from eigengraft.errors import RecipeError
 
 from ..tasks import Batch
 from ..tasks.base import generator

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft.distributed.layouts import local
 from eigengraft.errors import RecipeError
+from eigengraft.numerics import local
 
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics

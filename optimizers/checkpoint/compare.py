@@ -14,11 +14,10 @@ from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.statistics import Statistic
 
 from ..param_groups import check_values
-from ..recipe.loading import load_recipe
+from ..recipe.loading import load_recipe, present_schema
 from ..recipe.overrides import differences
-from ..recipe.param_names import canonical_names
 from ..recipe.recipe import SCHEMA_VERSION, Recipe
-from ..recipe.routing import ParamInfo
+from ..recipe.routing import ParamInfo, canonical_names
 from ..write import Averaging
 from ..write.averaging import MODES, Mode
 
@@ -84,7 +83,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         ValueError: the saved recipe is no JSON text, has another schema, or cannot be loaded here.
     """
     try:
-        mine, other = json.loads(own), json.loads(got)
+        mine, other = json.loads(own), present_schema(json.loads(got))
     except (TypeError, ValueError):
         raise ValueError("state_dict: the recipe in a param group must be JSON text, got something else") from None
     if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
@@ -105,7 +104,8 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         return RecipeChange(meaning=tuple(changed), renamed=renamed)
     before, after = map(_meanings, recipes)
     paths = _views(*recipes, infos)
-    paths += [key for update in before.keys() & after.keys() for key in _differing(before[update], after[update])]
+    pairs = [(before[at], after[at]) for at in before.keys() & after.keys()]
+    paths += [key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     found: dict[str, list[str]] = {"meaning": [], "settings": [], "of_groups": []}
     for line in changed:
         path = line.partition(": ")[0]
@@ -136,14 +136,10 @@ def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
-
-
 def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Return the fields that give numbers in slots their meaning, by update and dotted path."""
     found = {}
-    for at, rule in recipe.updates().items():
+    for at, rule in recipe.rules().items():
         own: dict[str, Any] = {}
         for path, stage in rule.stages(at):
             chain = path.rpartition(".")[0]
@@ -160,7 +156,7 @@ def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[st
     found = dict[str, None]()
     for info in infos:
         at = after.route(info)[0]
-        rule = before.updates().get(at)
+        rule = before.rules().get(at)
         if rule is None or rule.entrywise() or before.route(info)[0] != at:
             continue
         try:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..stacks.placement import ParamSpec
@@ -136,46 +135,3 @@ def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matri
         first = matrices[0] if matrices else next(iter(own))
         others = f" and {len(own) - 1} more" if len(own) > 1 else ""
         raise ValueError(f"{first}{others}: parameters must have their own shape, got {piece}")
-
-
-class ModelLink:
-    """The model of an optimizer, and the names of the parameters in its groups.
-
-    Only a parameter that should have a gradient and has none is searched in the model. The model is referenced weakly.
-    Parameters are not referenced: torch refuses to swap a parameter with weak references, as `model.to` does with
-    DTensors.
-
-    model: weak reference to the model.
-    """
-
-    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-        self.model = ref(model)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
-
-    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if a parameter of the model has a gradient and is not in the groups.
-
-        Weights that were tied after the optimizer was made share one of its parameters, and are accepted.
-        """
-        model = self.model()
-        if model is None:
-            return
-        for group, names in zip(groups, self._names, strict=False):  # groups added later have no names
-            for parameter, name in zip(group["params"], names, strict=False):
-                if parameter.grad is None and parameter.requires_grad and name is not None:
-                    _require_held(groups, model, name, parameter)
-
-
-def _require_held(groups: Sequence[Mapping[str, Any]], model: nn.Module, name: str, parameter: Tensor) -> None:
-    try:
-        held = model.get_parameter(name)
-    except AttributeError:  # the parameter was removed, and no other is trained in its place
-        return
-    if held.grad is None or held is parameter:
-        return
-    if all(held is not other for group in groups for other in group["params"]):
-        raise RuntimeError(
-            f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
-            "ignored; replace parameters (sharding, resizing) before, or compose another optimizer"
-        )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from eigengraft.distributed.layouts import divided, is_dtensor, local
+from eigengraft.distributed.layouts import divided
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
+from eigengraft.numerics import is_dtensor, local
 
 from ..state.manifest import (
     empty_state,

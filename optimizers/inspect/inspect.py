@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from eigengraft.errors import ContractError
 from eigengraft.numerics import fake_mode
-from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.algebra.spectra import condition, off_diagonal_share, orthogonality, turning_angle
 from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.slots import Slot, State, Watch
@@ -265,7 +264,8 @@ def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, 
     update = stack_state.state("update", blocks.rows, nothing_written, context)
     after_decay = stack_state.state("after_decay", blocks.rows, nothing_written, context)
     for stages, state in ((stack_state.rule.update, update), (stack_state.rule.after_decay, after_decay)):
-        for stage, own in _walk(stages, state):
+        for part, stage, block in walk_blocks(stages, state.block):
+            own = state.scope(part, block)
             found = {
                 **of_slots(slots.get(own.path, {}), own),
                 **_staleness(stage, context),
@@ -339,9 +339,3 @@ def _own(stage: Any, state: State, context: StepContext) -> Found:
         slot, _, measure = name.rpartition("/")
         found[slot, measure] = values
     return found
-
-
-def _walk(stages: Stages, state: State) -> Iterator[tuple[Any, State]]:
-    """Yield every stage of a chain, and of the chains inside it, with its state."""
-    for path, stage, block in walk_blocks(stages, state.block):
-        yield stage, state.scope(path, block)

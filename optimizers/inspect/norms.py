@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eigengraft.distributed.layouts import is_dtensor, local
+from eigengraft.numerics import is_dtensor, local
 
 
 class NormWatch:

@@ -1,10 +1,10 @@
-"""Reports of an optimizer about itself: routes, bytes of state, steps that run slower than asked, chosen solvers."""
+"""Reports of an optimizer about itself: routes and what they receive, bytes of state, slow steps, chosen solvers."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component
-from eigengraft.errors import name_some, stage_name
+from eigengraft.component import Component, stage_name
+from eigengraft.errors import RecipeError, name_some
 from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
@@ -21,16 +21,17 @@ from eigengraft.preconditioners.roots import ByDevice
 from eigengraft.slots import StateKey
 
 from ..isolation import isolated
+from ..recipe.expect import expected_rules, parse_expectation
 from ..recipe.recipe import Recipe
+from ..recipe.routing import ParamInfo
 from ..signals.signals import steps_taken
-from ..stacks.placement import lr_factors
+from ..stacks.placement import width_factors
 from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 from .inspect import Watched, inspect, watch_next_step
-from .reached import Reached, reached
 from .table import Inspection, Measurement
 
 
@@ -45,7 +46,7 @@ class RoutedParameter:
     view: the matrices that the parameter is viewed as, and why; "" if the tensor is used as it is.
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
-    lr_factors: distinct factors by which `lr_scale` multiplies the directions of its matrices; () for none.
+    width_factors: distinct factors by which `width_scaling` multiplies the directions of its matrices; () for none.
     left_out: axes that have no factor, because they are too long, with the reason.
     fallbacks: reasons why its step is not compiled although the recipe asks for it, not fused although it is Adam's
         chain, or not run in chunks although the parameter is large enough.
@@ -58,157 +59,70 @@ class RoutedParameter:
     view: str
     blocks: tuple[tuple[int, ...], ...]
     state_bytes: int
-    lr_factors: tuple[float, ...] = ()
+    width_factors: tuple[float, ...] = ()
     left_out: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
 
 
-def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[RoutedParameter]:
-    """Return the route of each parameter in the order of the groups. state: of each parameter, by state key."""
-    rows, slower = [], dict[int, tuple[str, ...]]()
-    for each in param_sets:
-        slower.update({id(each.parameters[position]): why for position, why in fallbacks(each).items()})
-    for index, infos in enumerate(param_sets.infos):
-        labels, parameters = param_sets.labels(index), param_sets.parameters[index]
-        for parameter, info, label in zip(parameters, infos, labels, strict=True):
-            route, reason = param_sets.recipe.route(info)
-            view = param_sets.recipe.view_of(info)
-            grids = param_sets.recipe.updates()[route].blocking.grids(info.shape, view.matrices)
-            blocks = tuple(grid.shape for grid in grids for _ in grid.keys)
-            if not parameter.requires_grad and not own_state(state.get(parameter)):
-                reason += "; frozen, no state"
-            size = slot_bytes(state.get(parameter, {}))
-            factors = tuple(dict.fromkeys(lr_factors(param_sets.recipe, info)))
-            left = left_out(param_sets.recipe.updates()[route].update, blocks)
-            seen = view.describe(info.shape)
-            why = slower.get(id(parameter), ())
-            rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors, left, why))
-    return rows
+@dataclass(frozen=True)
+class Reached:
+    """How much of a model a stage or a route receives, beside an expectation of the recipe.
 
-
-def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate: Mode, state_bytes: int) -> str:
-    """Return the text of `print(optimizer)`: recipe, routes, output heads, averaging, groups, solvers and bytes."""
-    recipe = param_sets.recipe
-    routes = Counter(recipe.route(info)[0] or "update" for infos in param_sets.infos for info in infos)
-    where = ", ".join(f"{count} parameter{'s' * (count != 1)} by {path}" for path, count in routes.items())
-    lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
-    heads = [f"{info.name} ({info.why})" for infos in param_sets.infos for info in infos if info.role == "head"]
-    heads = heads or [f"none found, perhaps {info.name}" for own in param_sets.infos for info in own if info.unclear]
-    if heads and any("head" in route.match.role for route in recipe.routes):
-        lines.append(f"  output heads: {name_some(heads, 3)}")
-    if recipe.averaging is not None:
-        kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
-        lines.append(f"  averaging: {kind}, the parameters hold the iterate to {iterate}")
-    for index, group in enumerate(groups):
-        own = Counter(recipe.route(info)[0] or "update" for info in param_sets.infos[index])
-        where = ", ".join(f"{count} by {path}" for path, count in own.items())
-        rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
-        lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
-    if any(update.compile for update in recipe.updates().values()):
-        compiled = [own for each in param_sets for own in each.stack_states if each.execution(own).compiled]
-        kernels = sum(len(own.stack.grids) for own in compiled)
-        lines.append(
-            f"  compiled: steps of {kernels} parameters; `fallbacks` in routing_table() says why others are not"
-        )
-    fused = [own for each in param_sets for own in each.stack_states if each.execution(own).adam is not None]
-    if fused:
-        lines.append(
-            f"  fused: steps of {sum(len(own.stack.grids) for own in fused)} parameters by torch's kernel of Adam"
-        )
-    lines += (f"  {line}" for each in param_sets if each.graphs is not None for line in each.graphs.lines())
-    lines += (f"  {line}" for line in solver_choices(own for each in param_sets for own in each.stack_states))
-    for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
-        lines.append(f"  {path}: {value:g}, scheduled")
-    return "\n".join([*lines, f"  state: {state_bytes} bytes)"])
-
-
-class Reporting:
-    """The methods by which an optimizer reports about itself. None of them changes a trajectory.
-
-    watched_rows: measurements of the step that was watched last.
+    key: the stage or route, as in `expect`.
+    text: the expected bound, such as ">= 90% of parameters".
+    found: number of entries, or of tensors, that the stage or route receives.
+    total: number of entries, or of tensors, of the model.
+    holds: True if the expectation is met.
     """
 
-    recipe: Recipe
-    param_sets: ParamSets
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-    watched_rows: tuple[Measurement, ...] = ()
-
-    def _settle(self, thorough: bool = True) -> None:
-        """Apply changes that a host made to parameters and state. It is called before state is read."""
-        raise NotImplementedError
+    key: str
+    text: str
+    found: int
+    total: int
+    holds: bool
 
     @property
-    def iterate(self) -> Mode:
-        """Return which iterate the parameters hold: the one of training or the one of evaluation."""
-        raise NotImplementedError
+    def share(self) -> str:
+        """Return `found` as a percentage of `total`, and both numbers."""
+        return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
 
-    @isolated
-    def watch_next_step(self: Watched) -> None:
-        """Measure the directions of every stage in the next step, for `inspect`.
+    def __str__(self) -> str:
+        return f"{self.key} {self.text}: {self.share}"
 
-        That step takes longer, and its result is the same.
 
-        Raises:
-            ValueError: a parameter is a fake tensor, which has no values.
-        """
-        watch_next_step(self)
+def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
+    """Return, for each expectation of a recipe, how much of the model its stage or route receives."""
+    if not recipe.expect:
+        return []
+    rows, rules = [(recipe.route(info)[0], info.numel) for info in infos], recipe.rules()
+    found_rows = []
+    for key, text in recipe.expect.items():
+        expected, paths = parse_expectation(text), expected_rules(key, rules)
+        sizes = [(path in paths, size if expected.unit == "parameters" else 1) for path, size in rows]
+        found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
+        found_rows.append(Reached(key, text, found, total, expected.holds(found, total)))
+    return found_rows
 
-    @isolated
-    def inspect(self) -> Inspection:
-        """Return measurements of every stage and block: of the present state and of the step that was watched last.
 
-        Ranks that share parameters must call it together. Each rank receives the rows of all ranks. Steps that are not
-        watched cost nothing extra.
+def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raise RecipeError if an expectation is not met, and name the largest tensors that went elsewhere."""
+    infos = list(infos)
+    faults = [
+        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {_astray(recipe, row.key, infos)}"
+        for row in reached(recipe, infos)
+        if not row.holds
+    ]
+    if faults:
+        raise RecipeError("\n".join(faults))
 
-        Raises:
-            ValueError: a parameter is a fake tensor, which has no values.
-        """
-        self._settle()
-        return inspect(self.param_sets, self.watched_rows)
 
-    @property
-    @isolated
-    def skipped(self) -> Counter[str]:
-        """Return how many updates of each parameter, by name, were skipped because its gradient was not finite."""
-        return self.param_sets.skipped()
-
-    def routing_table(self) -> list[RoutedParameter]:
-        """Return the route of each parameter, with the reason, in the order of the param groups."""
-        return routing_table(self.param_sets, self.state)
-
-    def reached(self) -> list[Reached]:
-        """Return, for each `expect` entry of the recipe, how much of the model its stage or route receives."""
-        return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
-
-    def slow_products(self) -> list[str]:
-        """Return a line for each device without instructions for the bfloat16 products that the recipe asks for."""
-        devices = (stack_state.stack.device for stack_state in self.stack_states())
-        return list(slow_products(self.recipe, devices))
-
-    def solver_choices(self, device: str | None = None) -> list[str]:
-        """Return a line for each solver that is chosen by device, and each order of its matrices, with the times.
-
-        Args:
-            device: type of the accelerator to choose for, such as "cuda". None means the device of the parameters. On
-                a CPU there is no choice, and no line.
-        """
-        return list(solver_choices(self.stack_states(), device))
-
-    def slot_sizes(self) -> list[SlotSize]:
-        """Return the declared and the stored bytes of each slot, summed over all parameters."""
-        return slot_sizes(self.stack_states(), self.state.values())
-
-    def stack_states(self) -> list[StackState]:
-        """Return all stacks with their state."""
-        return [stack_state for param_set in self.param_sets for stack_state in param_set.stack_states]
-
-    def state_bytes(self) -> int:
-        """Return the bytes of all state tensors."""
-        return sum(slot_bytes(state) for state in self.state.values())
-
-    def __repr__(self) -> str:
-        return describe(self.param_sets, self.param_groups, self.iterate, self.state_bytes())
+def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
+    """Name the largest tensors that do not reach a stage, or that do reach it if the expectation is an upper bound."""
+    paths, upper = expected_rules(key, recipe.rules()), parse_expectation(recipe.expect[key]).upper
+    rows = [(info, *recipe.route(info)) for info in infos]
+    chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
+    named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
+    return f"{'there' if upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
 
 
 def left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
@@ -240,54 +154,9 @@ class SlotSize:
     stored: int
 
 
-def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Any]) -> list[SlotSize]:
-    """Return the sizes of all slots in the order of the chains, then of iterates and counts, which belong to no stack.
-
-    states: the state of each parameter, by state key.
-    """
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for stack_state in stack_states:
-        for key, slot in stack_state.slots():
-            coded = stack_state.encoded.get(str(key))
-            kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
-            dtype = slot.dtype or stack_state.stack.dtype
-            declared = len(stack_state.stack.param_ids) * math.prod(slot.shape) * dtype.itemsize
-            stored = sum(tensor.numel() * tensor.element_size() for tensor in stack_state.stored(key))
-            sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
-            sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
-    for state in states:
-        for text, tensor in own_state(state).items():
-            if StateKey.parse(text).block is None:
-                size = tensor.numel() * tensor.element_size()
-                sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
-                sizes[0], sizes[1] = sizes[0] + size, sizes[1] + size
-    return [SlotSize(*names, *sizes) for names, sizes in found.items()]
-
-
 def slot_bytes(state: Any) -> int:
     """Return the bytes of one parameter's state, without entries that a host has put there."""
     return sum(slot.numel() * slot.element_size() for slot in own_state(state).values())
-
-
-def solver_choices(stack_states: Iterable[StackState], device: str | None = None) -> Iterator[str]:
-    """Yield a line for each solver that is chosen by device, and each order of its matrices.
-
-    device: type of the accelerator to choose for. None means the device of each stack. On a CPU there is no choice,
-        and no line.
-
-    A line names the path in the recipe, the chosen solver, the other candidates, and the times that decided.
-    """
-    found: dict[tuple[str, int, str], str] = {}
-    for own in stack_states:
-        place, dtype = device or own.stack.device.type, own.stack.dtype
-        matrices = [(key.stage, slot.shape) for key, slot in own.slots() if slot.role in ("root", "basis")]
-        for path, stage in own.rule.stages(own.path) if place != "cpu" else ():
-            for name, solver in stage:
-                if isinstance(solver, ByDevice) and solver.by_device:
-                    for order in {shape[0] for where, shape in matrices if where == path and len(shape) == 2}:
-                        found[f"{path}.{name}", order, place] = solver.choice(place, order, dtype)
-    for (path, order, place), text in sorted(found.items()):
-        yield f"{path}, order {order} on {place}: {text}"
 
 
 def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
@@ -314,15 +183,16 @@ def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[
         yield f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
 
 
-def slow_products(recipe: Recipe, devices: Iterable[torch.device]) -> Iterator[str]:
-    """Yield a line for each device without instructions for bfloat16 products, if the recipe asks for such products."""
-    asked = list(_in_bfloat16(recipe))
-    for device in dict.fromkeys(devices) if asked else ():
-        if has_fast_bfloat16(device) is False:
-            yield (
-                f"{', '.join(asked)}: bfloat16 saves no time here, because this {device.type} has no instructions for "
-                "bfloat16 products; the products are computed in float32 from the rounded numbers"
-            )
+def unfused_warning(param_sets: Iterable[ParamSet]) -> str:
+    """Return the text of a warning about parameters that no fused kernel updates, or "" if there are none."""
+    found = dict[str, str]()
+    for each in param_sets:
+        for own in each.stack_states:
+            if (how := each.execution(own)).adam is None:
+                names = (each.names[position] for position in own.stack.param_ids.tolist())
+                found |= dict.fromkeys(names, how.not_fused or "its chain is not Adam's")
+    why = next(iter(found.values()), "")
+    return f"fused=True has no effect on {name_some([*found], 1)}: {why}" if found else ""
 
 
 def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
@@ -334,3 +204,175 @@ def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
             if isinstance(one, Component):
                 inner = f"{name}.{stage_name(one)}" if isinstance(value, tuple) else name
                 yield from _in_bfloat16(one, f"{path}{inner}.")
+
+
+class Reporting(torch.optim.Optimizer):
+    """The methods by which an optimizer reports about itself. None of them changes a trajectory.
+
+    watched_rows: measurements of the step that was watched last.
+    """
+
+    recipe: Recipe
+    param_sets: ParamSets
+    state: defaultdict[Tensor, Any]
+    watched_rows: tuple[Measurement, ...] = ()
+
+    def _adopt_changes(self, thorough: bool = True) -> None:
+        """Apply changes that a host made to parameters and state. It is called before state is read."""
+        raise NotImplementedError
+
+    @property
+    def iterate(self) -> Mode:
+        """Return which iterate the parameters hold: the one of training or the one of evaluation."""
+        raise NotImplementedError
+
+    @isolated
+    def watch_next_step(self: Watched) -> None:
+        """Measure the directions of every stage in the next step, for `inspect`.
+
+        That step takes longer, and its result is the same.
+
+        Raises:
+            ValueError: a parameter is a fake tensor, which has no values.
+        """
+        watch_next_step(self)
+
+    @isolated
+    def inspect(self) -> Inspection:
+        """Return measurements of every stage and block: of the present state and of the step that was watched last.
+
+        Ranks that share parameters must call it together. Each rank receives the rows of all ranks. Steps that are not
+        watched cost nothing extra.
+
+        Raises:
+            ValueError: a parameter is a fake tensor, which has no values.
+        """
+        self._adopt_changes()
+        return inspect(self.param_sets, self.watched_rows)
+
+    @property
+    @isolated
+    def skipped(self) -> Counter[str]:
+        """Return how many updates of each parameter, by name, were skipped because its gradient was not finite."""
+        return self.param_sets.skipped()
+
+    def routing_table(self) -> list[RoutedParameter]:
+        """Return the route of each parameter, with the reason, in the order of the param groups."""
+        sets, recipe, rows, slower = self.param_sets, self.recipe, [], dict[int, tuple[str, ...]]()
+        for each in sets:
+            slower.update({id(each.parameters[position]): why for position, why in fallbacks(each).items()})
+        for index, infos in enumerate(sets.infos):
+            for parameter, info, label in zip(sets.parameters[index], infos, sets.labels(index), strict=True):
+                (route, reason), view, held = recipe.route(info), recipe.view_of(info), self.state.get(parameter, {})
+                rule = recipe.rules()[route]
+                blocks = [grid.shape for grid in rule.blocking.grids(info.shape, view.matrices) for _ in grid.keys]
+                if not parameter.requires_grad and not own_state(held):
+                    reason += "; frozen, no state"
+                row = RoutedParameter(
+                    name=label,
+                    shape=info.shape,
+                    route=route,
+                    reason=reason,
+                    view=view.describe(info.shape),
+                    blocks=tuple(blocks),
+                    state_bytes=slot_bytes(held),
+                    width_factors=tuple(dict.fromkeys(width_factors(recipe, info))),
+                    left_out=left_out(rule.update, blocks),
+                    fallbacks=slower.get(id(parameter), ()),
+                )
+                rows.append(row)
+        return rows
+
+    def reached(self) -> list[Reached]:
+        """Return, for each `expect` entry of the recipe, how much of the model its stage or route receives."""
+        return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
+
+    def slow_products(self) -> list[str]:
+        """Return a line for each device without instructions for the bfloat16 products that the recipe asks for."""
+        fields = ", ".join(_in_bfloat16(self.recipe))
+        devices = dict.fromkeys(stack_state.stack.device for stack_state in self.stack_states())
+        return [
+            f"{fields}: bfloat16 saves no time here, because this {device.type} has no instructions for bfloat16 "
+            "products; the products are computed in float32 from the rounded numbers"
+            for device in (devices if fields else ())
+            if has_fast_bfloat16(device) is False
+        ]
+
+    def solver_choices(self, device: str | None = None) -> list[str]:
+        """Return a line for each solver that is chosen by device, and each order of its matrices.
+
+        A line names the path in the recipe, the chosen solver, the other candidates, and the times that decided.
+
+        Args:
+            device: type of the accelerator to choose for, such as "cuda". None means the device of the parameters. On
+                a CPU there is no choice, and no line.
+        """
+        found: dict[tuple[str, int, str], str] = {}
+        for own in self.stack_states():
+            place, dtype = device or own.stack.device.type, own.stack.dtype
+            matrices = [(key.stage, slot.shape) for key, slot in own.slots() if slot.role in ("root", "basis")]
+            for path, stage in own.rule.stages(own.path) if place != "cpu" else ():
+                for name, solver in stage:
+                    if isinstance(solver, ByDevice) and solver.by_device:
+                        for order in {shape[0] for where, shape in matrices if where == path and len(shape) == 2}:
+                            found[f"{path}.{name}", order, place] = solver.choice(place, order, dtype)
+        return [f"{path}, order {order} on {place}: {text}" for (path, order, place), text in sorted(found.items())]
+
+    def slot_sizes(self) -> list[SlotSize]:
+        """Return the declared and the stored bytes of each slot, summed over all parameters.
+
+        Slots stand in the order of the chains, before iterates and counts, which belong to no stack.
+        """
+        found: dict[tuple[str, str, str], list[int]] = {}
+        for own in self.stack_states():
+            for key, slot in own.slots():
+                coded = own.encoded.get(str(key))
+                kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
+                declared = len(own.stack.param_ids) * math.prod(slot.shape) * (slot.dtype or own.stack.dtype).itemsize
+                stored = sum(tensor.nbytes for tensor in own.stored(key))
+                sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
+                sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
+        for text, tensor in chain.from_iterable(own_state(state).items() for state in self.state.values()):
+            if StateKey.parse(text).block is None:
+                sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
+                sizes[0], sizes[1] = sizes[0] + tensor.nbytes, sizes[1] + tensor.nbytes
+        return [SlotSize(*names, *sizes) for names, sizes in found.items()]
+
+    def stack_states(self) -> list[StackState]:
+        """Return all stacks with their state."""
+        return [stack_state for param_set in self.param_sets for stack_state in param_set.stack_states]
+
+    def state_bytes(self) -> int:
+        """Return the bytes of all state tensors."""
+        return sum(slot_bytes(state) for state in self.state.values())
+
+    def __repr__(self) -> str:
+        recipe, sets = self.recipe, self.param_sets
+        routes = Counter(recipe.route(info)[0] or "update" for infos in sets.infos for info in infos)
+        where = ", ".join(f"{count} parameter{'s' * (count != 1)} by {path}" for path, count in routes.items())
+        lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
+        heads = [f"{info.name} ({info.why})" for infos in sets.infos for info in infos if info.role == "head"]
+        heads = heads or [f"none found, perhaps {info.name}" for own in sets.infos for info in own if info.unclear]
+        if heads and any("head" in route.match.role for route in recipe.routes):
+            lines.append(f"  output heads: {name_some(heads, 3)}")
+        if recipe.averaging is not None:
+            kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
+            lines.append(f"  averaging: {kind}, the parameters hold the iterate to {self.iterate}")
+        for index, group in enumerate(self.param_groups):
+            routes = Counter(recipe.route(info)[0] or "update" for info in sets.infos[index])
+            where = ", ".join(f"{count} by {path}" for path, count in routes.items())
+            rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
+            lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
+        hows = [(len(own.stack.grids), each.execution(own)) for each in sets for own in each.stack_states]
+        if any(rule.compile for rule in recipe.rules().values()):
+            count = sum(count for count, how in hows if how.compiled)
+            lines.append(
+                f"  compiled: steps of {count} parameters; `fallbacks` in routing_table() says why others are not"
+            )
+        if count := sum(count for count, how in hows if how.adam is not None):
+            lines.append(f"  fused: steps of {count} parameters by torch's kernel of Adam")
+        lines += (f"  {line}" for each in sets if each.graphs is not None for line in each.graphs.lines())
+        lines += (f"  {line}" for line in self.solver_choices())
+        for path, value in sets.schedules.values(steps_taken(sets)).items():
+            lines.append(f"  {path}: {value:g}, scheduled")
+        return "\n".join([*lines, f"  state: {self.state_bytes()} bytes)"])

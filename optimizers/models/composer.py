@@ -15,8 +15,7 @@ from eigengraft.errors import warn_user
 from ..optimizer import Optimizer
 from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
-from ..recipe.param_names import canonical_names
-from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
+from ..recipe.routing import DescribedParameters, ParamInfo, canonical_names, describe_model
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .lint import warn_of_faults
 from .logits import watch_logits

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from eigengraft.distributed.layouts import is_dtensor
+from eigengraft.errors import name_some
 from eigengraft.noise import uniform
-from eigengraft.numerics import signs
+from eigengraft.numerics import is_dtensor, signs
 
 from ..isolation import kept_from_compiler
 from ..optimizer import Optimizer
+from ..signals.signals import steps_taken
 from ..step.step import ParamSet
 from ..write.closures import Buffers
 from .arguments import require_function, require_integer, require_loss, require_optimizer
@@ -51,9 +52,9 @@ def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 
     def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
         gradients = _gradients("hutchinson", loss(), parameters, names, create_graph=True)
         curved = [g if g is not None and g.requires_grad else None for g in gradients]
-        total = [torch.zeros_like(parameter) for parameter in parameters]
+        total, step = [torch.zeros_like(parameter) for parameter in parameters], steps_taken(optimizer.param_sets)
         for sample in range(samples):
-            probes = [_signs(p, name, _step(optimizer), sample) for p, name in zip(parameters, names, strict=True)]
+            probes = [_signs(p, name, step, sample) for p, name in zip(parameters, names, strict=True)]
             for mean, u, product in zip(total, probes, _products(curved, parameters, probes), strict=True):
                 mean += u * product / samples
         return total
@@ -114,9 +115,8 @@ def _gradients(
     require_loss(who, loss)
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
     if all(gradient is None for gradient in found):
-        more = " and more" if len(names) > 3 else ""
         raise ValueError(
-            f"{who}: the loss depends on none of the optimizer's parameters ({', '.join(names[:3])}{more}); use the "
+            f"{who}: the loss depends on none of the optimizer's parameters ({name_some(names, 3)}); use the "
             "model that the optimizer was composed with"
         )
     return found
@@ -129,7 +129,7 @@ def _provide(
     listeners = optimizer.param_sets.signals.listeners
     if _NAME not in listeners.asking:
         return False
-    takers = listeners.takers(_NAME, optimizer.param_sets)
+    takers = listeners.takers(_NAME, optimizer.param_sets.rows())
     rows = [row for param_set in optimizer.param_sets for row in _rows(who, param_set, takers)]
     parameters, names = [parameter for _, _, parameter in rows], [name for _, name, _ in rows]
     buffers = Buffers.of(optimizer.known_model)
@@ -165,11 +165,6 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
     flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), what) / ranks.size
     for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(mean.view(tensor.shape))
-
-
-def _step(optimizer: Optimizer) -> int:
-    """Return the largest number of steps of any parameter."""
-    return max((int(param_set.step_counts.max()) for param_set in optimizer.param_sets), default=0)
 
 
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:

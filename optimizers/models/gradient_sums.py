@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from eigengraft.distributed.layouts import is_dtensor, local
+from eigengraft.numerics import is_dtensor, local
 
 Join = Callable[[Tensor, Tensor], Tensor]
 """The operation that joins two values: `torch.add` or `torch.maximum`."""

@@ -19,8 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from eigengraft.blocking import is_transposed
-from eigengraft.distributed.layouts import is_dtensor
-from eigengraft.numerics import compute_dtype
+from eigengraft.numerics import compute_dtype, is_dtensor
 
 from ..isolation import without_autocast
 from ..optimizer import Optimizer
@@ -73,7 +72,7 @@ class LayerGrams:
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        takers = optimizer.param_sets.signals.listeners.takers(self.name, optimizer.param_sets)
+        takers = optimizer.param_sets.signals.listeners.takers(self.name, optimizer.param_sets.rows())
         known = {key: place for key, place in places(optimizer) if key in takers}
         for path, module in model.named_modules():
             if _multiplies(module) and id(module._parameters["weight"]) in known and not self._is_watched(module):
@@ -103,7 +102,7 @@ class LayerGrams:
         if listeners.paused or torch._C._functorch.peek_interpreter_stack() is not None:
             return False
         if self._due is None:
-            due = listeners.next(self.name, optimizer.param_sets)
+            due = listeners.next(self.name, optimizer.param_sets, optimizer.param_sets.rows())
             self._due = {place for key, place in places(optimizer) if key in due}
         if (place := self._places.get(module)) not in self._due or place is None:
             return False

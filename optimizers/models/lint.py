@@ -22,8 +22,8 @@ from eigengraft.quantization.base import choose
 from eigengraft.schedules import schedules
 from eigengraft.slots import Slot, StateKey
 
-from ..inspect.reached import unclear_heads
 from ..optimizer import Optimizer
+from ..param_groups import unclear_heads
 from ..recipe.recipe import Recipe, Route, slot_keys
 from ..state.shown_state import own_state
 from ..write.constraints import Constraint, ConstraintContext
@@ -72,9 +72,14 @@ class Composition:
 
     def _blocks(self) -> Iterator[tuple[Recipe | Route, str, tuple[int, ...]]]:
         """Yield (update, its path, block) for all different blocks of the model, on all ranks."""
-        rows, updates = self.optimizer.routing_table(), self.optimizer.recipe.updates()
-        for path, block in dict.fromkeys((row.route, block) for row in rows for block in row.blocks):
-            yield updates[path], path, block
+        recipe, found = self.optimizer.recipe, dict[tuple[str, tuple[int, ...]], Recipe | Route]()
+        rules = recipe.rules()
+        for info in chain.from_iterable(self.optimizer.param_sets.infos):
+            path, matrices = recipe.route(info)[0], recipe.view_of(info).matrices
+            for grid in rules[path].blocking.grids(info.shape, matrices):
+                found |= dict.fromkeys(((path, grid.shape) for _ in grid.keys), rules[path])
+        for (path, block), rule in found.items():
+            yield rule, path, block
 
 
 RecipeCheck = Callable[[Composition], Iterable[str]]
@@ -120,7 +125,7 @@ def warn_of_faults(
 def _unclear_head(composed: Composition) -> Iterator[str]:
     """Warn if the last layer, perhaps the output head, goes to the recipe's main update."""
     optimizer = composed.optimizer
-    yield from unclear_heads(optimizer.recipe, optimizer.param_sets, composed.names_only)
+    yield from unclear_heads(optimizer.recipe, optimizer.param_sets.rows(), composed.names_only)
 
 
 @recipe_check("state-large")
@@ -247,7 +252,7 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
     for group, infos in zip(optimizer.param_groups, optimizer.param_sets.infos, strict=True):
         for info in infos:
             path = recipe.route(info)[0]
-            rule = recipe.updates()[path]
+            rule = recipe.rules()[path]
             own = rule.weight_decay if isinstance(rule, Route) else None
             rate = group["weight_decay"] if own is None else own.rate
             for constraint in rule.constraints if isinstance(rate, Tensor) or rate > 0 else ():

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from eigengraft.blocking.blocks import Box
-from eigengraft.distributed.layouts import Layout, is_dtensor, local
+from eigengraft.distributed.layouts import Layout
+from eigengraft.numerics import is_dtensor, local
 
 from ..isolation import without_autocast
 from ..optimizer import Optimizer

@@ -38,7 +38,7 @@ def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str 
     shapes: dict[tuple[str, tuple[int, ...]], None] = {}
     for info in infos:
         path, _ = recipe.route(info)
-        for grid in recipe.updates()[path].blocking.grids(info.shape, recipe.view_of(info).matrices):
+        for grid in recipe.rules()[path].blocking.grids(info.shape, recipe.view_of(info).matrices):
             if math.prod(grid.shape) <= LARGEST:
                 shapes[path, grid.shape] = None
     found: dict[str, float] = {}
@@ -50,7 +50,7 @@ def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str 
 
 def _alone(recipe: Recipe, path: str) -> Recipe:
     """Return a recipe for one process that applies the update at a path to every parameter."""
-    rule = recipe.updates()[path]
+    rule = recipe.rules()[path]
     prefix = f"{path}." if path else ""
     roles = {key: how for key, how in recipe.storage.items() if "." not in key and "/" not in key}
     own = {key.removeprefix(prefix): how for key, how in recipe.storage.items() if key.startswith(f"{prefix}update")}

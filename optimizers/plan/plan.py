@@ -21,7 +21,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.signals import asking
 from eigengraft.slots import Slot
 
-from ..inspect.reached import require_expected
+from ..inspect.reporting import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
@@ -213,10 +213,10 @@ def _state_bytes(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
     """Return `[R]`, the bytes of owned blocks, of shards that are updated in place, of iterates and of step counts."""
-    updates = recipe.updates()
+    rules = recipe.rules()
     state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
     for block_group in block_groups:
-        rule = updates[block_group.path]
+        rule = rules[block_group.path]
         cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
         state += cost.state * _count_owned(block_group, ranks)
     found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
@@ -230,7 +230,7 @@ def _state_bytes(
 
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
     """Return `[R]`, the bytes of state that stay with a parameter's shards: iterates, and state of in-place updates."""
-    rule, computed, placement = recipe.updates()[spec.path], compute_dtype(spec.dtype), spec.placement
+    rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placement
     assert placement is not None
 
     def size(shape: tuple[int, ...]) -> int:

@@ -39,7 +39,7 @@ def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Ca
 
     @lru_cache
     def best(path: str, shape: tuple[int, ...]) -> int:
-        rule = declared.updates()[path]
+        rule = declared.rules()[path]
         blocks = [grid.block(row) for grid in rule.blocking.grids(shape) for row in range(len(grid.keys))]
         held = {}
         for axis, length in enumerate(shape):

@@ -201,7 +201,7 @@ def step_traffic(
     plain: True if parameters are plain tensors, whose gradients ranks compare by norms.
     groups: number of groups of ranks, each of which computes all updates.
     """
-    used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
+    used, ranks = [recipe.rules()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     asked = asking(pair for rule in used for pair in rule.stages())
     decays = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(s.path for s in specs))

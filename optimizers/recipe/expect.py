@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, WithJsonSchema
+
+from eigengraft.errors import did_you_mean
 
 PATTERN = r"^(>=|<=|==|>|<) (\d+(\.\d+)?)(% of)? (parameters|tensors)$"
 _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
@@ -69,20 +70,18 @@ ExpectationText = Annotated[str, AfterValidator(_validated), WithJsonSchema({"ty
 """A text that `parse_expectation` accepts."""
 
 
-def expected_updates(key: str, updates: Mapping[str, Any]) -> frozenset[str]:
+def expected_rules(key: str, rules: Mapping[str, Any]) -> frozenset[str]:
     """Return the paths of the updates that a key of `expect` refers to.
 
     key: path, name or kind of a stage; path or name of a route; or `update` for the recipe's own update.
-    updates: updates of a recipe by path.
+    rules: update rules of a recipe by path.
 
     Raises:
         ValueError: the key refers to nothing, or to both a stage and a route.
     """
-    routes = {
-        name: where for where in updates for name in ((where, where.rpartition(".")[2]) if where else ("update",))
-    }
+    routes = {name: where for where in rules for name in ((where, where.rpartition(".")[2]) if where else ("update",))}
     stages: dict[str, set[str]] = {}
-    for where, rule in updates.items():
+    for where, rule in rules.items():
         for path, stage in rule.stages(where):
             for name in {path, stage.label, str(stage.kind)}:
                 stages.setdefault(name, set()).add(where)
@@ -91,7 +90,6 @@ def expected_updates(key: str, updates: Mapping[str, Any]) -> frozenset[str]:
     if key in routes:
         return frozenset({routes[key]})
     if key not in stages:
-        near = difflib.get_close_matches(key, [*routes, *stages], n=1)
-        hint = f", did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(key, [*routes, *stages])
         raise ValueError(f"expect: '{key}' is no path, name or kind of a stage, and no route{hint}")
     return frozenset(stages[key])

@@ -20,8 +20,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
-from eigengraft.component import ChainOf, Component, as_declared, plain, validated
-from eigengraft.errors import RecipeError, stage_name
+from eigengraft.component import RENAMED, ChainOf, Component, as_declared, plain, stage_name, validated
+from eigengraft.errors import RecipeError
 from eigengraft.preconditioners import Stage
 
 from .overrides import Overrides, apply_overrides, assign_paths, json_value, override_pairs
@@ -86,6 +86,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of a mapping, and the fields of its base that it does not replace."""
+    source = present_schema(source)
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise RecipeError(f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}")
     _require_stages("update", source.get("update"))
@@ -105,6 +106,17 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
         return {**apply_overrides(base.model_dump(mode="json"), changes), **own}
     except RecipeError as error:
         raise RecipeError(f"set: {error}") from None
+
+
+def present_schema(data: Any) -> Any:
+    """Return data of a recipe with the present names of fields, if a checkpoint of version 0.1 has it (schema 1)."""
+    return {**_renamed(data), "schema": SCHEMA_VERSION} if isinstance(data, dict) and data.get("schema") == 1 else data
+
+
+def _renamed(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {RENAMED.get(key, key): _renamed(value) for key, value in data.items()}
+    return [_renamed(value) for value in data] if isinstance(data, list) else data
 
 
 def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -> Recipe:

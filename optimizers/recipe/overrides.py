@@ -6,14 +6,13 @@ Stages are addressed by name, never by position.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import Component, families, plain
-from eigengraft.errors import RecipeError, stage_name
+from eigengraft.component import Component, families, plain, stage_name
+from eigengraft.errors import RecipeError, did_you_mean
 
 Overrides = Mapping[str, Any] | Iterable[str]
 """Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order.
@@ -172,8 +171,9 @@ def _missing(node: Any, part: str, where: str) -> str:
     else:
         return f"'{where}' is the value {node!r} and has no fields"
     near = [] if where else [path for path, _ in flatten(node) if f".{part}." in f".{path}."][:1]
-    near = [near[0][: near[0].index(part) + len(part)]] if near else difflib.get_close_matches(part, known, n=1)
-    hint = f", did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(part, known)
+    if near:
+        hint = f", did you mean '{near[0][: near[0].index(part) + len(part)]}'?"
     return f"there is no '{part}' in '{where or 'the top level'}'{hint} (there are: {', '.join(known) or 'none'})"
 
 

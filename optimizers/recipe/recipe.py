@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,21 +14,23 @@ from eigengraft.blocking import Batches, Blocking, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
 from eigengraft.component import Component
 from eigengraft.distributed.distribution import Distribution
+from eigengraft.errors import did_you_mean
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role, require_stage_roles
 from eigengraft.reference import FAMILY_MARK
 from eigengraft.signals import require_signals
 from eigengraft.slots import Role, Slot, StateKey
 
-from ..lr_scale import LRScale
+from ..width_scaling import WidthScalingField
 from ..write import Averaging, Constraints, LineSearch, SharpnessAware
 from ..write.failure import Failure
 from ..write.write import Decoupled, WeightDecay
-from .expect import ExpectationText, expected_updates
+from .expect import ExpectationText, expected_rules
 from .routing import Match, ParamInfo
 from .schema import ELSEWHERE, with_base
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version of the fields in JSON text of a recipe. Version 1 had fields under other names (`component.RENAMED`)."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Sample shapes of blocks, over which the possible slots of a chain are collected."""
@@ -42,13 +43,15 @@ def possible_slots(stages: Stages) -> Iterator[Slot]:
             yield from [slot for _, _, slot in chain_slots(stages, block)]
 
 
-class Update(Component):
+class UpdateRule(Component):
     """One way to update parameters: the chain, what follows weight decay, constraints, and the cut into blocks."""
 
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
     after_decay: Stages = Field(default=(), description="stages after weight decay was added to the direction")
-    constraints: Constraints = Field(default=(), description="what every step of a parameter is held to, in order")
+    constraints: Constraints = Field(
+        default=(), validate_default=False, description="what every step of a parameter is held to, in order"
+    )
     view: View = Field(default=Batches(), description="what is a matrix; default: batches, but not of convolutions")
     blocking: Blocking = Field(default=Blocking(), description="how matrices become blocks")
     compile: bool = Field(default=False, description="compile the steps of each kind of stack, by Inductor")
@@ -101,12 +104,12 @@ class Update(Component):
         return self
 
 
-class Route(Update):
+class Route(UpdateRule):
     """An update of its own for the parameters that match."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
     match: Match = Field(default=Match(), description="which parameters")
-    lr_ratio: float = Field(default=1.0, ge=0, description="multiplies the group's learning rate")
+    lr_multiplier: float = Field(default=1.0, ge=0, description="multiplies the group's learning rate")
     weight_decay: WeightDecay | None = Field(default=None, description="their decay; default: that of the recipe")
     optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
 
@@ -134,14 +137,16 @@ def _routes(value: Any) -> Any:
 _RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
-class Recipe(Update):
+class Recipe(UpdateRule):
     """The whole declaration: the update of all parameters that no route takes, the routes, and what both share."""
 
     model_config = ConfigDict(json_schema_extra=with_base)
     name: str | None = Field(default=None, description="what reports call it")
     about: str | None = Field(default=None, description="the paper and equations it follows")
     lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
-    lr_scale: LRScale = Field(default=None, description="steps that fit other widths too: factors by role and shape")
+    width_scaling: WidthScalingField = Field(
+        default=None, validate_default=False, description="steps that fit other widths too: factors by role and shape"
+    )
     weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
         default=(), description="rules in order, the first match wins; `default` stands for the Adam route"
@@ -160,7 +165,9 @@ class Recipe(Update):
     line_search: LineSearch | None = Field(default=None, description="steps as long as losses allow; with a closure")
     graph: bool = Field(default=False, description="capture steps in CUDA graphs, which check themselves at first use")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
-    distribution: Distribution = Field(default=Distribution(), description="how ranks divide work, with equal results")
+    distribution: Distribution = Field(
+        default=Distribution(), validate_default=False, description="how ranks divide work, with equal results"
+    )
 
     @model_validator(mode="after")
     def _routes_differ(self) -> Self:
@@ -172,21 +179,20 @@ class Recipe(Update):
 
     @model_validator(mode="after")
     def _storage_has_slots(self) -> Self:
-        rules, stages = self.updates().values(), [p for at, rule in self.updates().items() for p, _ in rule.stages(at)]
+        rules, stages = self.rules().values(), [p for at, rule in self.rules().items() for p, _ in rule.stages(at)]
         for key, quantizer in self.storage.items():
             stage = StateKey.parse(key).stage or key
             if key in get_args(Role):
                 require_coded_role(key, quantizer, (role for rule in rules for role in rule.storable_roles()))
             elif stage not in stages:
-                near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
-                hint = f", did you mean '{near[0]}'?" if near else ""
+                hint = did_you_mean(stage, [*get_args(Role), *stages])
                 raise ValueError(f"storage: '{key}' is no role, no stage path and no stage path/slot{hint}")
         return self
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
         for key in self.expect:
-            expected_updates(key, self.updates())
+            expected_rules(key, self.rules())
         if self.line_search is not None:
             self.line_search.require_line(self)
         return self
@@ -200,13 +206,13 @@ class Recipe(Update):
 
     def view_of(self, info: ParamInfo) -> ViewChoice:
         """Return the matrices of a parameter under its update. Raise ValueError if its view does not fit or decide."""
-        rule = self.updates()[self.route(info)[0]]
+        rule = self.rules()[self.route(info)[0]]
         needs = next((path for path, stage in rule.stages() if stage.cached_traits().matrices), None)
         choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
         return choice.required_by(needs, info.shape)
 
-    def updates(self) -> dict[str, Recipe | Route]:
-        """Return the updates by path: the recipe's own under "", a route's under "routes.<name>"."""
+    def rules(self) -> dict[str, Recipe | Route]:
+        """Return the update rules by path: the recipe's own under "", a route's under "routes.<name>"."""
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
 
     def decays_in_gradient(self) -> bool:
@@ -260,7 +266,7 @@ def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]])
     """
     if not recipe.storage:
         return
-    found = [slot_keys(recipe.updates()[path], path, block) for path, block in blocks]
+    found = [slot_keys(recipe.rules()[path], path, block) for path, block in blocks]
     slots = {key: slot for own in found for key, slot in own.items()}
     for text, quantizer in recipe.storage.items():
         require_stage_roles(text, quantizer, [slot for own, slot in slots.items() if own.stage == text])

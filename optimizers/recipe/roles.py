@@ -19,8 +19,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from eigengraft.blocking import is_convolution, is_transposed, parametrized_layer
 
-from .param_names import canonical_path
-
 Attributes = tuple[str, ...]
 """Path of a layer: the attributes that lead from the model to it."""
 
@@ -579,6 +577,6 @@ def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int
 
 
 def named_holder(name: str) -> Holder:
-    """Return the holder of a parameter of which only the name is known."""
+    """Return the holder of a parameter of which only the canonical name is known."""
     path, _, own = name.rpartition(".")
-    return Holder.of(canonical_path(path), own)
+    return Holder.of(path, own)

@@ -11,7 +11,7 @@ from eigengraft.schedules import Schedulable, Segment
 
 ELSEWHERE = {
     "storage": "it goes to the top level of a recipe: `storage: {second_moment: int8}`, by role or by stage path",
-    "lr": "`lr_ratio` multiplies the learning rate of the recipe",
+    "lr": "`lr_multiplier` multiplies the learning rate of the recipe",
     "recipe": "`update` has the stages",
     "overrides": "`set: {dotted.path: value}` changes single values of a `base`",
     ".": "dotted paths go under `set`, beside a `base`",
@@ -38,7 +38,9 @@ ELSEWHERE = {
 
 def json_schema(cls: type[Component]) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a component. Each family is one definition with all its members."""
-    definitions: dict[str, Any] = {"scheduled_number": _schedule_schema()}
+    segment = Segment.model_json_schema()
+    schedule = {"anyOf": [segment, {"type": "array", "items": segment, "minItems": 1}]}
+    definitions: dict[str, Any] = {"scheduled_number": schedule}
     for name, family in sorted(families().items()):
         members = []
         bare = []
@@ -95,11 +97,6 @@ def _takes_schedules(cls: type[Component], name: str) -> bool:
     field = cls.model_fields.get(name)
     number = field is not None and field.annotation in (float, float | None)
     return number and issubclass(cls, Schedulable) and name not in cls.constants
-
-
-def _schedule_schema() -> dict[str, Any]:
-    segment = Segment.model_json_schema()
-    return {"anyOf": [segment, {"type": "array", "items": segment, "minItems": 1}]}
 
 
 def _linked(node: Any) -> Any:

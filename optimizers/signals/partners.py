@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eigengraft.blocking import Factor
-from eigengraft.distributed.layouts import is_dtensor, local
+from eigengraft.numerics import is_dtensor, local
 from eigengraft.signals import PARTNER
 from eigengraft.slots import PARTNER_STAGE
 
+from ..recipe.routing import ParamInfo
 from ..step.exchange import Step
 from ..step.step import ParamSet
-from .signals import DescribedSets, Signals
 
 Steps = Sequence[tuple[ParamSet, Step | None]]
-
-
-class AskedSets(DescribedSets, Protocol):
-    """All parameter sets of an optimizer, with the signals that their stages request."""
-
-    signals: Signals
 
 
 @dataclass(frozen=True)
@@ -104,15 +97,17 @@ class PairedParameter:
             kept.copy_(now if mask is None else torch.where(mask[self.position], now.to(kept.dtype), kept))
 
 
-def with_partners(param_sets: AskedSets, steps: Steps) -> Steps:
+def with_partners(
+    asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: Steps
+) -> Steps:
     """Return the steps with their partner signals. All ranks of the optimizer must call it.
 
-    param_sets: all parameter sets of the optimizer.
+    asked: the requested signals by the path of an update, as in `Listeners.asked`.
+    rows: all parameters of the optimizer with their descriptions.
     """
-    asked = param_sets.signals.listeners.asked
     if not any(PARTNER & names.keys() for names in asked.values()):
         return steps
-    paired, taken = _paired(param_sets, steps), list[tuple[PairedParameter, PairedParameter]]()
+    paired, taken = _paired(rows, steps), list[tuple[PairedParameter, PairedParameter]]()
     found = list[tuple[ParamSet, Step | None]]()
     for param_set, step in steps:
         given: dict[str, dict[int, Tensor]] = {}
@@ -130,12 +125,11 @@ def with_partners(param_sets: AskedSets, steps: Steps) -> Steps:
     return found
 
 
-def _paired(param_sets: AskedSets, steps: Steps) -> dict[int | str, PairedParameter]:
+def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], steps: Steps) -> dict[int | str, PairedParameter]:
     """Return every parameter by `id` and by name."""
     stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}
-    for infos, parameters in zip(param_sets.infos, param_sets.parameters, strict=True):
-        for info, parameter in zip(infos, parameters, strict=True):
-            one = PairedParameter(parameter, info.facts.factor, *stepped.get(id(parameter), ()))
-            found |= {id(parameter): one} if info.name is None else {id(parameter): one, info.name: one}
+    for parameter, info in rows:
+        one = PairedParameter(parameter, info.facts.factor, *stepped.get(id(parameter), ()))
+        found |= {id(parameter): one} if info.name is None else {id(parameter): one, info.name: one}
     return found

@@ -6,38 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix
-from eigengraft.distributed.layouts import local
+from eigengraft.errors import name_some
+from eigengraft.numerics import local
 from eigengraft.schedules import component_at, schedules, value_at
 from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
 from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route, slot_keys
 from ..recipe.routing import ParamInfo
-from ..stacks.placement import ParamSpec
 from ..step.exchange import Step
 from ..step.step import ParamSet
 from ..write import Constraint
 from .gathered import GatheredSignals, SignalCall, gather_signals
-
-
-class DescribedSets(Protocol):
-    """All parameter sets of an optimizer.
-
-    infos: for each param group, a description of each of its parameters.
-    parameters: for each param group, its parameters.
-    """
-
-    infos: list[list[ParamInfo]]
-    parameters: list[Sequence[Tensor]]
-
-    def __iter__(self) -> Iterator[ParamSet]: ...
 
 
 class Listeners:
@@ -52,7 +39,7 @@ class Listeners:
     paused = False
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self._rules = recipe, recipe.updates()
+        self.recipe, self._rules = recipe, recipe.rules()
         self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
         bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
         self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
@@ -72,34 +59,27 @@ class Listeners:
         asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
         return frozenset().union(*asks)
 
-    def takers(self, name: str, param_sets: DescribedSets) -> set[int]:
-        """Return the ids of all parameters whose update requests a signal. param_sets: all of the optimizer."""
-        rows = zip(param_sets.infos, param_sets.parameters, strict=True)
-        pairs = ((p, info) for infos, parameters in rows for p, info in zip(parameters, infos, strict=True))
-        return {id(p) for p, info in pairs if name in self.asked[self.recipe.route(info)[0]]}
+    def takers(self, name: str, rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
+        """Return the ids of all parameters whose update requests a signal. rows: parameters with descriptions."""
+        return {id(parameter) for parameter, info in rows if name in self.asked[self.recipe.route(info)[0]]}
 
-    def next(self, name: str, param_sets: DescribedSets) -> set[int]:
+    def next(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
         """Return the ids of parameters whose update uses a signal in its next step.
 
         On an accelerator the finite check may still reject the last gradient of a parameter, which takes its step count
         back by one. The result includes parameters that would use the signal then.
 
-        param_sets: all parameter sets of the optimizer.
+        rows: all parameters of the optimizer with their descriptions, those without state too.
         """
         due, seen = set[int](), set[int]()
         for param_set in param_sets:
             back = (0,) if param_set.parameters[0].device == torch.device("cpu") else (0, 1)
-            for parameter, spec, count in self._rows(param_set):
+            steps = (param_set.update_counts + 1).tolist()
+            for parameter, spec, step in zip(param_set.parameters, param_set.specs, steps, strict=True):
                 seen.add(id(parameter))
-                if any(self._takes(spec.path, name, count - less) for less in back):
+                if any(self._takes(spec.path, name, step - less) for less in back):
                     due.add(id(parameter))
-        for infos, parameters in zip(param_sets.infos, param_sets.parameters, strict=True):
-            fresh = ((parameter, info) for parameter, info in zip(parameters, infos, strict=True))
-            due |= {id(p) for p, info in fresh if id(p) not in seen and self._takes_first(info, name)}
-        return due
-
-    def _rows(self, param_set: ParamSet) -> Iterable[tuple[Tensor, ParamSpec, int]]:
-        return zip(param_set.parameters, param_set.specs, (param_set.update_counts + 1).tolist(), strict=True)
+        return due | {id(own) for own, info in rows if id(own) not in seen and self._takes_first(info, name)}
 
     def _takes(self, path: str, name: str, step: int) -> bool:
         """Return True if an update uses a signal at a step of a parameter: it is required then, or always optional."""
@@ -223,7 +203,7 @@ class FirstStep:
 
     def __init__(self, recipe: Recipe) -> None:
         self.open: dict[str, set[str]] = {}
-        for path, rule in recipe.updates().items():
+        for path, rule in recipe.rules().items():
             for _, stage in rule.stages(path):
                 for name in (request.name for request in stage.requests if request.when == "first"):
                     self.open.setdefault(name, set()).add(path)
@@ -265,11 +245,11 @@ class Schedules:
         if not self.by_path:
             return
         step = steps_taken(param_sets) + 1
-        updates = component_at(self.recipe, step, self.recipe.total_steps).updates()
+        rules = component_at(self.recipe, step, self.recipe.total_steps).rules()
         for param_set in param_sets:
-            param_set.iterates.constraints = {path: update.constraints for path, update in updates.items()}
+            param_set.iterates.constraints = {path: rule.constraints for path, rule in rules.items()}
             for stack_state in param_set.stack_states:
-                stack_state.rule, stack_state.run_step = updates[stack_state.path], step
+                stack_state.rule, stack_state.run_step = rules[stack_state.path], step
 
     def values(self, step: int) -> dict[str, float]:
         """Return the scheduled numbers of a step by dotted path; for step 0, those of the first step."""
@@ -315,7 +295,7 @@ class Signals:
         self.recipe, self.listeners = recipe, Listeners(recipe)
         self.provided, self.first_step = Provided(), FirstStep(recipe)
         self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
-        rules = recipe.updates()
+        rules = recipe.rules()
         if follows_run(rules) and recipe.total_steps is None:
             raise ValueError(
                 f"{follows_run(rules)}: it depends on the length of the run; set `total_steps` of the recipe"
@@ -341,7 +321,7 @@ class Signals:
         """Return (signal, path that requests it, True if it is required) for signals without a source or a value."""
         self.first_step.follow(param_sets)
         known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
-        rules = self.recipe.updates().items()
+        rules = self.recipe.rules().items()
         asked = [request for path, rule in rules for _, own in listeners(rule, path) for request in own.requests]
         needed = {request.name for request in asked if not request.optional} | self.first_step.open.keys()
         left = {name: path for name, path in self.listeners.asking.items() if name not in known}
@@ -399,7 +379,7 @@ class Signals:
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
-            slots = [(path, slot_keys(param_set.updates[path], path, block)) for path, block in kinds]
+            slots = [(path, slot_keys(param_set.rules[path], path, block)) for path, block in kinds]
             found = {key.name: path for path, own in slots for key, slot in own.items() if slot.total}
             self._totals[param_set] = dict(sorted(found.items()))
         return self._totals[param_set]
@@ -453,7 +433,7 @@ class Signals:
     def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
         """Return the error of a signal that is required and missing for some parameters."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
-        got = f"none for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none on a rank"
+        got = f"none for {name_some(names, 3)}" if names else "none on a rank"
         name = call.signal.name
         return _error(call.signal, self.listeners.asking[name], self.first_step.when(name), got)
 

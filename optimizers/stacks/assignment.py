@@ -22,10 +22,10 @@ from torch import Tensor
 from eigengraft.blocking.blocks import ONE_TENSOR, BlockGrid
 from eigengraft.distributed.balance import Balance, Held, Item, Loads, assign, least_work
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.distributed.layouts import Layout, holding, is_dtensor
+from eigengraft.distributed.layouts import Layout, holding
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.errors import warn_user
-from eigengraft.numerics import compute_dtype, fake_mode
+from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor
 from eigengraft.preconditioners.cadence import Cadence
 from eigengraft.quantization import Quantizer, choose
 
@@ -38,12 +38,12 @@ from .placement import (
     ParamSpec,
     Phases,
     layout_of,
-    lr_factors,
     natural_order,
     place,
     refresh_phases,
     refresh_units,
     refreshes,
+    width_factors,
 )
 from .rank_checks import check_construction
 
@@ -108,7 +108,7 @@ def common_interval(recipe: Recipe) -> int:
     Periods of cadences are combined from the longest to the shortest. A period that would make the number exceed
     LONGEST_INTERVAL is left out.
     """
-    cadences = [stage.cadence() for rule in recipe.updates().values() for _, stage in rule.stages()]
+    cadences = [stage.cadence() for rule in recipe.rules().values() for _, stage in rule.stages()]
     interval = 1
     for period in sorted({cadence.period or 1 for cadence in cadences if cadence is not None}, reverse=True):
         if math.lcm(interval, period) <= LONGEST_INTERVAL:
@@ -155,7 +155,7 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
             loads.divide(layout.fractions, work, float(cost.state))
             continue
         found = list(_blocks(spec, recipe, phases[spec.key], loads.interval, known))
-        if len(found) > 1 and recipe.updates()[spec.path].spans():
+        if len(found) > 1 and recipe.rules()[spec.path].spans():
             found = [_joined(found)]
         owned += found
         places += [spec.placement.owners] * len(found)
@@ -167,7 +167,7 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
 
 
 def _cost(spec: ParamSpec, block: tuple[int, ...], recipe: Recipe) -> Cost:
-    return block_cost(recipe.updates()[spec.path], spec.path, block, compute_dtype(spec.dtype), recipe.storage)
+    return block_cost(recipe.rules()[spec.path], spec.path, block, compute_dtype(spec.dtype), recipe.storage)
 
 
 def _blocks(
@@ -185,7 +185,7 @@ def _blocks(
     """
     assert spec.placement is not None
     layout = spec.placement.layout
-    for grid in recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices):
+    for grid in recipe.rules()[spec.path].blocking.grids(spec.shape, spec.matrices):
         cost = _cost(spec, grid.shape, recipe)
         items = _items(cost, recipe.distribution.measured(grid.shape, cost.work), phases[list(grid.keys)], interval)
         if (id(layout), grid) not in known:
@@ -250,13 +250,13 @@ def _joined(found: Sequence[_Owned]) -> _Owned:
 class Advice(NamedTuple):
     """A recommendation of larger waves of refreshes, with which ranks wait less for each other.
 
-    fields: paths of the fields `at_once` in the recipe.
-    at_once: recommended value of these fields.
+    fields: paths of the fields `min_wave_work` in the recipe.
+    min_wave_work: recommended value of these fields.
     balance: balance with this value.
     """
 
     fields: Sequence[str]
-    at_once: int
+    min_wave_work: int
     balance: Balance
 
 
@@ -277,20 +277,20 @@ def advise(
     ranks: number of ranks that share the parameters.
     now: balance of the recipe as it is.
     """
-    known, fields = list(keys), at_once_fields(recipe, dict.fromkeys(spec.path for spec in specs))
-    at_once = min(PER_RANK * ranks, int(refresh_units(recipe, known)))
-    if not fields or at_once < 2:
+    known, fields = list(keys), wave_fields(recipe, dict.fromkeys(spec.path for spec in specs))
+    min_wave_work = min(PER_RANK * ranks, int(refresh_units(recipe, known)))
+    if not fields or min_wave_work < 2:
         return None
-    other = load_recipe(recipe, dict.fromkeys(fields, at_once))
+    other = load_recipe(recipe, dict.fromkeys(fields, min_wave_work))
     bare, loads = [*map(_without_owners, specs)], Loads(ranks, common_interval(other))
     balance = assign_owners(bare, other, refresh_phases(other, known), loads)
-    return Advice(fields, at_once, balance) if balance.efficiency >= now.efficiency + WORTHWHILE else None
+    return Advice(fields, min_wave_work, balance) if balance.efficiency >= now.efficiency + WORTHWHILE else None
 
 
-def at_once_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
-    """Return the paths of all fields `at_once`, which set the size of waves, in the updates at the given paths."""
-    stages = [(name, stage.cadence()) for path in paths for name, stage in recipe.updates()[path].stages(path)]
-    return [f"{name}.refresh.at_once" for name, cadence in stages if cadence is not None and cadence.spread]
+def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
+    """Return the paths of all fields `min_wave_work`, which set the size of waves, in updates at the given paths."""
+    stages = [(name, stage.cadence()) for path in paths for name, stage in recipe.rules()[path].stages(path)]
+    return [f"{name}.refresh.min_wave_work" for name, cadence in stages if cadence is not None and cadence.spread]
 
 
 def _without_owners(spec: ParamSpec) -> ParamSpec:
@@ -318,7 +318,7 @@ def warn_of_waiting(
     if advice is not None:
         warn_user(
             f"{', '.join(advice.fields)}: {ranks} ranks wait for each other's refreshes, with an efficiency of "
-            f"{now.efficiency:.2f} by counted work; set the value to {advice.at_once} for an efficiency of "
+            f"{now.efficiency:.2f} by counted work; set the value to {advice.min_wave_work} for an efficiency of "
             f"{advice.balance.efficiency:.2f}. The trajectory is that of one process with the same value"
         )
 
@@ -422,7 +422,7 @@ class Assignments:
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
         spec = ParamSpec(name, path, tuple(info.shape), dtype, parameter.device, placement, matrices)
-        return replace(spec, lr_factors=lr_factors(self.recipe, info), rank_group=rank_group)
+        return replace(spec, width_factors=width_factors(self.recipe, info), rank_group=rank_group)
 
     def check(self, index: int, group: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if ranks were not given the same recipe and param group."""

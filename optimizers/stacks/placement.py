@@ -20,8 +20,9 @@ from torch import Tensor
 
 from eigengraft.blocking import Batches, Matrices, Modules
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.distributed.layouts import Layout, is_dtensor
+from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.numerics import is_dtensor
 from eigengraft.preconditioners.cadence import ROUNDED, Cadence
 from eigengraft.quantization import choose
 from eigengraft.signals import known_signals, requested
@@ -95,7 +96,7 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     total, units = sum(kind.total for kind in kinds.values()), _units(kinds.values())
     before = 0.0
     for (path, _), kind in kinds.items() if total else ():
-        done, waves = 0, _waves(recipe.updates()[path], units)
+        done, waves = 0, _waves(recipe.rules()[path], units)
         for param, keys in kind.blocks:
             spread = (before + kind.cost * (np.arange(done, done + len(keys)) + 0.5)) / total
             phases[param][list(keys)] = spread if waves is None else np.floor(spread * waves + ROUNDED) / waves
@@ -111,12 +112,12 @@ def refresh_units(recipe: Recipe, parameters: Iterable[ParamKey]) -> float:
 
 def _kinds(recipe: Recipe, parameters: Collection[ParamKey]) -> dict[tuple[str, tuple[int, ...]], _Kind]:
     """Return the blocks by path and shape, in the order of their refreshes."""
-    updates = recipe.updates()
+    rules = recipe.rules()
     found: dict[tuple[str, tuple[int, ...]], list[tuple[ParamKey, tuple[int, ...]]]] = {}
     for param in sorted(parameters, key=lambda param: (natural_order(param.name), *param[1:3])):
-        for grid in updates[param.path].blocking.grids(param.shape, param.matrices):
+        for grid in rules[param.path].blocking.grids(param.shape, param.matrices):
             found.setdefault((param.path, grid.shape), []).append((param, grid.keys))
-    costs = {(path, block): sum(cost for _, cost in refreshes(updates[path], block)) for path, block in found}
+    costs = {(path, block): sum(cost for _, cost in refreshes(rules[path], block)) for path, block in found}
     return {kind: _Kind(costs[kind], found[kind]) for kind in sorted(found)}
 
 
@@ -169,7 +170,7 @@ class ParamSpec:
     placement: ranks that hold and update it. None: this process updates all of it, independently of other ranks.
     matrices: division of its entries into matrices.
     frozen: True if it had no gradients when the optimizer was made.
-    lr_factors: for each of its matrices the factor of the direction. (): there are no factors.
+    width_factors: for each of its matrices the factor of the direction. (): there are no factors.
     group: number of its param group.
     rank_group: ranks that share it. None: this process updates it alone.
     """
@@ -182,7 +183,7 @@ class ParamSpec:
     placement: ParamPlacement | None = None
     matrices: Matrices = ONE_TENSOR
     frozen: bool = False
-    lr_factors: tuple[float, ...] = ()
+    width_factors: tuple[float, ...] = ()
     group: int = 0
     rank_group: RankGroup | None = None
 
@@ -225,31 +226,33 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     return layout
 
 
-def lr_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
-    """Return the factors by which `lr_scale` multiplies the directions of each matrix of a parameter.
+def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
+    """Return the factors by which `width_scaling` multiplies the directions of each matrix of a parameter.
 
-    With them one learning rate fits all widths of a model. Return () without `lr_scale`. Raises ValueError if a factor
-    would have no effect, or if it is not known.
+    With them one learning rate fits all widths of a model. Return () without `width_scaling`.
+
+    Raises:
+        ValueError: a factor would have no effect, or is not known.
     """
-    if recipe.lr_scale is None or 0 in info.shape:
+    if recipe.width_scaling is None or 0 in info.shape:
         return ()
     path = recipe.route(info)[0]
-    rule, where = recipe.updates()[path], f"{path}." if path else ""
+    rule, where = recipe.rules()[path], f"{path}." if path else ""
     if rule.after_decay:
-        raise ValueError(f"{where}after_decay: cannot be combined with lr_scale; remove one of the two")
+        raise ValueError(f"{where}after_decay: cannot be combined with width_scaling; remove one of the two")
     for constraint in rule.constraints:
         if constraint.sets_length():
             label = f"{where}constraints.{constraint.label}"
             raise ValueError(
-                f"{label}: cannot be combined with lr_scale, because it sets the length of every update; remove one of "
-                "the two"
+                f"{label}: cannot be combined with width_scaling, because it sets the length of every update; remove "
+                "one of the two"
             )
     matrices = recipe.view_of(info).matrices
     if rule.entrywise():  # its blocks ignore the view, so take the matrices from the module: all have the same fan-in
         convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
         matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
     shapes = list(matrices.each(info.shape)) if info.shape else [()]
-    found = {m: recipe.lr_scale.factor(rule.update, info.role, m, f"{where}update") for m in dict.fromkeys(shapes)}
+    found = {m: recipe.width_scaling.factor(rule.update, info.role, m, f"{where}update") for m in dict.fromkeys(shapes)}
     return tuple(found[shape] for shape in shapes)
 
 
@@ -260,7 +263,7 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
 
     Raises ValueError if a constraint of the update needs whole parameters, or whole rows, and the layout shards them.
     """
-    for constraint in recipe.updates()[path].constraints if not layout.replicated else ():
+    for constraint in recipe.rules()[path].constraints if not layout.replicated else ():
         if not constraint.shardable(layout.whole_rows):
             where = f"{path or 'recipe'}.constraints.{constraint.label}"
             whole, got = "whole parameters", "a sharded parameter"
@@ -284,7 +287,7 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrice
     It can if the update mixes no entries, and if each slot has one entry for each entry of the parameter. The state is
     then divided as evenly as the parameter.
     """
-    rule = recipe.updates()[path]
+    rule = recipe.rules()[path]
     if rule.constraints:  # all ranks compute their norms together
         return False
     if any(grid.shape != shape or not grid.is_parameter for grid in rule.blocking.grids(shape, matrices)):

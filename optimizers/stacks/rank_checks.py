@@ -28,10 +28,10 @@ from eigengraft.distributed.checks import (
     gather_differences,
     name_ranks,
 )
-from eigengraft.distributed.layouts import Layout, is_dtensor, local
+from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.errors import name_some
-from eigengraft.numerics import compute_dtype, fake_mode, norms_by_dtype
+from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor, local, norms_by_dtype
 
 from ..write.failure import Failure
 from ..write.write import Hyper

@@ -49,7 +49,7 @@ class StackState:
     run_step: step of the run that the scheduled numbers of the update are of, 1 at the first.
     number: index of the stack in its parameter set.
     block_group: number of the block group of the blocks. None: no block of the stack is sent between ranks.
-    lr_factors: `[N]`, factor of the direction of each block. None: there are no factors.
+    width_factors: `[N]`, factor of the direction of each block. None: there are no factors.
     tensors: state `[N, ...]` by "<stage path>/<slot>".
     encoded: slots that a quantizer stores. Their tensors are "<stage path>/<slot>/<code>".
     checks: checks of the contract of every stage, in checked mode. None: there are none.
@@ -66,7 +66,7 @@ class StackState:
     block_group: int | None = None
     run_step: int = 1
     number: int = 0
-    lr_factors: Tensor | None = None
+    width_factors: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
@@ -91,7 +91,7 @@ class StackState:
     def _allocate(self, key: StateKey, slot: Slot, fresh: FreshCodes) -> None:
         """Add the tensors of a slot to the state, with the values that it begins with."""
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
-        quantizer = choose(self.storage, key, slot)
+        quantizer = choose(self.storage, key, slot) if self.storage else None
         if quantizer is None:
             self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return
@@ -354,7 +354,7 @@ class EqualBlocks:
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
         """Yield the blocks in lists of at most `most`. Blocks of a parameter that a stage sums over stay together."""
-        together = recipe.updates()[self.kind.path].spans()
+        together = recipe.rules()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
         if len(ranges) == 1:
             yield self
@@ -372,7 +372,7 @@ def cut_blocks(
         spec = specs[position]
         if spec.in_place:
             continue
-        for grid in recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices):
+        for grid in recipe.rules()[spec.path].blocking.grids(spec.shape, spec.matrices):
             numbers = not spec.shape
             yield BlockKind(spec.path, grid.shape, compute_dtype(spec.dtype), spec.device, numbers), position, grid
 
@@ -417,7 +417,7 @@ def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
 
 def stack_length(kind: BlockKind, recipe: Recipe) -> int:
     """Return the largest number of blocks of a kind in one stack."""
-    slots = slot_keys(recipe.updates()[kind.path], kind.path, kind.shape).values()
+    slots = slot_keys(recipe.rules()[kind.path], kind.path, kind.shape).values()
     return max_blocks(max([math.prod(kind.shape), *(math.prod(slot.shape) for slot in slots)]), kind.dtype, kind.device)
 
 
@@ -440,7 +440,7 @@ def divide(
         for blocks in equal_blocks(cut_blocks(specs, recipe, positions), specs, phases):
             fit = blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype)
             lists += blocks.split(min(fit, ranks * stack_length(blocks.kind, recipe)), recipe)
-        spans = {path: update.spans() for path, update in recipe.updates().items()}
+        spans = {path: update.spans() for path, update in recipe.rules().items()}
         for numbers in connected([some.positions if spans[some.kind.path] else set() for some in lists]):
             positions_together = set[int]().union(*(lists[number].positions for number in numbers))
             dtypes = {specs[position].dtype for position in positions_together}
@@ -552,11 +552,11 @@ def _stack_state(
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
-    rule = recipe.updates()[path]
+    rule = recipe.rules()[path]
     state = StackState(path, rule, stack, recipe.storage, blocks.phases, seeds, block_group, fresh=fresh)
-    if recipe.lr_scale is not None:
-        factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
-        state.lr_factors = upload(torch.tensor(factors, dtype=dtype, device="cpu"), device)
+    if recipe.width_scaling is not None:
+        factors = [specs[position].width_factors[own] for position, grid in stack.grids for own in grid.matrices]
+        state.width_factors = upload(torch.tensor(factors, dtype=dtype, device="cpu"), device)
     return state
 
 

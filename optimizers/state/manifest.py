@@ -45,7 +45,7 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
     assert spec.placement is not None
     if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
         return {}
-    declared, dtype = slot_keys(param_set.updates[spec.path], spec.path, spec.shape), compute_dtype(shard.dtype)
+    declared, dtype = slot_keys(param_set.rules[spec.path], spec.path, spec.shape), compute_dtype(shard.dtype)
     slots = {str(key._replace(block=0)): slot for key, slot in declared.items()}
     return {key: shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
 
@@ -116,6 +116,6 @@ def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...],
         if stack_state is None:
             path, shape, cpu = block_group.path, block_group.shape, torch.device("cpu")
             stack = Stack(shape, block_group.dtype, cpu, ((0, BlockGrid.single(shape)),))
-            rule, storage = param_set.updates[path], param_set.recipe.storage
+            rule, storage = param_set.rules[path], param_set.recipe.storage
             stack_state = StackState(path, rule, stack, storage, np.zeros(1), np.zeros(1, dtype=np.int64))
         yield {path: (tuple(tensor.shape[1:]), tensor.dtype) for path, tensor in stack_state.tensors.items()}

@@ -168,6 +168,10 @@ class ParamSets:
         """Return the names of a group's parameters for errors and counts, with a position for those without a name."""
         return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
 
+    def rows(self) -> list[tuple[Tensor, ParamInfo]]:
+        """Return all parameters with their descriptions, in the order of the groups."""
+        return list(zip(chain(*self.parameters), chain(*self.infos), strict=True))
+
     def groups_of(self, batch: int) -> range:
         """Return the indices of the groups of a batch."""
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
@@ -179,7 +183,7 @@ class ParamSets:
         learning rate. The result depends on nothing else.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
-        with_lr = {path for path, rule in self.recipe.updates().items() if "lr" in asking(rule.stages())}
+        with_lr = {path for path, rule in self.recipe.rules().items() if "lr" in asking(rule.stages())}
         for index in self.groups_of(batch):
             for parameter, spec in zip(self.parameters[index], self._assignments[index], strict=True):
                 if id(parameter) in wanted:
@@ -296,7 +300,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
 
     Entry-wise chains can do that. Stages on matrices, and constraints, would mix the two parts of a number.
     """
-    rule = recipe.updates()[spec.path]
+    rule = recipe.rules()[spec.path]
     mixing = next((path for path, stage in rule.stages(spec.path) if not stage.cached_traits().entrywise), None)
     if mixing is None and rule.constraints:
         mixing = f"{spec.path}.constraints" if spec.path else "constraints"

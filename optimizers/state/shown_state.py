@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.errors import first_lines
+from eigengraft.numerics import is_dtensor
 from eigengraft.slots import AVERAGING, FORMAT, Slot, StateKey
 
 from ..step.step import ParamSet

@@ -30,7 +30,7 @@ from eigengraft.numerics import upload
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
-from ..write.write import Rates, StepScale
+from ..write.write import Rates, StepRates
 from .exchange import PROVIDERS, Step
 from .fused import GraphNumbers
 from .program import CHECKED_UPDATES
@@ -239,10 +239,10 @@ class CapturedStacks:
         found = [scale for (path, _), scale in self._scales(rates).items() if path in paths]
         return tuple(float(x) for scale in found for x in (scale.alpha, scale.gradient_rate))
 
-    def _scales(self, rates: Rates) -> dict[tuple[str, int], StepScale]:
+    def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
         pairs = {(own.path, int(at)): at for own in self.stacks for at in rates.alike[own.stack.param_ids]}
         first = {int(group): at for at, group in reversed([*enumerate(rates.alike.tolist())])}
-        return {(path, group): rates.step_scale(path, first[group]) for path, group in pairs}
+        return {(path, group): rates.step_rates(path, first[group]) for path, group in pairs}
 
     def _key_of(self, step: Step, held: Sequence[Tensor]) -> _Key:
         positions = self._positions.tolist()
@@ -301,7 +301,7 @@ class CapturedStacks:
                     given[own.number], at = GraphNumbers(lrs[own.path], single[at], step.rates), at + 1
                     continue
                 program = self.programs[own.number]
-                scheduled, asked = len(program.source.schedules.ramps), len(program.asked)
+                scheduled, asked = len(program.source.schedules.of_numbers), len(program.asked)
                 steps = wide[at].to(torch.int64).expand(len(own.stack.param_ids)).contiguous()
                 numbers = [*wide[at + 1 :][:scheduled], *narrow[own.stack.dtype][at + 1 + scheduled :][:asked]]
                 given[own.number], at = (steps, numbers), at + 1 + scheduled + asked
@@ -348,7 +348,7 @@ def _never(
         return f"there are no graphs of a device of type {device}"
     if any(own.block_group is not None for own in stacks):
         return "blocks are sent between ranks"
-    if recipe.averaging is not None or any(update.constraints for update in recipe.updates().values()):
+    if recipe.averaging is not None or any(update.constraints for update in recipe.rules().values()):
         return "an averaging or a constraint has numbers of its own"
     given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
     if given:

@@ -66,7 +66,7 @@ def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
 
     Return None if the write decays.
     """
-    rule = recipe.updates()[path]
+    rule = recipe.rules()[path]
     if not rule.adds_decay():
         return None
     return "parameter" if recipe.averaging is None and "parameter" in asking(rule.stages()) else "parameters"

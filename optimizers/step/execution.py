@@ -25,7 +25,7 @@ from eigengraft.step_context import TYPICAL_STEP
 from ..recipe.recipe import Recipe, Route
 from ..stacks.placement import ParamSpec
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import StepScale, WeightDecay
+from ..write.write import StepRates, WeightDecay
 from .capture import CAPTURED_SIGNALS, CAPTURERS
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
@@ -153,7 +153,7 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
         return False
     cadences = [cadence for _, stage in own.rule.stages() if (cadence := stage.cadence()) is not None]
     steady = all(cadence.interval > 1 for cadence in cadences)
-    plain = recipe.averaging is None and not any(update.constraints for update in recipe.updates().values())
+    plain = recipe.averaging is None and not any(update.constraints for update in recipe.rules().values())
     return steady and plain and own.block_group is None and {*own.signals, *own.totals} <= CAPTURED_SIGNALS
 
 
@@ -262,7 +262,7 @@ def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
         stack.device,
         {name: (tuple(x.shape), x.dtype) for name, x in own.tensors.items()},
         own.encoded,
-        own.lr_factors is not None,
+        own.width_factors is not None,
         _decay(own, recipe) if own.adds_decay else None,
         own.step_sizes,
         signals,
@@ -299,8 +299,8 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     inputs += [context.seed, context.step if step.numbers is None else step.numbers[0]]
     if source.parameters is not None:
         inputs.append(parameter_index(context.param_ids, like.device)[1])
-    if own.lr_factors is not None:
-        inputs.append(own.lr_factors)
+    if own.width_factors is not None:
+        inputs.append(own.width_factors)
     if source.decay is not None:
         alphas = step.rates.alphas(own.path, step.blocks.stack.param_ids)
         if len(alphas) > 1:
@@ -333,8 +333,8 @@ def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], hel
     if context.uniform is None:
         return False
     for row, position in zip(blocks.row_numbers, blocks.stack.param_ids.tolist(), strict=True):
-        scale = step.rates.step_scale(own.path, position)
-        factors = None if own.lr_factors is None else own.lr_factors[row]
+        scale = step.rates.step_rates(own.path, position)
+        factors = None if own.width_factors is None else own.width_factors[row]
         for entries, state in _chunks(own, row, held[position], step.gradients[position]):
             move(own.rule, state.scope, entries, context, scale, factors)
     return True
@@ -403,14 +403,14 @@ def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
     some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
-    numbers = {group: _write_numbers(step.rates.step_scale(own.path, at)) for group, at in some.items()}
-    if own.lr_factors is None:
+    numbers = {group: _write_numbers(step.rates.step_rates(own.path, at)) for group, at in some.items()}
+    if own.width_factors is None:
         return [numbers[group] for group in groups]
-    factors = (own.lr_factors if blocks.places is None else own.lr_factors[blocks.rows]).tolist()
+    factors = (own.width_factors if blocks.places is None else own.width_factors[blocks.rows]).tolist()
     return [numbers[group]._replace(factor=factor) for group, factor in zip(groups, factors, strict=True)]
 
 
-def _write_numbers(scale: StepScale) -> WriteNumbers:
+def _write_numbers(scale: StepRates) -> WriteNumbers:
     lr, alpha = float(scale.lr), float(scale.alpha)
     return WriteNumbers(lr, 1 - lr * alpha, alpha, float(scale.gradient_rate), 1.0)
 

@@ -32,7 +32,7 @@ from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import Rates, StepScale
+from ..write.write import Rates, StepRates
 from .exchange import Step
 
 VECTOR = 64
@@ -79,7 +79,7 @@ def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
     """Return Adam's chain of a stack, of which nothing keeps a fused kernel."""
     m, v = (own.tensors[name] for name in _slots(own, first, second))
-    factors = None if own.lr_factors is None else tuple(own.lr_factors.tolist())
+    factors = None if own.width_factors is None else tuple(own.width_factors.tolist())
     return FusedAdam(m, v, first.beta, second.beta, second.eps, factors)
 
 
@@ -293,7 +293,7 @@ class FusedStep:
         if self._step.mask is not None:
             return False
         chosen = list(self._equal(adam, blocks))
-        scales = [rates.step_scale(own.path, int(stack.param_ids[rows[0]])) for rows, _, _ in chosen]
+        scales = [rates.step_rates(own.path, int(stack.param_ids[rows[0]])) for rows, _, _ in chosen]
         if any(isinstance(scale.alpha, Tensor) for scale in scales):
             return False
         positions, places, gradients = stack.param_ids.tolist(), blocks.row_numbers, self._step.gradients
@@ -333,7 +333,7 @@ class FusedStep:
             kinds.setdefault(kind, []).append(row)
         yield from ((rows, step, factor) for (_, step, factor), rows in kinds.items())
 
-    def _call(self, adam: FusedAdam, scale: StepScale, lr: float | Tensor, step: int, factor: float) -> _Call:
+    def _call(self, adam: FusedAdam, scale: StepRates, lr: float | Tensor, step: int, factor: float) -> _Call:
         """Return the call with the numbers of a block. Its factor changes the step, and not the decay."""
         in_gradient = scale.decay.in_gradient
         decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)

@@ -18,9 +18,9 @@ from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
-from ..recipe.recipe import Update
+from ..recipe.recipe import UpdateRule
 from ..stacks.stack import ActiveBlocks, StackState, connected
-from ..write.write import Rates, StepScale, decayed_gradient, with_decay, write
+from ..write.write import Rates, StepRates, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
@@ -32,7 +32,7 @@ StateOf = Callable[[ChainName], State]
 
 
 def direction(
-    update: Update,
+    update: UpdateRule,
     state_of: StateOf,
     gradient: Tensor,
     context: StepContext,
@@ -70,11 +70,11 @@ def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepCont
 
 
 def move(
-    update: Update,
+    update: UpdateRule,
     state_of: StateOf,
     entries: tuple[Tensor, Tensor],
     context: StepContext,
-    scale: StepScale,
+    scale: StepRates,
     factors: Tensor | None = None,
 ) -> None:
     """Update entries of a parameter in place: add decay to the gradient, compute the direction, write it.
@@ -111,7 +111,7 @@ def add_decay(
     return scale(parameters, found)
 
 
-def plus_decay(parameters: Tensor, found: Tensor, scale: StepScale) -> Tensor:
+def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
     """Return directions plus the decay of parameters, all with the same rates."""
     return with_decay([found], [parameters], scale)[0]
 
@@ -150,7 +150,7 @@ class StackStep:
     def direction(self) -> Tensor:
         """Return the directions `[n, *block]`, computed by the program on the whole stack."""
         own, rows = self.blocks.stack_state, self.blocks.rows
-        factors = own.lr_factors if own.lr_factors is None or rows is None else own.lr_factors[rows]
+        factors = own.width_factors if own.width_factors is None or rows is None else own.width_factors[rows]
         decay = None if self.decaying is None else self._add_decay
         found = direction(own.rule, self.state, self.gradient, self.context, factors, decay)
         require_finite(found, self.gradient, self.state("update").path, self.context)

@@ -23,10 +23,9 @@ from eigengraft.distributed.comm_plan import (
 )
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather, UsedGradients
-from eigengraft.distributed.layouts import is_dtensor, local
 from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.rank_group import Work
-from eigengraft.numerics import compute_dtype
+from eigengraft.numerics import compute_dtype, is_dtensor, local
 from eigengraft.signals import requested
 
 from ..recipe.recipe import Recipe
@@ -34,7 +33,7 @@ from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import RankChecks, step_numbers
 from ..stacks.stack import ActiveBlocks, round_bytes, sends_parameters
 from ..write import IterateStore
-from ..write.write import EntryUpdates, StepScale, after_write, decayed_gradient
+from ..write.write import EntryUpdates, StepRates, after_write, decayed_gradient
 from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey
 
@@ -77,7 +76,7 @@ class RankExchange(LocalExchange):
         self._param_gather = ParamGather(rank_group, self._gathered, self.names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
-        used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
+        used = [recipe.rules()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
         self._moves_at_once = iterates.shard_sums is not None
@@ -130,7 +129,7 @@ class RankExchange(LocalExchange):
         path = self.paths[position]
         if gradient is None or not step.rates.decays_gradients(path):
             return read(gradient)
-        scale = step.rates.step_scale(path, position)
+        scale = step.rates.step_rates(path, position)
         parameter, dtype = self.iterates.parameters[position], compute_dtype(gradient.dtype)
         return lambda view: decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
 
@@ -164,7 +163,7 @@ class RankExchange(LocalExchange):
         before = blocks.stack.gather(self.iterates.parameters)
         apart = state.adds_decay
 
-        def move(x: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+        def move(x: Tensor, update: Tensor, scale: StepRates) -> Tensor:
             return after_write(x, update, scale.without_decay if apart else scale)
 
         after = step.rates.map_rows(state.path, blocks.stack.param_ids, move, before, direction)

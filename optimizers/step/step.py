@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.layouts import any_dtensors, local, local_gradients
+from eigengraft.distributed.layouts import local_gradients
+from eigengraft.numerics import any_dtensors, local
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
@@ -62,10 +63,10 @@ class ParamSet:
     ) -> None:
         self.parameters, self.specs = list(parameters), list(specs)
         rank_group = specs[0].rank_group
-        self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
-        routes = ((path, rule) for path, rule in self.updates.items() if isinstance(rule, Route))
-        self._routes = {path: (route.lr_ratio, route.weight_decay) for path, route in routes}
-        self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
+        self.recipe, self.rank_group, self.rules = recipe, rank_group, recipe.rules()
+        routes = ((path, rule) for path, rule in self.rules.items() if isinstance(rule, Route))
+        self._routes = {path: (route.lr_multiplier, route.weight_decay) for path, route in routes}
+        self._decay_sources = {path: decay_source(recipe, path) for path in self.rules}
         self._complex = any(parameter.is_complex() for parameter in parameters)
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
@@ -73,11 +74,12 @@ class ParamSet:
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
-        self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
+        self._priming = np.array([self.rules[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         for number, own in enumerate(self.stack_states):
             own.number = number
-        self._together = sharing_sums(self.stack_states)
+        spans = any(own.spans for own in self.stack_states)
+        self._together = sharing_sums(self.stack_states) if spans else [[own] for own in self.stack_states]
         shared = {own.number for together in self._together if len(together) > 1 for own in together}
         self.executions = [
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
@@ -87,15 +89,15 @@ class ParamSet:
         programs, fused = {own.number: how.blocks or how.uncompiled for own, how in hows}, set[int]()
         fused.update(own.number for own in self.stack_states if self.execution(own).adam is not None)
         self.graphs = Graphs(self._together, recipe, programs, fused, self._run) if recipe.graph else None
-        constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
-        squaring = {path for path, update in self.updates.items() if update.squares()}
+        constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
+        squaring = {path for path, update in self.rules.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
         rank_checks = (
             None if rank_group is None else RankChecks(rank_group, specs, recipe.failure, self._linear.tolist())
         )
-        constrains_shards = any(spec.divided and self.updates[spec.path].constraints for spec in specs)
+        constrains_shards = any(spec.divided and self.rules[spec.path].constraints for spec in specs)
         shard_sums = rank_checks.sums if rank_checks is not None and constrains_shards else None
-        paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
+        paired = {path for path, update in self.rules.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
         self.exchange = (
@@ -304,7 +306,7 @@ class ParamSet:
         """Return the tensors whose decay is added to directions. Return None if the write decays, or nothing does."""
         path = blocks.stack_state.path
         source = self._decay_sources[path]
-        if source is None or not (self.updates[path].after_decay or rates.decays(path)):
+        if source is None or not (self.rules[path].after_decay or rates.decays(path)):
             return None
         known = context.signals.get(source)
         return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
@@ -321,7 +323,7 @@ class ParamSet:
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None if step.mask is None else [step.mask[position] for position in positions]
-        scale = step.rates.step_scale(path, positions[0])
+        scale = step.rates.step_rates(path, positions[0])
         scale = scale if self._decay_sources[path] is None else scale.without_decay
         if self._keeps_iterates:
             update = ParameterUpdate(values, scale, masks)

@@ -33,8 +33,8 @@ from eigengraft.schedules import NO_POWER, Schedule, extremes, value_at, with_nu
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
-from ..recipe.recipe import Update
-from ..write.write import StepScale, WeightDecay
+from ..recipe.recipe import UpdateRule
+from ..write.write import StepRates, WeightDecay
 from .program import add_decay, direction, move, plus_decay
 
 NumberOfStep = Callable[[Tensor], Tensor]
@@ -100,29 +100,30 @@ class ProgramSource(Protocol):
 class ScheduledNumbers:
     """The scheduled numbers of the stages of an update, which are inputs of its programs.
 
-    ramps: of each number, in the order of `with_numbers`. total_steps: of the run.
+    of_numbers: the schedule of each number, in the order of `_with_numbers`.
+    total_steps: number of steps of the run.
     """
 
-    ramps: tuple[Schedule, ...]
+    of_numbers: tuple[Schedule, ...]
     total_steps: int | None
 
     @classmethod
-    def of(cls, update: Update, total_steps: int | None) -> ScheduledNumbers:
+    def of(cls, update: UpdateRule, total_steps: int | None) -> ScheduledNumbers:
         """Return the scheduled numbers of an update."""
         found: list[Schedule] = []
-        _with_numbers(update, lambda ramps: found.append(ramps))
+        _with_numbers(update, lambda schedule: found.append(schedule))
         return cls(tuple(found), total_steps if found else None)
 
     def samples(self, device: torch.device) -> list[Tensor]:
         """One number for each, in float64: 1 - b loses the bits of b in 32."""
-        return [torch.zeros((), dtype=torch.float64, device=device) for _ in self.ramps]
+        return [torch.zeros((), dtype=torch.float64, device=device) for _ in self.of_numbers]
 
     def at(self, step: int) -> list[float]:
         """The numbers at a step of the run."""
-        return [float(value_at(ramps, step, self.total_steps)) for ramps in self.ramps]
+        return [float(value_at(schedule, step, self.total_steps)) for schedule in self.of_numbers]
 
 
-def _with_numbers(update: Update, number: Callable[[Schedule], Any]) -> Update:
+def _with_numbers(update: UpdateRule, number: Callable[[Schedule], Any]) -> UpdateRule:
     """Return an update whose stages have other values in place of their scheduled numbers."""
     chains = {
         name: tuple(with_numbers(stage, number) for stage in getattr(update, name))
@@ -141,7 +142,8 @@ class _TracedNumbers(TorchFunctionMode):
     def __init__(self, schedules: ScheduledNumbers, numbers: Sequence[Tensor]) -> None:
         super().__init__()
         self._numbers = list(numbers)  # an id is of one tensor as long as it is held
-        self._bounds = {id(x): extremes(ramps) for x, ramps in zip(self._numbers, schedules.ramps, strict=True)}
+        pairs = zip(self._numbers, schedules.of_numbers, strict=True)
+        self._bounds = {id(x): extremes(schedule) for x, schedule in pairs}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = func.__name__, dict(kwargs or {})
@@ -198,7 +200,7 @@ class EntryProgram:
     masked: whether a mask `[n]` of blocks follows the numbers of the write. Then entries are `[n, numel, 1, ...]`.
     """
 
-    update: Update
+    update: UpdateRule
     path: str
     decay: WeightDecay
     axes: int
@@ -237,7 +239,7 @@ class EntryProgram:
         given = iter(rest[len(held) :])
         lr, shrink, alpha, rate, factor = (next(given) for _ in WriteNumbers._fields)
         mask = next(given) if self.masked else None
-        scale = StepScale(lr, alpha, self.decay, rate, shrink)
+        scale = StepRates(lr, alpha, self.decay, rate, shrink)
         state = State(held, self.block, self.path, mask=mask)
         context, entries = tracing_context(ask, questions), (parameter, gradient)
         with _scheduled(self, given) as update:
@@ -262,7 +264,7 @@ class BlockProgram:
     masked: whether a mask `[N]` says which blocks have their state written.
     """
 
-    update: Update
+    update: UpdateRule
     path: str
     block: tuple[int, ...]
     blocks: int
@@ -317,7 +319,7 @@ class BlockProgram:
         state = State(held, self.block, self.path, mask=mask, storage=Storage(self.encoded, lambda: (seeds, steps)))
         decay = None
         if self.decay is not None and decaying is not None and alpha is not None:
-            scale = StepScale(1.0, alpha, self.decay)
+            scale = StepRates(1.0, alpha, self.decay)
 
             def decay(found: Tensor) -> Tensor:
                 one_rate = lambda parameters, found: plus_decay(parameters, found, scale)  # noqa: E731
@@ -328,19 +330,19 @@ class BlockProgram:
 
 
 @contextmanager
-def _scheduled(source: EntryProgram | BlockProgram, given: Iterator[Tensor]) -> Iterator[Update]:
+def _scheduled(source: EntryProgram | BlockProgram, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
     """The update of a program, whose scheduled fields are the tensors that are left of its inputs."""
     schedules = source.schedules
-    if not schedules.ramps:
+    if not schedules.of_numbers:
         yield source.update
         return
-    numbers = [next(given) for _ in schedules.ramps]
+    numbers = [next(given) for _ in schedules.of_numbers]
     left = iter(numbers)
     with _TracedNumbers(schedules, numbers):
-        yield _with_numbers(source.update, lambda ramps: next(left))
+        yield _with_numbers(source.update, lambda _: next(left))
 
 
-def _chains(update: Update) -> tuple[str, ...]:
+def _chains(update: UpdateRule) -> tuple[str, ...]:
     return tuple(stage.model_dump_json() for stage in (*update.update, *update.after_decay))
 
 
@@ -452,7 +454,7 @@ class Program:
     def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:
         """Return the scheduled numbers at a step of the run, and those that stages ask for at a step of the blocks."""
         asked = self._asked.row(step) if self.asked else ()
-        return (*self._scheduled.row(run_step), *asked) if self.source.schedules.ramps else asked
+        return (*self._scheduled.row(run_step), *asked) if self.source.schedules.of_numbers else asked
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
         """Return the same numbers on the host."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from eigengraft.component import Component
-from eigengraft.distributed.layouts import is_dtensor, local
-from eigengraft.numerics import fake_mode
+from eigengraft.numerics import fake_mode, is_dtensor, local
 
 BufferName = tuple[nn.Module, str]
 """A module, and the name of a buffer of this module."""
@@ -271,7 +270,7 @@ class LineSearch(Component):
 
     def require_line(self, recipe: Any) -> None:
         """Raise ValueError for a recipe with a part that takes parameters off the line from W to W - D."""
-        bent = any(update.constraints for update in recipe.updates().values())
+        bent = any(update.constraints for update in recipe.rules().values())
         found = {"sam": recipe.sam is not None, "averaging": recipe.averaging is not None, "constraints": bent}
         what = next((name for name, there in found.items() if there), None)
         if what is not None:

@@ -20,7 +20,7 @@ from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
 from eigengraft.slots import Slot
 
-from .write import StepScale, decay, put, with_decay, write
+from .write import StepRates, decay, put, with_decay, write
 
 Tensors = Sequence[Tensor]
 """n tensors, one for each parameter of an update."""
@@ -231,7 +231,7 @@ class ParameterUpdate:
     """One update of n tensors under constraints:  W <- W - lr alpha W - lr U.
 
     updates: n tensors U, of the shapes of W.
-    step_scale: lr and alpha.
+    step_rates: lr and alpha.
     mask: n 0-d booleans, False for tensors that do not change. None: all may change.
     constraints: constraints in order, with their slots. Each is applied before the write (`adjust`) and after it
         (`retract`).
@@ -239,7 +239,7 @@ class ParameterUpdate:
     """
 
     updates: Tensors
-    step_scale: StepScale
+    step_rates: StepRates
     mask: Tensors | None = None
     constraints: Sequence[tuple[Constraint, Slots]] = ()
     context: ConstraintContext = ConstraintContext()
@@ -247,15 +247,15 @@ class ParameterUpdate:
     def __call__(self, tensors: Tensors) -> None:
         """Change n tensors in place by weight decay, update and constraints."""
         if not self.constraints:
-            write(tensors, self.updates, self.step_scale, self.mask)
+            write(tensors, self.updates, self.step_rates, self.mask)
             return
         updates = self.updates
         before: Tensors = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
-        context = replace(self.context, lr=self.step_scale.lr, mask=self.mask)
+        context = replace(self.context, lr=self.step_rates.lr, mask=self.mask)
         for constraint, slots in self.constraints:
             updates = constraint.adjust(slots, before, updates, context)
         after: Tensors = copies(before, before[0].dtype)
-        write(after, updates, self.step_scale)
+        write(after, updates, self.step_rates)
         for constraint, slots in self.constraints:
             after = constraint.retract(slots, before, updates, after, context)
         put(tensors, after, self.mask)
@@ -263,17 +263,17 @@ class ParameterUpdate:
     def slice_rows(self, chosen: Sequence[int]) -> ParameterUpdate:
         """Return the update of the tensors with the chosen indices, without constraints."""
         mask = None if self.mask is None else [self.mask[index] for index in chosen]
-        return ParameterUpdate([self.updates[index] for index in chosen], self.step_scale, mask)
+        return ParameterUpdate([self.updates[index] for index in chosen], self.step_rates, mask)
 
     def decayed_at(self, others: Tensors) -> ParameterUpdate:
         """Return this update with the weight decay of other tensors:  U <- U + alpha W_other, and alpha <- 0."""
-        updates = with_decay(self.updates, others, self.step_scale)
-        return replace(self, updates=updates, step_scale=self.step_scale.without_decay)
+        updates = with_decay(self.updates, others, self.step_rates)
+        return replace(self, updates=updates, step_rates=self.step_rates.without_decay)
 
     def decay(self, tensors: Tensors) -> ParameterUpdate:
         """Apply the weight decay to the tensors now, and return the update without a decay."""
         targets = tensors if self.mask is None else copies(tensors, tensors[0].dtype)
-        decay(targets, self.updates, self.step_scale)
+        decay(targets, self.updates, self.step_rates)
         if targets is not tensors:
             put(tensors, targets, self.mask)
-        return replace(self, step_scale=self.step_scale.without_decay)
+        return replace(self, step_rates=self.step_rates.without_decay)

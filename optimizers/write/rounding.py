@@ -9,10 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.distributed.layouts import local
 from eigengraft.errors import warn_user
 from eigengraft.noise import words
-from eigengraft.numerics import fake_mode
+from eigengraft.numerics import fake_mode, local
 from eigengraft.slots import Slot
 
 from .constraints import Constraint, ConstraintContext, Slots, Tensors

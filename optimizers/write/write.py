@@ -117,7 +117,7 @@ class CautiousDecay(WeightDecay):
 
 
 @dataclass(frozen=True)
-class StepScale:
+class StepRates:
     """The numbers of one write.
 
     lr: learning rate.
@@ -149,7 +149,7 @@ class StepScale:
         return 1 - self.lr * self.alpha if self.kept is None else self.kept
 
     @property
-    def without_decay(self) -> StepScale:
+    def without_decay(self) -> StepRates:
         """The same numbers with alpha = 0, for a write whose decay is applied elsewhere."""
         return replace(self, alpha=0.0, kept=None)
 
@@ -237,7 +237,7 @@ class Rates:
     hypers: Mapping[int, Hyper]
     groups: NDArray[np.int64]
     by_value: bool = True
-    _scales: dict[tuple[str, int], StepScale] = field(default_factory=dict, init=False, repr=False)
+    _scales: dict[tuple[str, int], StepRates] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
@@ -253,21 +253,21 @@ class Rates:
             first[group] = seen.setdefault(key, group)
         return np.array([first[group] for group in self.groups.tolist()], dtype=np.int64)
 
-    def step_scale(self, path: str, position: int) -> StepScale:
+    def step_rates(self, path: str, position: int) -> StepRates:
         """Return learning rate and decay of the parameter at a position, whose update is at `path` in the recipe."""
         return self._scale(path, int(self.alike[position]))
 
-    def _scale(self, path: str, group: int) -> StepScale:
+    def _scale(self, path: str, group: int) -> StepRates:
         if (path, group) not in self._scales:
             hyper, (ratio, own) = self.hypers[group], self.routes.get(path, (1.0, None))
             decay, rate = (self.decay, hyper.weight_decay) if own is None else (own, own.rate)
             alpha = decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio)
-            self._scales[path, group] = StepScale(hyper.lr * ratio, alpha, decay, rate)
+            self._scales[path, group] = StepRates(hyper.lr * ratio, alpha, decay, rate)
         return self._scales[path, group]
 
     def lr(self, path: str, positions: NDArray[np.int64]) -> float | Tensor:
         """Return the learning rate of parameters of one param group, whose update is at `path` in the recipe."""
-        return self.step_scale(path, int(positions[0])).lr
+        return self.step_rates(path, int(positions[0])).lr
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
         """Return the distinct decay factors of parameters whose update is at `path`, one for each group of `alike`."""
@@ -286,7 +286,7 @@ class Rates:
         self,
         path: str,
         positions: NDArray[np.int64],
-        function: Callable[[Tensor, Tensor, StepScale], Tensor],
+        function: Callable[[Tensor, Tensor, StepRates], Tensor],
         x: Tensor,
         y: Tensor,
     ) -> Tensor:
@@ -364,7 +364,7 @@ class EntryUpdates(NamedTuple):
 
 
 def write(
-    tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale, mask: Sequence[Tensor] | None = None
+    tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates, mask: Sequence[Tensor] | None = None
 ) -> None:
     """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
 
@@ -385,14 +385,14 @@ def write(
     put(tensors, wide, mask)
 
 
-def after_write(before: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+def after_write(before: Tensor, update: Tensor, scale: StepRates) -> Tensor:
     """Return the result of `write` as a new tensor, in the dtype of the update. The given tensor does not change."""
     (after,) = copies([before], update.dtype)
     _write([after], [update], scale)
     return after
 
 
-def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> None:
+def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:
     if not scale.after:
         decay(tensors, updates, scale)
     subtract_scaled_(tensors, updates, scale.lr)
@@ -400,7 +400,7 @@ def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScal
         decay(tensors, updates, scale)
 
 
-def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> None:
+def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:
     """Change tensors in place by their decay alone:  W <- W - lr alpha W.
 
     Cautious decay changes only entries with U W > 0.
@@ -414,7 +414,7 @@ def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale
         scale_tensors_(tensors, scale.shrink)
 
 
-def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: StepScale) -> Sequence[Tensor]:
+def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: StepRates) -> Sequence[Tensor]:
     """Return the updates plus their decay,  U + alpha W, in the dtype of the updates.
 
     Cautious decay is added to entries with U W > 0 alone.
@@ -427,7 +427,7 @@ def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: Step
     return torch._foreach_add(list(updates), wide, alpha=scale.alpha)
 
 
-def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> list[Tensor]:
+def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> list[Tensor]:
     """Return alpha W of each tensor, with zeros at entries that do not decay."""
     wide = [x.to(u.dtype) for x, u in zip(tensors, updates, strict=True)]
     terms = torch._foreach_mul(wide, scale.alpha)
@@ -448,7 +448,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tens
     torch._foreach_copy_(list(tensors), list(values))
 
 
-def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepScale) -> Tensor:
+def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepRates) -> Tensor:
     """Return g + rate W if the decay is added to gradients, else g."""
     rate = scale.gradient_rate
     if isinstance(rate, Tensor):

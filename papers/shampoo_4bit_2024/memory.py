@@ -92,7 +92,7 @@ def swin_tiny(classes: int = 100, window: int = 4) -> Iterator[Shape]:
 
 
 MODELS = {"VGG19": vgg19, "ResNet34": resnet34, "ViT-S": vit_small, "Swin-T": swin_tiny}
-PAPER = ["routes=[]", "blocking.size=1200", "blocking.merge=1000000000", "blocking.keep_axes=2"]
+PAPER = ["routes=[]", "blocking.size=1200", "blocking.merge=1000000000", "blocking.min_axes=2"]
 """All matrices are preconditioned, as `[first axis, the rest]` in blocks of at most 1200; vectors are not."""
 
 

@@ -27,8 +27,8 @@ Row = dict[str, Any]
 METHODS = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
 RULES = {
     "plain": "as they are",
-    "scaled": "lr_scale: {base_width: 32}",
-    "rates": "lr_scale with the initial weights of torch",
+    "scaled": "width_scaling: {base_width: 32}",
+    "rates": "width_scaling with the initial weights of torch",
 }
 HIGHEST = 20
 """The largest loss in the figure, in units of the least."""

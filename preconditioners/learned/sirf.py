@@ -77,7 +77,7 @@ class SIRF(LearnedFactors):
         if self.moments == "layer" and len(block) > 2:
             raise ValueError(
                 f"`moments: layer` needs blocks with two axes, outputs and inputs, got shape {block}; "
-                "set `blocking: {merge: ..., keep_axes: 2}`"
+                "set `blocking: {merge: ..., min_axes: 2}`"
             )
         slots = {}
         for axis in self.factor_axes(block):

@@ -424,7 +424,7 @@ class InputGram(Statistic):
         if len(block) > 2:
             raise ValueError(
                 f"input_gram: blocks must have two axes, outputs and inputs, got shape {block}; set "
-                "`blocking: {merge: ..., keep_axes: 2}`"
+                "`blocking: {merge: ..., min_axes: 2}`"
             )
         return super().slots(block, axes)
 

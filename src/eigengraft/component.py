@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from eigengraft.errors import RecipeError, fault_lines, short, stage_name, with_nearest
+from eigengraft.errors import RecipeError
 from eigengraft.reference import FAMILY_MARK, full_docstring, signature_of, summary
 
 if TYPE_CHECKING:
@@ -44,11 +45,8 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return tuple(map(plain, value))
-    return [plain(item) for item in value] if _is_list(value) else value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+    listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+    return [plain(item) for item in value] if listed else value
 
 
 _IN_SCHEMA = ContextVar("in_schema", default=False)
@@ -371,3 +369,130 @@ class ChainOf:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+RENAMED = {
+    "lr_ratio": "lr_multiplier",
+    "lr_scale": "width_scaling",
+    "at_once": "min_wave_work",
+    "keep_axes": "min_axes",
+}
+"""Names of fields in version 0.1, and the names of these fields now."""
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "betas": "beta",
+    "epsilon": "eps",
+    "wd": "weight_decay",
+    "optimizer": "recipe",
+    **RENAMED,
+}
+"""Names that other libraries and version 0.1 give to fields, and the names of the fields here."""
+
+
+def with_nearest(cls: type[BaseModel], elsewhere: Mapping[str, str], error: ValidationError) -> ValidationError:
+    """Return the error with advice for each unknown field: where the field belongs, or which known one is meant.
+
+    cls: the component that refused the fields.
+    elsewhere: advice by the name of a field; "." stands for every dotted path.
+    """
+    details: list[InitErrorDetails] = []
+    for fault in error.errors(include_url=False):
+        kind, message = fault["type"], fault["msg"]
+        if kind == "extra_forbidden" and len(fault["loc"]) == 1:
+            kind, message = "unknown_field", f"unknown field{_advice(cls, elsewhere, str(fault['loc'][0]))}"
+        details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
+    return ValidationError.from_exception_data(error.title, details)
+
+
+def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> str:
+    known = [field.alias or name for name, field in cls.model_fields.items()]
+    if where := elsewhere.get("." if "." in name else name):
+        return f"; {where}"
+    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
+    near = near or [*_inside(cls, name), *difflib.get_close_matches(name.lower(), known, n=1)]
+    return f" (did you mean '{near[0]}'?)" if near else f" (there are: {', '.join(known)})"
+
+
+def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
+    """Yield the paths of a field in the components that the fields of a component hold by default."""
+    for field, info in cls.model_fields.items():
+        if isinstance(info.default, BaseModel):
+            own = type(info.default)
+            yield from [f"{field}.{name}"] if name in own.model_fields else (f"{field}.{p}" for p in _inside(own, name))
+
+
+def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
+    """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names."""
+    faults = error.errors()
+    # a tuple without its wrong items is then also too short
+    inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
+    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+    return list(dict.fromkeys(_fault(detail, data, where) for detail in faults))
+
+
+_REQUIRED = {
+    "dict_type": "a mapping is required",
+    "model_type": "a mapping of fields is required",
+    "tuple_type": "a list is required",
+    "too_short": "at least 1 item is required",
+}
+"""Messages by the type of pydantic's error, in the words of a YAML file instead of types of Python."""
+
+
+def _fault(detail: Any, data: Any, where: str) -> str:
+    path, got = ".".join([where] * bool(where) + list(_names(detail["loc"], data))), detail["input"]
+    if detail["type"] == "missing":
+        return f"{path}: required, got nothing"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] in _REQUIRED:
+        message = _REQUIRED[detail["type"]]
+    field, whole = message.partition(": ")[0], isinstance(got, Mapping)
+    if whole and field in got:
+        got, whole = got[field], False
+    # a message that names a field says what is wrong with it: no value twice, and no whole component after it
+    said = _names_field(message) and (whole or short(got).lower() in message.lower())
+    said = said or ", got " in message
+    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")
+
+
+def located(path: str, message: str) -> str:
+    """The message under a path; where it names a field of what is there (`beta: ...`), that is part of the path."""
+    if _names_field(message):
+        return message if path == message.partition(": ")[0] or not path else f"{path}.{message}"
+    return f"{path or 'recipe'}: {message}"
+
+
+def _names_field(message: str) -> bool:
+    """Return True if a message begins with the path of a field, as `beta: ...`."""
+    field, colon, _ = message.partition(": ")
+    return bool(colon) and re.fullmatch(r"[a-z_]+(\.[\w/]+)*", field) is not None
+
+
+def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
+    """Yield the parts of a pydantic location, with positions in lists replaced by the name or kind found there."""
+    for part in location:
+        alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
+        try:
+            if not alone:
+                data = data[part] if hasattr(data, "__getitem__") else getattr(data, str(part))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            data = None
+        if not alone or stage_name(data):
+            yield stage_name(data) or str(part) if isinstance(part, int) else str(part)
+
+
+def stage_name(data: Any) -> str | None:
+    """Return the name of a stage in raw data: its `name`, else its `kind`. A bare string is a kind."""
+    if isinstance(data, str):
+        return data
+    if isinstance(data, Mapping):
+        name = data.get("name") or data.get("kind")
+        return name if isinstance(name, str) else None
+    name = getattr(data, "name", None) or getattr(data, "kind", None)
+    return name if isinstance(name, str) else None
+
+
+def short(value: object) -> str:
+    """Return the text of a value, cut off after 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

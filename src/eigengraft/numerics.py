@@ -1,22 +1,27 @@
 """Numerics: guards against overflow, underflow, division by zero, and bits that depend on a place in memory.
 
-Also fake tensors, numbers of the host on a device, and operations on many tensors in few kernels.
+Also fake tensors and DTensors, numbers of the host on a device, and operations on many tensors in few kernels.
 """
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, wraps
 from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+if TYPE_CHECKING:  # importing it takes as long as all of this library
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -45,6 +50,23 @@ def active_fake_mode() -> FakeTensorMode | None:
     """Return the mode in which every new tensor is fake; None if new tensors have numbers."""
     found: FakeTensorMode | None = torch._C._get_dispatch_mode(_FAKE)
     return found
+
+
+def any_dtensors(tensors: Iterable[object]) -> bool:
+    """Return True if one of the tensors is a DTensor; always False while their module is not imported."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and any(issubclass(kind, known.DTensor) for kind in {*map(type, tensors)})
+
+
+def is_dtensor(x: object) -> TypeIs[DTensor]:
+    """Return True if x is a DTensor; always False while their module is not imported."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(x, known.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """Return the tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
+    return x.to_local() if is_dtensor(x) else x
 
 
 def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

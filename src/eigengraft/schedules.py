@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
 
-from .component import C, Component, plain
-from .errors import stage_name
+from .component import C, Component, plain, stage_name
 
 Shape = Literal["linear", "cosine", "half_life"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from .blocking.stacks import MatrixSide
+from .errors import did_you_mean
 from .schedules import schedules
 
 
@@ -166,8 +166,7 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
                 raise ValueError(f"{path}: a constraint cannot request the signal '{name}', which is for stages alone")
     for path, stage in [*stages, *constraints]:
         for name in sorted(requested(stage) - known.keys()):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f", did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(name, known)
             raise ValueError(
                 f"{path}: requires the signal '{name}', which nobody provides ({', '.join(sorted(known))}){hint}"
             )

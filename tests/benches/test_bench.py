@@ -24,6 +24,7 @@ from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, 
 from eigengraft.experiments.cli.main import app
 from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
 
+from ..refusals import refused
 from ..trajectories import normal, rotation
 from .published import fixed_point
 from .record_factors import record
@@ -523,7 +524,7 @@ class TestNames:
         assert bench["sizes"] == [5] and bench["count"] == 4 and len(bench["spectra"]) == 4
 
     def test_unknown_benches_are_refused_in_python_too(self) -> None:
-        with pytest.raises(RecipeError, match=r"'rootz'.*'roots'"):
+        with refused(RecipeError, "'rootz'", "'roots'"):
             load_bench("rootz", {})
 
 

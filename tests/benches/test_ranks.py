@@ -12,6 +12,7 @@ from eigengraft.experiments.benches.steps.processes import answer, efficiency_of
 from eigengraft.experiments.benches.view import lay_out, lines_of
 
 from ..processes import fork_what_is_spawned
+from ..refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -42,23 +43,23 @@ def test_rows_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_what_is_spawned(monkeypatch)
     bench = bench_of()
     rows = bench.run()
-    assert [(row["ranks"], row["at_once"]) for row in rows] == [(1, 1), (1, 8), (2, 1), (2, 8)]
+    assert [(row["ranks"], row["min_wave_work"]) for row in rows] == [(1, 1), (1, 8), (2, 1), (2, 8)]
     for row in rows:
         assert row["steps"] == 10 and len(row["busy_ms"]) == row["ranks"]
         # a mean of largest is no less than the largest mean
         assert 0 < max(row["busy_ms"]) <= row["path_ms"] * (1 + 1e-9)
-        alone = next(own for own in rows if own["ranks"] == 1 and own["at_once"] == row["at_once"])
+        alone = next(own for own in rows if own["ranks"] == 1 and own["min_wave_work"] == row["min_wave_work"])
         assert row["efficiency"] == pytest.approx(alone["path_ms"] / (row["ranks"] * row["path_ms"]), rel=1e-12)
         assert 1 / row["ranks"] <= row["counted"] <= 1 + 1e-12
         assert (row["efficiency"] == row["counted"] == 1.0) or row["ranks"] > 1
-    spread, at_once = rows[2:]
-    assert spread["counted"] < at_once["counted"]
-    assert spread["declaration"]["update"] != at_once["declaration"]["update"]
+    spread, together = rows[2:]
+    assert spread["counted"] < together["counted"]
+    assert spread["declaration"]["update"] != together["declaration"]["update"]
 
 
 def made(candidate: str, ranks: int, path: float, efficiency: float) -> Row:
     measured = {"path_ms": path, "efficiency": efficiency, "counted": 0.75, "busy_ms": [path / 2] * ranks}
-    return {"candidate": candidate, "problem": "", "ranks": ranks, "at_once": 1, "steps": 10, **measured}
+    return {"candidate": candidate, "problem": "", "ranks": ranks, "min_wave_work": 1, "steps": 10, **measured}
 
 
 def test_table_figure_and_advice() -> None:
@@ -74,24 +75,24 @@ def test_table_figure_and_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "data"),
     [
-        ({"ranks": [2, 4]}, "ranks: .*2"),
-        ({"threads": 2}, "threads: 2"),
-        ({"recipes": ["adamw"]}, "recipes: .*'adamw'"),
-        ({"recipes": ["soap_fitted", "soap_fitted"]}, "recipes: 'soap_fitted'"),
+        ({"ranks": [2, 4]}, ("ranks", 2)),
+        ({"threads": 2}, ("threads", 2)),
+        ({"recipes": ["adamw"]}, ("recipes", "'adamw'")),
+        ({"recipes": ["soap_fitted", "soap_fitted"]}, ("recipes", "'soap_fitted'")),
     ],
 )
-def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], data: tuple[object, ...]) -> None:
+    with refused(RecipeError, *data):
         bench_of(**fields)
 
 
 def test_a_rank_that_fails_is_an_error_with_its_cause() -> None:
     ours, theirs = Pipe(duplex=False)
     theirs.send("MemoryError: too much")
-    with pytest.raises(RecipeError, match="MemoryError: too much"):
+    with refused(RecipeError, "MemoryError: too much"):
         answer(ours)
     theirs.close()
-    with pytest.raises(RecipeError, match="its process ended"):
+    with refused(RecipeError, "process"):
         answer(ours)

@@ -21,7 +21,7 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 sizes = st.none() | st.integers(1, 6)
 blockings = st.builds(Blocking, size=sizes) | st.builds(
-    Blocking, size=sizes, merge=st.integers(1, 40), keep_axes=st.integers(1, 3)
+    Blocking, size=sizes, merge=st.integers(1, 40), min_axes=st.integers(1, 3)
 )
 
 
@@ -42,7 +42,7 @@ def reference_merge(shape: tuple[int, ...], threshold: int, target: int) -> tupl
 
 @given(shape=full_shapes, threshold=st.integers(1, 60), target=st.integers(1, 4))
 def test_merging_follows_distributed_shampoo(shape: tuple[int, ...], threshold: int, target: int) -> None:
-    assert Blocking(merge=threshold, keep_axes=target).merged(shape) == reference_merge(shape, threshold, target)
+    assert Blocking(merge=threshold, min_axes=target).merged(shape) == reference_merge(shape, threshold, target)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_merging_follows_distributed_shampoo(shape: tuple[int, ...], threshold: 
     ],
 )
 def test_merged_shapes(shape: tuple[int, ...], merge: int | None, keep: int, expected: tuple[int, ...]) -> None:
-    assert Blocking(merge=merge, keep_axes=keep).merged(shape) == expected
+    assert Blocking(merge=merge, min_axes=keep).merged(shape) == expected
 
 
 def blocks_by_hand(x: Tensor, size: int | None) -> list[Tensor]:
@@ -175,8 +175,8 @@ def test_selecting_parameters_selects_their_rows(
     [
         ({"size": 0}, ("size", 1, 0)),
         ({"merge": -1}, ("merge", 1, -1)),
-        ({"keep_axes": 0}, ("keep_axes", 1, 0)),
-        ({"keep_axes": 2}, ("keep_axes", "merge", 2)),
+        ({"min_axes": 0}, ("min_axes", 1, 0)),
+        ({"min_axes": 2}, ("min_axes", "merge", 2)),
         ({"merge_from": "first"}, ("merge_from", "merge", "first")),
         ({"size": 2.5}, ("size", 2.5)),
         ({"sice": 2}, ("sice", 2)),

@@ -113,7 +113,7 @@ def test_declarations_of_schedules_are_kept() -> None:
     recipe = load_recipe(
         {"update": [{"kind": "momentum", "beta": BETA}]}, {"update.momentum.beta": {**BETA, "steps": 9}}
     )
-    assert recipe.updates()[""].update[0].declaration()["beta"] == {**BETA, "steps": 9, "shape": "linear"}
+    assert recipe.rules()[""].update[0].declaration()["beta"] == {**BETA, "steps": 9, "shape": "linear"}
     (momentum,) = recipe.update
     assert isinstance(momentum, Momentum) and momentum.beta == 0.8 and momentum.scheduled("beta")
     assert momentum.replace(nesterov=True).scheduled("beta") and not momentum.replace(beta=0.5).scheduled("beta")

@@ -32,7 +32,7 @@ def test_a_key_and_its_text_say_the_same(text: str) -> None:
 def test_state_of_a_block_belongs_to_a_stage_that_the_recipe_has(recipe: str) -> None:
     parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))]
     optimizer = Optimizer(named(parameters), recipe)
-    updates = optimizer.recipe.updates().items()
+    updates = optimizer.recipe.rules().items()
     stages = {path for where, rule in updates for path, _ in rule.stages(where)}
     constraints = {f"{where}.constraints.{c.label}".lstrip(".") for where, rule in updates for c in rule.constraints}
     for state in optimizer.state.values():

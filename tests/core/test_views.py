@@ -51,7 +51,7 @@ def blockings(draw: Any) -> Blocking:
     if merge is None:
         return Blocking(size=size)
     merge_from = draw(st.sampled_from(["last", "first"]))
-    return Blocking(size=size, merge=merge, merge_from=merge_from, keep_axes=draw(st.integers(1, 2)))
+    return Blocking(size=size, merge=merge, merge_from=merge_from, min_axes=draw(st.integers(1, 2)))
 
 
 def blocks_by_hand(matrix: Tensor, blocking: Blocking) -> list[Tensor]:

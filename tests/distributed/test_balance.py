@@ -199,11 +199,11 @@ def test_ranks_do_not_wait_for_each_other_by_default(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_wait_where_every_step_pays_the_same_and_advice_ends_that(ranks: int) -> None:
     """The same blocks over 10 steps: only one rank has a large block to refresh at a step."""
-    field = "update.graft.direction.shampoo.refresh.at_once"
+    field = "update.graft.direction.shampoo.refresh.min_wave_work"
     waiting = plan(load_recipe("shampoo", {field: 1}), GPT.items(), (ranks,), "ddp")
     assert waiting.balance.efficiency < 0.75 and waiting.advice is not None
     assert waiting.advice.fields == [field]
-    busy = plan(load_recipe("shampoo", {field: waiting.advice.at_once}), GPT.items(), (ranks,), "ddp")
+    busy = plan(load_recipe("shampoo", {field: waiting.advice.min_wave_work}), GPT.items(), (ranks,), "ddp")
     assert busy.balance.efficiency >= 0.92 and busy.advice is None
     assert busy.balance == waiting.advice.balance
 

@@ -77,7 +77,7 @@ def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
         for rank in range(ranks):
             assert [block.row for block in group.owned(rank)] == list(range(len(group.owned(rank))))
         positions = {block.position for block in group.blocks}
-        spans = any(stage.cached_traits().sums for _, stage in recipe.updates()[group.path].stages())
+        spans = any(stage.cached_traits().sums for _, stage in recipe.rules()[group.path].stages())
         fits = group.nbytes <= round_bytes(specs, recipe, ranks)
         assert fits or len(group.blocks) == 1 or (spans and len(positions) == 1)
 
@@ -104,14 +104,14 @@ def test_one_rank_does_the_work_of_all_blocks(name: str, measured: bool) -> None
     """Whether operations are counted or times of shapes are measured, and whether or not blocks have one owner."""
     recipe, blocks = load_recipe(RECIPES[name]), list[tuple[str, tuple[int, ...]]]()
     for spec in specs_of(recipe, None):
-        for grid in recipe.updates()[spec.path].blocking.grids(spec.shape):
+        for grid in recipe.rules()[spec.path].blocking.grids(spec.shape):
             blocks += [(spec.path, grid.shape)] * len(grid.keys)
     if measured:
         times = {"x".join(map(str, shape)): 0.5 + index for index, (_, shape) in enumerate(blocks)}
         recipe = load_recipe(recipe, {"distribution.work": times})
         works = [times["x".join(map(str, shape))] for _, shape in blocks]
     else:
-        works = [block_cost(recipe.updates()[path], path, shape, torch.float32, {}).work for path, shape in blocks]
+        works = [block_cost(recipe.rules()[path], path, shape, torch.float32, {}).work for path, shape in blocks]
     specs, loads = specs_of(recipe, 1), Loads(1, common_interval(recipe))
     balance = assign_owners(specs, recipe, refresh_phases(recipe, (spec.key for spec in specs)), loads)
     assert balance.critical_path == pytest.approx(sum(works) * loads.interval, rel=1e-12)

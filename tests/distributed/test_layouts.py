@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from eigengraft.blocking import BlockGrid, Blocking
-from eigengraft.blocking.blocks import Box, grouping
+from eigengraft.blocking.blocks import Box, axis_pairs
 from eigengraft.distributed.layouts import Layout, regions
 
 from ..refusals import refused
@@ -36,7 +36,7 @@ blockings = st.builds(Blocking, size=sizes) | st.builds(
     size=sizes,
     merge=st.integers(1, 40),
     merge_from=st.sampled_from(["last", "first"]),
-    keep_axes=st.integers(1, 3),
+    min_axes=st.integers(1, 3),
 )
 
 
@@ -237,7 +237,6 @@ def test_placements_that_nobody_owns_are_refused() -> None:
 def test_a_merged_axis_is_the_product_of_its_group(shape: tuple[int, ...], blocking: Blocking) -> None:
     merged = blocking.merged(shape)
     assume(0 not in merged)
-    groups = grouping(shape, merged)
-    ends = list(itertools.accumulate(groups, initial=0))
-    assert len(groups) == len(merged) and ends[-1] == len(shape)
-    assert tuple(math.prod(shape[a:b]) for a, b in itertools.pairwise(ends)) == merged
+    groups = [own for own, _ in axis_pairs(shape, merged)]
+    assert len(groups) == len(merged) and [axis for own in groups for axis in own] == list(range(len(shape)))
+    assert tuple(math.prod(shape[axis] for axis in own) for own in groups) == merged

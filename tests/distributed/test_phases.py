@@ -16,7 +16,7 @@ from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.layouts import Layout
 from eigengraft.optimizers import submodel
 from eigengraft.optimizers.recipe.loading import load_recipe
-from eigengraft.optimizers.stacks.assignment import assign_owners, at_once_fields, warn_of_waiting
+from eigengraft.optimizers.stacks.assignment import assign_owners, warn_of_waiting, wave_fields
 from eigengraft.optimizers.stacks.placement import (
     ParamKey,
     ParamSpec,
@@ -30,7 +30,7 @@ from ..refusals import refused, warned
 
 CPU = torch.device("cpu")
 
-SMOOTH = {"kind": "every", "at_once": 1}
+SMOOTH = {"kind": "every", "min_wave_work": 1}
 ROUTE = {
     "name": "mixed",
     "match": {"name": "mix"},
@@ -39,7 +39,7 @@ ROUTE = {
 }
 RECIPE: Any = {
     "base": "soap_fitted",
-    "set": {"update.eigenbasis.refresh.at_once": 1},
+    "set": {"update.eigenbasis.refresh.min_wave_work": 1},
     "blocking": {"size": 5},
     "routes": [ROUTE, "default"],
 }
@@ -82,7 +82,7 @@ def test_a_phase_is_the_share_of_the_cost_before_the_middle_of_a_block() -> None
     recipe = load_recipe(RECIPE)
     blocks = []
     for param in keys():
-        rule = recipe.updates()[param.path]
+        rule = recipe.rules()[param.path]
         for grid in rule.blocking.grids(param.shape):
             cost = Fraction(sum(stage.cached_traits(grid.shape).refresh_cost for _, stage in rule.stages()))
             blocks += [((param.path, grid.shape, natural_order(param.name), key), param, cost) for key in grid.keys]
@@ -97,7 +97,7 @@ def test_steps_of_an_interval_cost_nearly_the_same() -> None:
     """Four layers of a GPT: each of the eight costliest blocks has a step for itself, which lasts as long as others."""
     layer = [(768, 256), (256, 256), (1024, 256), (256, 1024)]
     given = [ParamKey(f"layers.{i}.{k}", "", shape) for i in range(4) for k, shape in enumerate(layer)]
-    recipe = load_recipe({"base": "soap_fitted", "set": {"update.eigenbasis.refresh.at_once": 1}})
+    recipe = load_recipe({"base": "soap_fitted", "set": {"update.eigenbasis.refresh.min_wave_work": 1}})
     stage, steps = recipe.update[0], np.zeros(10)
     for param, phases in refresh_phases(recipe, given).items():
         steps[int(phases[0] * 10)] += stage.cached_traits(param.shape).refresh_cost
@@ -262,7 +262,7 @@ def test_waves_round_phases_down() -> None:
     recipe, params = load_recipe(RECIPE), [param for param in keys() if param.name != "layers.1.mix"]
     spread, units = refresh_phases(recipe, params), refresh_units(recipe, params)
     assert units > 4
-    waves = load_recipe(recipe, {"update.eigenbasis.refresh.at_once": int(units / 2)})
+    waves = load_recipe(recipe, {"update.eigenbasis.refresh.min_wave_work": int(units / 2)})
     found = refresh_phases(waves, params)
     for param in params:
         halves = np.floor(2 * spread[param]) / 2
@@ -272,17 +272,17 @@ def test_waves_round_phases_down() -> None:
 
 def test_the_fields_that_decide_on_waves_are_named() -> None:
     recipe = load_recipe(RECIPE)
-    fields = ["update.eigenbasis.refresh.at_once", "routes.mixed.update.shampoo.refresh.at_once"]
-    assert at_once_fields(recipe, ["", "routes.mixed", "routes.adam"]) == fields
+    fields = ["update.eigenbasis.refresh.min_wave_work", "routes.mixed.update.shampoo.refresh.min_wave_work"]
+    assert wave_fields(recipe, ["", "routes.mixed", "routes.adam"]) == fields
     for field in fields:
         assert load_recipe(recipe, {field: 3}) != recipe
-    at_once = load_recipe("soap_fitted", ["update.eigenbasis.refresh.stagger=none"])
-    assert at_once_fields(at_once, [""]) == []
+    together = load_recipe("soap_fitted", ["update.eigenbasis.refresh.stagger=none"])
+    assert wave_fields(together, [""]) == []
 
 
 def test_ranks_that_wait_much_are_told_what_helps() -> None:
     """32 blocks of a matrix of order 1024 on 64 ranks: at most 4 of them refresh at a step, and the others wait."""
-    recipe = load_recipe("shampoo", {"update.graft.direction.shampoo.refresh.at_once": 1})
+    recipe = load_recipe("shampoo", {"update.graft.direction.shampoo.refresh.min_wave_work": 1})
     layout = Layout.replicate((1024, 1024), 64)
     placements = [place(recipe, "", layout) for _ in range(32)]
     specs = [ParamSpec(f"{i}", "", layout.shape, torch.float32, CPU, own) for i, own in enumerate(placements)]
@@ -290,7 +290,7 @@ def test_ranks_that_wait_much_are_told_what_helps() -> None:
     balance = assign_owners(specs, recipe, refresh_phases(recipe, params), Loads(64, 10))
     before = [dict(own.owners or {}) for own in placements]
     assert balance.efficiency < 0.3
-    says = ("graft.direction.shampoo.refresh.at_once", 64, 32, "1.00")
+    says = ("graft.direction.shampoo.refresh.min_wave_work", 64, 32, "1.00")
     with warned(UserWarning, *says):
         warn_of_waiting(specs, recipe, params, 64, balance)
     assert [own.owners for own in placements] == before  # advice changes nothing

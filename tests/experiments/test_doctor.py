@@ -91,7 +91,7 @@ def treated(experiment: Experiment, directory: Path) -> Diagnosis:
     return diagnose(directory)
 
 
-FAST = {"name": "fast", "match": {"name": "2.weight"}, "lr_ratio": 3e4, "update": ["momentum", "rms"]}
+FAST = {"name": "fast", "match": {"name": "2.weight"}, "lr_multiplier": 3e4, "update": ["momentum", "rms"]}
 EXPLODING = {"base": "adamw", "routes": [FAST]}
 REFRESH = {"kind": "every", "steps": 5, "stagger": "none"}
 ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REFRESH}]

@@ -48,7 +48,7 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{update: [{kind: momentum, lr: 0.1}]}", ("update.momentum.lr",)),
     ("{base: soap, update.eigenbasis.refresh.steps: 1}", ("refresh.steps", "set")),
     ("{base: soap, overrides: [lr=1]}", ("overrides", "set: {dotted.path: value}")),
-    ("{update: sign, routes: [{name: a, update: sign, lr: 0.1}]}", ("routes.a.lr", "lr_ratio")),
+    ("{update: sign, routes: [{name: a, update: sign, lr: 0.1}]}", ("routes.a.lr", "lr_multiplier")),
     ("{update: sign, routes: [{name: a, recipe: adamw}]}", ("routes.a.recipe", "update")),
     # kinds
     ("{update: eigh}", ("update.eigh", "eigh", "basis_solver", "root_solver")),
@@ -195,5 +195,9 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
         "{update: rms, routes: [{name: a, update: sign, match: {role: hed}}]}",
         ("routes.a.match.role.hed", "embedding", "hed"),
     ),
-    ("{schema: 99, update: rms}", ("schema", 1, 99)),
+    ("{schema: 99, update: rms}", ("schema", 2, 99)),
+    ("{update: sign, routes: [{name: a, update: sign, lr_ratio: 0.1}]}", ("routes.a.lr_ratio", "lr_multiplier")),
+    ("{base: adamw, lr_scale: spectral}", ("lr_scale", "width_scaling")),
+    ("{base: soap, set: {update.eigenbasis.refresh.at_once: 1}}", ("refresh.at_once", "min_wave_work")),
+    ("{base: soap, set: {blocking.keep_axes: 2}}", ("blocking.keep_axes", "min_axes")),
 )

@@ -13,6 +13,7 @@ from eigengraft.optimizers.step import capture, traced
 from eigengraft.testing import accelerator
 
 from ..gpu.recording import Operations, Recording
+from ..refusals import warned
 from ..trajectories import normal
 
 SHAPES = ((8, 6), (8, 6), (12, 5), (6,), (6,))
@@ -114,7 +115,7 @@ def test_capturable_means_graph(recording: Recording) -> None:
 
 
 def test_a_device_without_graphs_says_so() -> None:
-    with pytest.warns(UserWarning, match="type cpu"):
+    with warned(UserWarning, "graph", "cpu"):
         Steps("adamw", capturable=True).step()
 
 
@@ -240,9 +241,9 @@ Stage.members.pop("test_freezing")  # the laws are about every member of the fam
 
 def test_a_number_that_is_no_input_is_found(recording: Recording) -> None:
     run = Steps({"update": [Freezing()], "graph": True})
-    with pytest.warns(UserWarning, match=r"a number is no input: aten.mul"):
+    with warned(UserWarning, "aten.mul.Tensor"):
         run.step(8)
-    assert not recording.graphs and "a number is no input" in str(run.optimizer)
+    assert not recording.graphs and "aten.mul" in str(run.optimizer)
 
 
 def test_a_graph_with_other_bits_is_not_used(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +255,7 @@ def test_a_graph_with_other_bits_is_not_used(recording: Recording, monkeypatch: 
 
     monkeypatch.setattr(Operations, "replay", wrong)
     plain.step(8)
-    with pytest.warns(UserWarning, match="other bits"):
+    with warned(UserWarning, "graph"):
         captured.step(8)
     require_close(plain, captured)
     assert [graph.replays for graph in recording.graphs] == [1]
@@ -268,21 +269,21 @@ def test_what_cannot_be_captured_runs_as_it_is(recording: Recording, monkeypatch
     monkeypatch.setattr(recording, "capture", refuse)
     plain, captured = Steps("adamw"), Steps({"base": "adamw", "graph": True})
     plain.step(8)
-    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+    with warned(UserWarning, "operation not permitted when stream is capturing"):
         captured.step(8)
     require_close(plain, captured)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "part"),
     [
         ({"base": "adamw", "averaging": "ema"}, "averaging"),
         ({"base": "adamw", "constraints": "rounding"}, "constraint"),
     ],
 )
-def test_recipes_with_numbers_of_their_own_are_left(recipe: Any, words: str, recording: Recording) -> None:
+def test_recipes_with_numbers_of_their_own_are_left(recipe: Any, part: str, recording: Recording) -> None:
     run = Steps({**recipe, "graph": True})
-    with pytest.warns(UserWarning, match=words):
+    with warned(UserWarning, part):
         run.step(5)
     assert not recording.graphs
 

@@ -29,8 +29,18 @@ def test_fields_beside_the_base_replace_its_fields() -> None:
 
 
 def test_values_inside_the_base_are_addressed_as_on_the_command_line() -> None:
-    changes = {REFRESH: 3, "update.eigenbasis.solver.kind": "eigh", "blocking.size": None, "routes.adam.lr_ratio": 0.5}
-    overrides = [f"{REFRESH}=3", "update.eigenbasis.solver.kind=eigh", "blocking.size=null", "routes.adam.lr_ratio=0.5"]
+    changes = {
+        REFRESH: 3,
+        "update.eigenbasis.solver.kind": "eigh",
+        "blocking.size": None,
+        "routes.adam.lr_multiplier": 0.5,
+    }
+    overrides = [
+        f"{REFRESH}=3",
+        "update.eigenbasis.solver.kind=eigh",
+        "blocking.size=null",
+        "routes.adam.lr_multiplier=0.5",
+    ]
     assert load_recipe({"base": "soap_fitted", "set": changes}) == load_recipe("soap_fitted", overrides)
 
 
@@ -135,7 +145,7 @@ def test_a_shipped_recipe_differs_from_its_base_where_it_says(name: str) -> None
             ("set", "blocking.size"),
         ),
         ({"base": {"base": "soap_fitted", "set": {"lr.x": 1}}}, ("base", "set", "lr.x", "lr", 0.003)),
-        ({"base": {"schema": 7, "update": "rms"}}, ("base", "schema", 1, 7)),
+        ({"base": {"schema": 7, "update": "rms"}}, ("base", "schema", 2, 7)),
     ],
 )
 def test_a_wrong_base_is_refused_with_its_path(source: Any, says: tuple[object, ...]) -> None:

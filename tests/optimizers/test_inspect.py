@@ -268,9 +268,9 @@ def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
 @pytest.mark.parametrize(
     "cadence",
     [
-        Every(steps=4, at_once=1),
+        Every(steps=4, min_wave_work=1),
         Every(steps=4, stagger="none", offset=1),
-        Every(steps=7, start=3, at_once=1),
+        Every(steps=7, start=3, min_wave_work=1),
         Every(steps=3, start=90),
         Probability(probability=0.2),
     ],

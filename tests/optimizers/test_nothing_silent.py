@@ -15,7 +15,7 @@ from eigengraft.preconditioners import Stage
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..refusals import refused, warned
+from ..refusals import check_said, refused, warned
 
 
 class Net(nn.Module):
@@ -178,7 +178,7 @@ class TestUnusableGradients:
         optimizer, every = compose("adamw", model), [name for name, _ in model.named_parameters()]
         assert self.steps(optimizer, model, every, 9) == [] and not lost(optimizer)
         (message,) = self.steps(optimizer, model, every, 20)
-        assert "got none in 10 steps in a row (hidden.weight, among others, with inf or nan)" in message
+        check_said(message, 10, "hidden.weight")
         assert lost(optimizer)
 
     def test_one_usable_gradient_begins_the_count_again(self) -> None:
@@ -205,7 +205,7 @@ class TestRounding:
 
     def test_parameters_that_stand_still_are_told_once(self) -> None:
         (message,) = self.warned(torch.bfloat16, 1e-4)  # bfloat16 has steps of 2^-8 below 1
-        assert message.startswith("w: only 0.0% of its entries changed in 5 steps at lr 0.0001, ")
+        check_said(message, "w", "0.0%", 5, 0.0001)
 
     @pytest.mark.parametrize(
         "run",
@@ -242,7 +242,8 @@ class TestEvaluationOfAveragedIterates:
 
     def test_a_forgotten_switch_is_said_once(self) -> None:
         said = self.run("schedule_free_adamw", evaluated=False)
-        assert len(said) == 1 and "averages iterates (schedule_free)" in said[0] and "optimizer.eval()" in said[0]
+        assert len(said) == 1
+        check_said(said[0], "schedule_free", "optimizer.eval()")
 
     def test_evaluated_or_unaveraged_iterates_give_no_warning(self) -> None:
         assert self.run("schedule_free_adamw", evaluated=True) == []
@@ -295,3 +296,21 @@ def test_a_field_of_a_stage_put_into_a_group_by_hand_is_said_with_its_path() -> 
     says = ("beta", "update.momentum.beta", "update.rms.beta")
     with warned(UserWarning, *says):
         optimizer.step()
+
+
+def test_how_a_step_is_computed_is_said_where_it_is_not_as_asked() -> None:
+    weight, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Optimizer([("w", weight), ("b", bias)], "adamw", fused=True, foreach=True, capturable=False)
+    with warned(UserWarning, "fused=True", "w", "Adam"):
+        Optimizer([("w", weight), ("b", bias)], {"base": "soap", "routes": "default"}, fused=True)
+    with warned(UserWarning, "fused=False"):
+        Optimizer([("w", weight)], fused=False)
+    with warned(UserWarning, "foreach=False"):
+        optimizer = Optimizer([{"params": [("w", weight)], "foreach": False}])
+    with warned(UserWarning, "fused=True"):
+        Optimizer([("w", weight)], "soap").add_param_group({"params": [("b", bias)], "fused": True})
+    with warned(UserWarning, "capturable"):
+        optimizer.add_param_group({"params": [("b", bias)], "capturable": True})
+    assert not Optimizer([("w", weight)], {"base": "adamw", "graph": True}, capturable=False).recipe.graph

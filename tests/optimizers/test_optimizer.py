@@ -199,14 +199,14 @@ def test_a_gradient_scaler_refuses_closures_and_gradients_in_float16() -> None:
     for recipe in ({"base": "adamw", "sam": {}}, {"base": "adamw", "line_search": {}}, "adamw"):
         optimizer = Optimizer([("w", weight)], recipe)
         scaler.scale(weight.sum()).backward()
-        with pytest.raises(RuntimeError, match="GradScaler"):
+        with refused(RuntimeError, "GradScaler"):
             scaler.step(optimizer, lambda: weight.sum())
         assert torch.equal(weight.detach(), torch.ones(3)) and float(optimizer.state[weight]["step"]) == 0
         del optimizer.grad_scale, optimizer.found_inf
     half = nn.Parameter(torch.ones(3, dtype=torch.float16))
     optimizer = Optimizer([("half", half)], "adamw")
     scaler.scale(half.sum()).backward()
-    with pytest.raises(ValueError, match=r"^half: .*float16"):
+    with refused(ValueError, "half", "float16"):
         scaler.step(optimizer)
 
 

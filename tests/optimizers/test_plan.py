@@ -55,7 +55,7 @@ SOAP = {
             "refresh": {"kind": "every", "steps": 5},
         }
     ],
-    "blocking": {"size": 8, "merge": 8, "keep_axes": 2},
+    "blocking": {"size": 8, "merge": 8, "min_axes": 2},
 }
 GRAFT = {"kind": "graft", "direction": {"kind": "shampoo"}, "magnitude": {"kind": "rms"}, "per": "parameter"}
 RECIPES: dict[str, Any] = {
@@ -493,7 +493,7 @@ def test_wrong_options_of_the_command_are_refused(call: Any, arguments: list[str
 
 def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
     shapes = [("a.weight", (24, 16)), ("b.weight", (16, 16)), ("c.bias", (16,)), ("huge.weight", (1 << 13, 1 << 12))]
-    unmerged = ["blocking.keep_axes=1", "blocking.merge=null"]
+    unmerged = ["blocking.min_axes=1", "blocking.merge=null"]
     recipe = load_recipe("soap_fitted", ["blocking.size=16", *unmerged])
     work = measured_work(recipe, known(shapes[:3]))
     assert set(work) == {"16x16", "8x16", "16"} and min(work.values()) > 0

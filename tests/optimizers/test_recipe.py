@@ -36,7 +36,7 @@ update:
 weight_decay: {kind: decoupled, rate: 0.01}
 routes:
   - default
-  - {name: slow, match: {name: '^slow', ndim: 2}, update: sign, lr_ratio: 0.1, optional: true}
+  - {name: slow, match: {name: '^slow', ndim: 2}, update: sign, lr_multiplier: 0.1, optional: true}
 """
 # the grammar block of the design, with its dots filled in
 GRAMMAR = {
@@ -162,7 +162,7 @@ def test_python_mapping_and_yaml_say_the_same(tmp_path: Path) -> None:
     stage = Eigenbasis(
         statistic=Gram(beta=0.9), solver=PowerQR(), inner=(Momentum(), RMS(beta=0.95)), every=Every(steps=5)
     )
-    slow = Route(name="slow", match={"name": "^slow", "ndim": 2}, update="sign", lr_ratio=0.1, optional=True)
+    slow = Route(name="slow", match={"name": "^slow", "ndim": 2}, update="sign", lr_multiplier=0.1, optional=True)
     python = Recipe(name="mine", lr=3e-3, update=stage, weight_decay=Decoupled(rate=0.01), routes=(adam_route(), slow))
     assert load_recipe(path) == load_recipe(str(path)) == load_recipe(parse_yaml(SOAP)) == python
     assert load_recipe([stage]).update == python.update
@@ -205,7 +205,7 @@ def test_a_stage_from_a_user_file_works_from_yaml(outsider: str, tmp_path: Path)
         ("lr=.5", ["lr: 0.003 -> 0.5"]),
         ("blocking.size=null", ["blocking.size: 1024 -> absent"]),
         ("failure.nonfinite=raise", ["failure.nonfinite: skip -> raise"]),
-        ("routes.adam.lr_ratio=0.5", ["routes.adam.lr_ratio: 1.0 -> 0.5"]),
+        ("routes.adam.lr_multiplier=0.5", ["routes.adam.lr_multiplier: 1.0 -> 0.5"]),
         ("routes.adam.update.rms.beta=0.5", ["routes.adam.update.rms.beta: 0.95 -> 0.5"]),
         ("update.eigenbasis.inner.rms.name=second", None),
     ],

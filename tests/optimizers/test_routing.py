@@ -12,7 +12,7 @@ import eigengraft
 from eigengraft import Optimizer, RecipeError, compose, load_recipe, shipped_recipes
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import shipped
-from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
+from eigengraft.optimizers.recipe.routing import canonical_name, canonical_names
 
 from ..refusals import refused
 

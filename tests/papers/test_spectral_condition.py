@@ -36,9 +36,9 @@ def test_the_rule_of_the_study_is_relative_to_its_smallest_width() -> None:
     changes = study.axes["rule"]
     assert changes["plain"] == {}
     scaled = load_experiment(
-        {**study.base, "recipe": "soap"}, [f"lr_scale={json.dumps(changes['scaled']['lr_scale'])}"]
+        {**study.base, "recipe": "soap"}, [f"width_scaling={json.dumps(changes['scaled']['width_scaling'])}"]
     )
-    assert scaled.recipe.lr_scale is not None and scaled.recipe.lr_scale.base_width == 32
+    assert scaled.recipe.width_scaling is not None and scaled.recipe.width_scaling.base_width == 32
 
 
 @pytest.mark.parametrize("name", ["widths", "text", "rates"])

@@ -104,7 +104,7 @@ COMPARISONS: dict[str, Comparison] = {
     "muon, pytorch-optimizer": Comparison(MUON, "pytorch_optimizer", "Muon", {}, (), MATRICES),
     "muon on experts, pytorch-optimizer": Comparison(MUON, "pytorch_optimizer", "Muon", {}, (), EXPERTS),
     "muon on experts as one matrix, pytorch-optimizer": Comparison(
-        {**MUON, "view": "whole", "blocking": {"merge": 4096, "keep_axes": 2}},
+        {**MUON, "view": "whole", "blocking": {"merge": 4096, "min_axes": 2}},
         "pytorch_optimizer",
         "Muon",
         {},

@@ -42,17 +42,17 @@ def test_without_stagger_all_blocks_are_due_at_once(fields: dict[str, int], step
     assert due(cadence, [0.0, 0.3, 0.95], 12) == [steps] * 3
 
 
-def test_at_once_makes_waves() -> None:
+def test_a_least_work_makes_waves() -> None:
     """Of 20 refreshes in all: as many waves of at least so many, but no more than there are steps, and at least one."""
-    waves = {at_once: Every(steps=5, at_once=at_once).waves(20.0) for at_once in (1, 2, 4, 5, 9, 20, 21)}
+    waves = {work: Every(steps=5, min_wave_work=work).waves(20.0) for work in (1, 2, 4, 5, 9, 20, 21)}
     assert waves == {1: None, 2: 5, 4: 5, 5: 4, 9: 2, 20: 1, 21: 1}
-    assert Every(steps=5).waves(20.0) == Every(steps=5, at_once=8).waves(20.0) == 2
+    assert Every(steps=5).waves(20.0) == Every(steps=5, min_wave_work=8).waves(20.0) == 2
     assert Every(steps=5, stagger="none").waves(20.0) is None and Every(steps=1).waves(20.0) is None
 
 
 def test_all_at_once_are_not_spread() -> None:
-    with refused(ValueError, "at_once", 4):
-        Every(stagger="none", at_once=4)
+    with refused(ValueError, "min_wave_work", 4):
+        Every(stagger="none", min_wave_work=4)
 
 
 @pytest.mark.parametrize("steps", [3, 10, 29, 100])

@@ -16,7 +16,7 @@ from ..trajectories import normal
 STEPS, LR = 8, 0.05
 Pair = tuple[Tensor, Tensor]
 EXACT = "routes.pairs.update.partner_basis.inner.spectral.solver=svd"
-RATIO = "routes.pairs.lr_ratio=1"
+RATIO = "routes.pairs.lr_multiplier=1"
 SHAPES = {"q": (7, 5), "v": (7, 9)}
 """Inputs and outputs of two layers: the second factors differ in length, the first ones are computed in one stack."""
 

@@ -28,7 +28,7 @@ INPUTS = {
 GRAMS: dict[str, Any] = {
     "update": [INPUTS],
     "routes": [{"name": "rest", "match": {"ndim": 1}, "update": "identity", "optional": True}],
-    "blocking": {"merge": 64, "keep_axes": 2},
+    "blocking": {"merge": 64, "min_axes": 2},
 }
 
 

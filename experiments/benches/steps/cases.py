@@ -95,7 +95,7 @@ def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
     Nothing is split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of an
     interval.
     """
-    refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.at_once=1")
+    refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.min_wave_work=1")
     same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh, *changes)
     return StepCase(recipe=recipe, overrides=same, maths=maths, name=maths if changes else recipe)
 

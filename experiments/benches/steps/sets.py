@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, did_you_mean
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
@@ -83,9 +82,7 @@ def shape_set(name: str) -> ShapeSet:
     kind, _, given = name.partition(":")
     dimension, _, number = given.partition("=")
     if kind not in SETS:
-        near = difflib.get_close_matches(kind, SETS, n=1)
-        hint = f", did you mean '{near[0]}'?" if near else ""
-        raise RecipeError(f"sets: '{kind}' is no set{hint} (the sets are {', '.join(SETS)})")
+        raise RecipeError(f"sets: '{kind}' is no set{did_you_mean(kind, SETS)} (the sets are {', '.join(SETS)})")
     if not given:
         return ShapeSet(name, SETS[kind]())
     known = SETS[kind].__annotations__.keys() - {"return"}

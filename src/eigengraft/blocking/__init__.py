@@ -2,10 +2,6 @@
 
 from .blocks import BlockGrid as BlockGrid
 from .blocks import Blocking as Blocking
-from .module_views import is_convolution as is_convolution
-from .module_views import is_transposed as is_transposed
-from .module_views import module_facts as module_facts
-from .module_views import parametrized_layer as parametrized_layer
 from .stacks import MatrixSide as MatrixSide
 from .stacks import SideMatrix as SideMatrix
 from .views import Batches as Batches
@@ -17,5 +13,9 @@ from .views import Pairs as Pairs
 from .views import View as View
 from .views import ViewChoice as ViewChoice
 from .views import Whole as Whole
+from .views import is_convolution as is_convolution
+from .views import is_transposed as is_transposed
+from .views import module_facts as module_facts
 from .views import named_factor as named_factor
+from .views import parametrized_layer as parametrized_layer
 from .views import stacked_rows as stacked_rows

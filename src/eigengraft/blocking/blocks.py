@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -53,21 +54,22 @@ class Box:
         return tuple(slice(a - origin, b - origin) for a, b, origin in corners)
 
 
-def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of axes of `shape` that each axis of `merged` was made of.
+def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
+    """Yield (axes of a shape, axes of its merged shape) that have the same entries; one of both is a single axis.
 
-    An axis of length 1 belongs to a neighbour.
+    Several axes were merged into one, or one was divided into several. An axis of length 1 belongs to a neighbour.
     """
-    groups, first = [], 0
-    for place, length in enumerate(merged):
-        last, product = first, 1
-        final = place == len(merged) - 1
-        while last < len(shape) and (product < length or shape[last] == 1 or final):
+    first, place = 0, 0
+    while place < len(merged):
+        last, end, length, product = first, place + 1, merged[place], 1
+        while last < len(shape) and (product < length or shape[last] == 1 or end == len(merged)):
             product *= shape[last]
             last += 1
-        groups.append(last - first)
-        first = last
-    return tuple(groups)
+        while product > length > 0:
+            length *= merged[end]
+            end += 1
+        yield range(first, last), range(place, end)
+        first, place = last, end
 
 
 def boxes_of_run(
@@ -151,7 +153,8 @@ class BlockGrid:
     @cached_property
     def shape(self) -> Numbers:
         """Shape of a block."""
-        ends = [[at + n for at, n in zip(p.offset, self._flat_lengths(p), strict=True)] for p in self.pieces]
+        lengths = [[math.prod(p.lengths[axis] for axis in own) for own in self.joined] for p in self.pieces]
+        ends = [map(operator.add, p.offset, own) for p, own in zip(self.pieces, lengths, strict=True)]
         return tuple(map(max, zip(*ends, strict=True)))
 
     @cached_property
@@ -233,9 +236,6 @@ class BlockGrid:
             x = x.squeeze(-1)
         return x
 
-    def _flat_lengths(self, piece: Piece) -> list[int]:
-        return [math.prod(piece.lengths[axis] for axis in own) for own in self.joined]
-
 
 @dataclass(frozen=True)
 class Span:
@@ -301,8 +301,7 @@ def divided_grids(
     factored = (*shape[:axis], *groups, *shape[axis + 1 :])
     for equal in _equal_matrices(shape, matrices):
         merged = merge(equal.shape)
-        ends = list(itertools.accumulate(grouping(equal.shape, merged), initial=0))
-        joined = [sum(equal.axes[a:b], ()) for a, b in itertools.pairwise(ends)]
+        joined = [sum(equal.axes[own.start : own.stop], ()) for own, _ in axis_pairs(equal.shape, merged)]
         sides = [min(d, size or d) for d in merged]
         tiles = [math.ceil(d / side) for d, side in zip(merged, sides, strict=True)]
         for chosen in itertools.product(
@@ -413,11 +412,11 @@ class Blocking(Component):
         description="merge adjacent axes while their product is at most this; default: none",
     )
     merge_from: Literal["last", "first"] = Field(default="last", description="the axis that merging begins at")
-    keep_axes: int = Field(default=1, ge=1, description="merging stops when so many axes are left")
+    min_axes: int = Field(default=1, ge=1, description="merging stops when so many axes are left")
 
     @model_validator(mode="after")
     def _merges(self) -> Self:
-        for name in ("merge_from", "keep_axes"):
+        for name in ("merge_from", "min_axes"):
             value = getattr(self, name)
             if self.merge is None and value != type(self).model_fields[name].default:
                 raise ValueError(
@@ -437,14 +436,14 @@ class Blocking(Component):
         out = [axes[-1]]
         for done, d in enumerate(reversed(axes[:-1]), start=1):
             left = len(out) + len(axes) - done
-            if left > self.keep_axes and out[-1] * d <= self.merge:
+            if left > self.min_axes and out[-1] * d <= self.merge:
                 out[-1] *= d
             else:
                 out.append(d)
         return tuple(out[::-1] if self.merge_from == "last" else out)
 
     def __hash__(self) -> int:
-        return hash((self.size, self.merge, self.merge_from, self.keep_axes))
+        return hash((self.size, self.merge, self.merge_from, self.min_axes))
 
     def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
         """Return the grids of equal blocks that cover a parameter of that shape. Each of its matrices is cut alone.

@@ -229,7 +229,7 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
     if has_values(flat) and bool((flat != flat[:, :1]).any()):
         raise ValueError(
             f"the first axis of blocks must be of outputs alone, got blocks of shape {tuple(index.shape[1:])} that mix "
-            "inputs into it; set `blocking: {merge: ..., keep_axes: 2}`"
+            "inputs into it; set `blocking: {merge: ..., min_axes: 2}`"
         )
     return flat[:, 0].long()
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def spread(stage: str) -> list[str]:
     """Refreshes of few blocks at every step, so that some rows of a stack are due and others are not."""
-    return [f"update.{stage}.refresh.steps=2", f"update.{stage}.refresh.at_once=1"]
+    return [f"update.{stage}.refresh.steps=2", f"update.{stage}.refresh.min_wave_work=1"]
 
 
 SHAMPOO = "graft.direction.shampoo"

@@ -37,7 +37,7 @@ RECIPE = {
     "recipe": {"base": "soap_int8", "averaging": {"kind": "schedule_free", "beta": 0.9}, "routes": [ADAM]},
     "overrides": [
         *("blocking.size=8", "blocking.merge=8", "view=modules", "lr=0.05"),
-        *("update.eigenbasis.refresh.steps=2", "update.eigenbasis.refresh.at_once=1"),
+        *("update.eigenbasis.refresh.steps=2", "update.eigenbasis.refresh.min_wave_work=1"),
         *(f"storage.{slot}.min_elements=1" for slot in SLOTS),
     ],
 }

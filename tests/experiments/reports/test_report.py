@@ -264,7 +264,7 @@ def test_data_frames_have_every_number_of_every_run(study):
 
 def test_data_frames_name_what_is_missing(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(RecipeError, match=r"eigengraft\[frames\]"):
+    with refused(RecipeError, "eigengraft[frames]"):
         load_runs(study)
 
 

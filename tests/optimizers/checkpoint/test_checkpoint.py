@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
+from eigengraft.component import RENAMED
 
 from ...recipes import SHIPPED, with_options
 from ...refusals import refused, warned
@@ -387,7 +388,7 @@ def test_a_checkpoint_of_a_recipe_with_another_name_now_is_refused_with_that_nam
         (["soap_fitted"], [f"{SOAP}.refresh.stagger=none"], (f"{SOAP}.refresh.stagger",)),
         (["soap_fitted"], [f"{SOAP}.solver=eigh"], (f"{SOAP}.solver.kind", "power_qr")),
         (["soap_fitted"], ["view=whole"], ("view.kind",)),  # of matrices the same
-        (["soap_fitted"], ["routes.adam.lr_ratio=0.5"], ("routes.adam.lr_ratio", 1.0, 0.5)),
+        (["soap_fitted"], ["routes.adam.lr_multiplier=0.5"], ("routes.adam.lr_multiplier", 1.0, 0.5)),
         (["soap_fitted"], ["total_steps=50"], ("total_steps", 50)),
         (["adamw", *MEAN], ["averaging.weight=0.5"], ("averaging.weight", 1.0, 0.5)),
     ],
@@ -464,6 +465,21 @@ def test_the_recipe_of_a_checkpoint_composes_an_optimizer_that_loads_it() -> Non
     source = weight_and_bias(load_recipe("adamw", MEAN))
     saved = source.state_dict()
     weight_and_bias(saved["param_groups"][0]["recipe"]).load_state_dict(saved)
+
+
+def test_a_checkpoint_of_version_0_1_loads_with_the_present_names_of_fields() -> None:
+    one, two = weight_and_bias("adamw"), weight_and_bias("adamw")
+    drive(one, one.param_groups[0]["params"], range(2))
+    saved, text = one.state_dict(), one.param_groups[0]["recipe"].replace('"schema": 2', '"schema": 1')
+    for former, present in RENAMED.items():
+        text = text.replace(f'"{present}":', f'"{former}":')
+    for group in saved["param_groups"]:
+        group["recipe"] = text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.load_state_dict(saved)
+    assert same(two.state_dict(), one.state_dict())
+    assert load_recipe(text) == two.recipe
 
 
 def test_another_order_of_stages_is_another_recipe() -> None:

@@ -20,7 +20,7 @@ RECIPES: dict[str, Any] = {
     "sgd": "sgd",
     "l2": {"base": "sgd", "weight_decay": {"kind": "l2", "rate": 0.1}},
     "cautious": {"base": "lion", "weight_decay": {"kind": "cautious", "rate": 0.1}},
-    "scaled by width": {**ADAM, "lr_scale": {}},
+    "scaled by width": {**ADAM, "width_scaling": {}},
 }
 
 

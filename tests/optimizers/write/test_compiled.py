@@ -24,7 +24,7 @@ RECIPES: dict[str, Any] = {
     "adam": ADAM,
     "l2": {"base": "sgd", "weight_decay": {"kind": "l2"}},
     "cautious": {"base": "lion", "weight_decay": {"kind": "cautious"}},
-    "decay after": {"base": "adamw", "weight_decay": {"kind": "decoupled", "placed": "after"}, "lr_scale": {}},
+    "decay after": {"base": "adamw", "weight_decay": {"kind": "decoupled", "placed": "after"}, "width_scaling": {}},
 }
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def trained(
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Parameters and their state after three steps; two have no gradient in one of them."""
     held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
-    named = [(f"p{i}" if i else "wte.weight", p) for i, p in enumerate(held)]  # an embedding has another lr_scale
+    named = [(f"p{i}" if i else "wte.weight", p) for i, p in enumerate(held)]  # an embedding has another width_scaling
     rates = [{"lr": 0.01 * (1 + at), "weight_decay": 0.1 * (1 + at)} for at in range(groups)]
     optimizer = Optimizer([{"params": named[at::groups], **own} for at, own in enumerate(rates)], recipe)
     for step in range(3):

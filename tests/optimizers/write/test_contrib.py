@@ -15,7 +15,7 @@ FILES = sorted(Path(eigengraft.optimizers.write.__file__).parent.glob("contrib/[
 def contributed(name: str) -> set[str]:
     """Return the names of the classes in contrib/ that the constraints and the averaging of a recipe are of."""
     recipe = load_recipe(name)
-    parts: list[Component | None] = [part for rule in recipe.updates().values() for part in rule.constraints]
+    parts: list[Component | None] = [part for rule in recipe.rules().values() for part in rule.constraints]
     parts += [recipe.averaging, getattr(recipe.averaging, "inner", None)]
     return {type(part).__name__ for part in parts if type(part).__module__.startswith(CONTRIB)}
 

@@ -87,7 +87,7 @@ def test_parameters_at_different_steps_have_the_bits_that_they_have_alone() -> N
         {"weight_decay": {"kind": "l2", "rate": 0.1}},
         {"weight_decay": "corrected"},
         {"weight_decay": "independent"},
-        {"lr_scale": {"base_width": 16}},
+        {"width_scaling": {"base_width": 16}},
         {"set": {"update.momentum.beta": 0.0, "update.rms.beta": 0.9, "update.rms.eps": 1e-3}},
     ],
     ids=str,

@@ -193,7 +193,7 @@ def test_parameters_in_parts_have_the_rates_of_their_routes() -> None:
     """Updates of parameters that are cut into blocks are written together, whatever route each comes from."""
     chain = ["momentum", {"kind": "spectral", "solver": "svd"}]
     cut = {"update": chain, "blocking": {"size": 4}}
-    recipe = {**cut, "routes": [{**cut, "name": "slow", "match": {"name": ["^slow"]}, "lr_ratio": 0.5}]}
+    recipe = {**cut, "routes": [{**cut, "name": "slow", "match": {"name": ["^slow"]}, "lr_multiplier": 0.5}]}
     fast, slow, alone = ([nn.Parameter(normal(8, 8, seed=i)) for i in (0, 1)] for _ in range(3))
     together = Optimizer([("fast", fast[0]), ("slow", slow[1])], recipe, lr=0.02)
     one_by_one = [Optimizer([p], {**recipe, "routes": []}, lr=lr) for p, lr in zip(alone, (0.02, 0.01), strict=True)]

@@ -118,7 +118,13 @@ def test_stages_after_decay_see_it_in_the_direction(kind: str) -> None:
 @pytest.mark.parametrize("own", [None, {"kind": "decoupled", "rate": 0.05}, {"kind": "l2", "rate": 0.3}])
 @pytest.mark.parametrize("ratio", [1.0, 0.25, 0.0])
 def test_a_route_has_its_own_lr_and_decay(own: dict[str, Any] | None, ratio: float) -> None:
-    route = {"name": "r", "update": "identity", "lr_ratio": ratio, "match": {"name": "routed"}, "weight_decay": own}
+    route = {
+        "name": "r",
+        "update": "identity",
+        "lr_multiplier": ratio,
+        "match": {"name": "routed"},
+        "weight_decay": own,
+    }
     routed, other = nn.Parameter(start()), nn.Parameter(start())
     recipe = plain({"kind": "decoupled"}) | {"routes": [route]}
     optimizer = Optimizer([("routed", routed), ("other", other)], recipe, lr=PEAK)
@@ -136,7 +142,7 @@ def test_independent_decay_is_independent_of_the_lr_of_its_route() -> None:
     """W shrinks by rate times the schedule, whatever the learning rate."""
     for ratio in (1.0, 0.25):
         weight = nn.Parameter(start())
-        route = {"name": "r", "update": "identity", "lr_ratio": ratio}
+        route = {"name": "r", "update": "identity", "lr_multiplier": ratio}
         recipe = plain({"kind": "independent"}) | {"routes": [route]}
         optimizer = Optimizer([weight], recipe, lr=PEAK)
         optimizer.param_groups[0]["lr"] = PEAK / 2
@@ -147,7 +153,7 @@ def test_independent_decay_is_independent_of_the_lr_of_its_route() -> None:
 
 def test_corrected_decay_of_a_route_follows_its_schedule() -> None:
     weight = nn.Parameter(start())
-    route = {"name": "r", "update": "identity", "lr_ratio": 0.25}
+    route = {"name": "r", "update": "identity", "lr_multiplier": 0.25}
     optimizer = Optimizer([weight], plain({"kind": "corrected"}) | {"routes": [route]}, lr=PEAK)
     optimizer.param_groups[0]["lr"] = PEAK / 2
     weight.grad = torch.zeros(2, 2, dtype=torch.float64)

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
-from eigengraft.distributed.layouts import local
+from eigengraft.numerics import local
 from eigengraft.optimizers import submodel
 
 from .layouts import LAYOUTS, gradient, lay_gradient, plain_name, small, stack

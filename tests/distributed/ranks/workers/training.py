@@ -18,7 +18,7 @@ from eigengraft import load_recipe
 from .models import LENGTH, TOKENS, lay_out, model
 
 STEPS, BATCH = 6, 12
-SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.at_once=1"]
+SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.min_wave_work=1"]
 OVERRIDES = ["blocking.size=8", "blocking.merge=8", *SPREAD, "lr=0.003"]
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import Optimizer, Request, Slot, Stage, State, StepContext, Traits, load_recipe
 from eigengraft.distributed.gradients import BackwardGather
-from eigengraft.distributed.layouts import local
-from eigengraft.numerics import block_norm
+from eigengraft.numerics import block_norm, local
 from eigengraft.optimizers import grouped
 
 from .hosts import prepare

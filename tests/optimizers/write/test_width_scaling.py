@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import Optimizer, compose, load_recipe
 from eigengraft.experiments.tasks.models import spectral_init_
-from eigengraft.optimizers.lr_scale import LearningRateScale
+from eigengraft.optimizers.width_scaling import WidthScaling
 from eigengraft.preconditioners.base import chain_bounds
 from eigengraft.signals import requested
 
@@ -67,7 +67,10 @@ def test_a_factor_is_a_learning_rate_of_the_parameter(recipe: str, base_width: i
         relative = {"hidden.weight": at_base.get(recipe, entries), "head.weight": entries}
         factors = {name: f / relative[name] if name in relative else 1.0 for name, f in factors.items()}
     scaled, grouped = parameters(), parameters()
-    step(Optimizer(scaled, {"base": recipe, "lr_scale": {"base_width": base_width}}, lr=0.1, weight_decay=0.0), scaled)
+    step(
+        Optimizer(scaled, {"base": recipe, "width_scaling": {"base_width": base_width}}, lr=0.1, weight_decay=0.0),
+        scaled,
+    )
     groups = [{"params": [pair], "lr": 0.1 * factors[pair[0]], "weight_decay": 0.0} for pair in grouped]
     step(Optimizer(groups, recipe), grouped)
     for (name, own), (_, other) in zip(scaled, grouped, strict=True):
@@ -84,7 +87,7 @@ def test_a_repeated_gradient_of_rank_one_changes_outputs_by_the_learning_rate(re
     weight = nn.Parameter(torch.zeros(12, 5, dtype=torch.float64))
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
     optimizer = Optimizer(
-        [("hidden.weight", weight)], recipe, lr=0.25, weight_decay=0, overrides={"lr_scale": "spectral", **exact}
+        [("hidden.weight", weight)], recipe, lr=0.25, weight_decay=0, overrides={"width_scaling": "spectral", **exact}
     )
     for _ in range(3):
         before = weight.detach().clone()
@@ -155,7 +158,7 @@ def test_directions_of_shipped_recipes_are_not_larger_than_they_say(name: str) -
 @pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon"])
 def test_at_its_base_width_a_square_matrix_moves_as_without(recipe: str) -> None:
     found = []
-    for more in ({}, {"lr_scale": {"base_width": 6}}):
+    for more in ({}, {"width_scaling": {"base_width": 6}}):
         weight = nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
         pair = ("hidden.weight", weight)
         step(Optimizer([pair], {"base": recipe, **more}, lr=0.1), [pair])
@@ -175,7 +178,7 @@ def first_steps(weight: Tensor, recipe: Any, **options: Any) -> Tensor:
 def test_factors_are_of_whole_matrices_and_not_of_blocks() -> None:
     ones = torch.ones(8, 12)
     for blocking in ({}, {"size": 4}, {"size": 3, "merge": 3}):
-        moved = first_steps(ones, {"base": "adam", "lr_scale": "spectral", "blocking": blocking})
+        moved = first_steps(ones, {"base": "adam", "width_scaling": "spectral", "blocking": blocking})
         torch.testing.assert_close(moved, ones / 12, rtol=1e-6, atol=0)  # eps
 
 
@@ -194,7 +197,7 @@ def test_a_view_tells_what_outputs_and_inputs_are(
 ) -> None:
     """Signs before the first basis, so that every entry moves by f."""
     update = [{"kind": "eigenbasis", "inner": ["sign"], "refresh": {"kind": "every", "steps": 9, "start": 9}}]
-    moved = first_steps(torch.ones(shape), {"update": update, "view": view, "lr_scale": "spectral"})
+    moved = first_steps(torch.ones(shape), {"update": update, "view": view, "width_scaling": "spectral"})
     m, n = matrix
     expected = math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n))
     torch.testing.assert_close(moved, torch.full(shape, expected), rtol=1e-6, atol=0)
@@ -214,7 +217,7 @@ class Experts(nn.Module):
 
 def test_entries_that_no_view_cuts_have_the_inputs_of_their_matrices() -> None:
     model = Experts()
-    optimizer = compose("lion", model, lr=1.0, weight_decay=0, overrides={"lr_scale": "spectral"})
+    optimizer = compose("lion", model, lr=1.0, weight_decay=0, overrides={"width_scaling": "spectral"})
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -236,7 +239,7 @@ class Sections(nn.Module):
 def test_each_section_has_the_factor_of_its_own_shape() -> None:
     model = Sections()
     before = model.fused.weight.detach().clone()
-    recipe = {"update": [{"kind": "spectral", "solver": "svd"}], "view": "modules", "lr_scale": "spectral"}
+    recipe = {"update": [{"kind": "spectral", "solver": "svd"}], "view": "modules", "width_scaling": "spectral"}
     model.fused.weight.grad = torch.cat([torch.eye(6, 5), torch.eye(3, 5)])
     compose(recipe, model, lr=1.0).step()
     moved = before - model.fused.weight.detach()
@@ -247,7 +250,7 @@ def test_each_section_has_the_factor_of_its_own_shape() -> None:
 def test_weight_decay_is_not_scaled() -> None:
     weight = nn.Parameter(torch.full((3, 50), 2.0))
     optimizer = Optimizer(
-        [("hidden.weight", weight)], "adamw", lr=0.1, weight_decay=0.5, overrides={"lr_scale": "spectral"}
+        [("hidden.weight", weight)], "adamw", lr=0.1, weight_decay=0.5, overrides={"width_scaling": "spectral"}
     )
     weight.grad = torch.zeros(3, 50)
     optimizer.step()
@@ -255,48 +258,48 @@ def test_weight_decay_is_not_scaled() -> None:
 
 
 def test_a_recipe_says_it_in_one_line_and_keeps_it() -> None:
-    assert load_recipe({"base": "adam", "lr_scale": "spectral"}).lr_scale == LearningRateScale()
-    recipe = load_recipe("muon", {"lr_scale": {"base_width": 64}})
-    assert recipe.lr_scale == LearningRateScale(base_width=64)
+    assert load_recipe({"base": "adam", "width_scaling": "spectral"}).width_scaling == WidthScaling()
+    recipe = load_recipe("muon", {"width_scaling": {"base_width": 64}})
+    assert recipe.width_scaling == WidthScaling(base_width=64)
     assert load_recipe(recipe.to_json()) == recipe
-    assert load_recipe("adam").lr_scale is None
+    assert load_recipe("adam").width_scaling is None
 
 
 def test_the_routing_table_tells_the_factors() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
-    rows = compose("adam", model, overrides={"lr_scale": {"base_width": 8}}).routing_table()
-    assert {row.name: row.lr_factors for row in rows} == {
+    rows = compose("adam", model, overrides={"width_scaling": {"base_width": 8}}).routing_table()
+    assert {row.name: row.width_factors for row in rows} == {
         "0.weight": pytest.approx((8 / 6,)),
         "0.bias": (1.0,),
         "1.weight": (1.0,),
         "1.bias": (1.0,),
     }
-    assert all(row.lr_factors == () for row in compose("adam", model).routing_table())
+    assert all(row.width_factors == () for row in compose("adam", model).routing_table())
 
 
 REFUSED: dict[str, tuple[Any, tuple[object, ...]]] = {
-    "unknown size": ("shampoo", ("hidden.weight", "lr_scale")),
-    "length set": ("adam_h", ("hidden.weight", "constraints.hyperball", "lr_scale")),
+    "unknown size": ("shampoo", ("hidden.weight", "width_scaling")),
+    "length set": ("adam_h", ("hidden.weight", "constraints.hyperball", "width_scaling")),
     "after decay": ({"update": ["rms"], "after_decay": ["momentum"]}, ("after_decay",)),
-    "kernel positions": ("scion", ("lr_scale", "update")),
-    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, ("lr_scale", "update", "rms")),
+    "kernel positions": ("scion", ("width_scaling", "update")),
+    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, ("width_scaling", "update", "rms")),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_lr_scales_of_parameters_without_a_known_size_are_refused(case: str) -> None:
+def test_width_scaling_of_parameters_without_a_known_size_are_refused(case: str) -> None:
     recipe, says = REFUSED[case]
     with refused(ValueError, *says):
-        Optimizer([("hidden.weight", nn.Parameter(torch.zeros(3, 2)))], recipe, overrides={"lr_scale": "spectral"})
+        Optimizer([("hidden.weight", nn.Parameter(torch.zeros(3, 2)))], recipe, overrides={"width_scaling": "spectral"})
 
 
 def test_other_words_and_widths_are_refused() -> None:
     for wrong, says in (
-        ("mup", ("lr_scale",)),
-        ({"base_width": 0}, ("lr_scale.base_width", 1)),
+        ("mup", ("width_scaling",)),
+        ({"base_width": 0}, ("width_scaling.base_width", 1)),
     ):
         with refused(eigengraft.RecipeError, *says):
-            load_recipe("adam", {"lr_scale": wrong})
+            load_recipe("adam", {"width_scaling": wrong})
 
 
 def test_initial_weights_give_outputs_of_size_one_at_every_width() -> None:

@@ -16,7 +16,7 @@ MATRIX_ROLES = ("hidden", "head")
 """Roles whose outputs sum over all columns of the matrix. Parameters of other roles read one input at a time."""
 
 
-class LearningRateScale(Component):
+class WidthScaling(Component):
     """U <- U f(m, n),  f(m, n) = sqrt(m / n) / s(m, n):  outputs of size 1 change by lr in every layer, of any width.
 
     The spectral condition (Yang, Simon & Bernstein 2023, arXiv:2310.17813, Condition 1): an update of a matrix with m
@@ -57,9 +57,10 @@ class LearningRateScale(Component):
 def _spectral(chain: Sequence[Stage], m: int, n: int, path: str) -> float:
     size, _ = chain_bounds(tuple(chain), (m, n))
     if size is None:
+        names = ", ".join(stage.label for stage in chain)
         raise ValueError(
-            f"lr_scale: the spectral norm of the directions of {path} ({', '.join(stage.label for stage in chain)}) "
-            "does not follow from their shape, as it does for Adam, SOAP and Muon; remove lr_scale or change the chain"
+            f"width_scaling: the spectral norm of the directions of {path} ({names}) does not follow from their shape, "
+            "as it does for Adam, SOAP and Muon; remove width_scaling or change the chain"
         )
     return math.sqrt(m / n) / size
 
@@ -68,8 +69,8 @@ def _named(value: Any) -> Any:
     return {} if value == "spectral" else value
 
 
-LRScale = Annotated[
-    LearningRateScale | None,
-    BeforeValidator(_named, json_schema_input_type=LearningRateScale | Literal["spectral"] | None),
+WidthScalingField = Annotated[
+    WidthScaling | None,
+    BeforeValidator(_named, json_schema_input_type=WidthScaling | Literal["spectral"] | None),
 ]
-"""The field `lr_scale` of a recipe: the word `spectral`, or a mapping with `base_width`; None for no scaling."""
+"""The field `width_scaling` of a recipe: the word `spectral`, or a mapping with `base_width`; None for no scaling."""
