@@ -39,13 +39,13 @@ def short_name(name: str, suffix: str = "") -> str:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents if they do not exist. Raises RecipeError if that is impossible."""
+    """Create a directory and its parents if they do not exist. Raises RecipeError if they cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise RecipeError(f"{path}: is a file, not a directory; choose another directory") from None
     except OSError as error:
-        raise RecipeError(f"{path}: the directory cannot be created: {_reason(error)}") from None
+        raise RecipeError(f"{path}: the directory cannot be created: {_reason(error)}; choose another one") from None
 
 
 @contextmanager
@@ -94,7 +94,9 @@ def append_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises RecipeError for a file that is not JSON, as after a power loss."""
+    """Return the content of a JSON file. Raises RecipeError for a file that is not JSON, for example after a power
+    loss.
+    """
     return _parsed(path, path.read_bytes(), "the file")
 
 

@@ -3,7 +3,7 @@
 Runs of one cell of a study are averaged. Their mean has a meaning only if all of them have the same provenance. A run
 or a study whose provenance has changed is therefore refused, and reports keep runs of different provenance apart. The
 processor, the commit of the working directory and the command line are recorded too, but are not compared: machines
-that share a study differ in them.
+that share a study may differ in these three.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Return a line "entry: recorded -> present" for each entry in which two environments differ."""
-    from eigengraft.optimizers.recipe.overrides import differences  # imports torch, which reports do not need
+    # imported here because it imports torch, which reports do not need
+    from eigengraft.optimizers.recipe.overrides import differences
 
     return differences(provenance_of(known), provenance_of(found))
 
@@ -44,7 +45,8 @@ def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     if all(one == found[0] for one in found):
         return ["" for _ in found]
-    from eigengraft.optimizers.recipe.overrides import flatten  # imports torch, which most reports do not need
+    # imported here because it imports torch, which most reports do not need
+    from eigengraft.optimizers.recipe.overrides import flatten
 
     flat = [{path: str(value) for path, value in flatten(one)} for one in found]
     paths = sorted({path for one in flat for path in one})

@@ -1,1 +1,3 @@
-"""Recipes in the training loops of other libraries: one module for each library, which it imports."""
+"""Recipes in the training loops of other libraries. There is one module for each library, and the module imports that
+library.
+"""

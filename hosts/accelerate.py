@@ -1,4 +1,6 @@
-"""Hugging Face's accelerate: checkpoints of optimizers that divide replicated parameters over processes."""
+"""Hugging Face's accelerate: checkpoints of optimizers that shard the updates of replicated parameters over
+processes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from eigengraft import Optimizer
 def consolidate_on_save(accelerator: Accelerator, *optimizers: Any) -> RemovableHandle:
     """Make `accelerator.save_state` gather the state of optimizers first.
 
-    accelerate asks the main process alone for the state. The function is needed with DDP; one process and FSDP2 do
-    without. Steps of optimizers that all processes share are divided.
+    accelerate reads the state only on the main process, but with DDP each process holds the state of the blocks that it
+    owns. Call this function with DDP. A single process and FSDP2 do not need it.
 
     Args:
         accelerator: the accelerator.
-        optimizers: the optimizers; none: all that the accelerator has prepared. Optimizers of other libraries are
-            skipped.
+        optimizers: the optimizers. If none is given, all that the accelerator has prepared. Optimizers of other
+            libraries are skipped.
 
     Returns:
         A handle whose `remove()` undoes the registration.

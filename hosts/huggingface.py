@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer: recipes for its arguments, with names, the usual weight decay, and saving on all ranks."""
+"""Hugging Face's Trainer: optimizers from recipes, with parameter names, the Trainer's groups of weight decay, and
+checkpoints of the state of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def optimizer_factory(
 ) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
     """Return the argument `optimizer_cls_and_kwargs` of a Trainer, which makes the optimizer of the model itself.
 
-    A Trainer does not pass its arguments to factories; `trainer_options` does. Several processes without a sharded
-    model need `ConsolidateOnSave` among the callbacks, too.
+    A Trainer does not pass `learning_rate` and `weight_decay` to a factory; `trainer_options` passes them. With several
+    processes and a model that is not sharded, the Trainer also needs the callback `ConsolidateOnSave`.
 
     Args:
         recipe: the recipe, as `compose` accepts it.
@@ -50,8 +52,9 @@ def optimizer_factory(
 
 
 def _factory() -> Callable[..., Optimizer]:
-    """Return the function that makes the optimizer. A Trainer calls the factory without arguments, and its result with
-    the model."""
+    """Return the function that makes the optimizer. A Trainer calls `_factory` without arguments, and then the returned
+    function with the model.
+    """
     return _optimizer
 
 

@@ -1,4 +1,4 @@
-"""Lightning: evaluation and checkpoints at averaged iterates, which its loops do not know."""
+"""Lightning: evaluation and checkpoints at averaged iterates, which Lightning's loops do not support."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class AveragedIterates(Callback):
     """A callback that calls `optimizer.eval()` before validation, test and prediction, and `optimizer.train()` after
     them.
 
-    Checkpoints hold the iterate that is trained, from which runs resume bit for bit. Under "averaged_state_dict" they
-    also hold the module at the averaged iterate. Recipes without averaging are not affected.
+    Checkpoints contain the iterate that is trained, from which runs resume bit for bit. The key "averaged_state_dict"
+    of a checkpoint contains the module's state at the averaged iterate. Recipes without averaging are not affected.
     """
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

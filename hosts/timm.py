@@ -1,4 +1,4 @@
-"""timm: recipes as entries of its registry of optimizers, with the names of a model."""
+"""timm: recipes as entries of timm's registry of optimizers, with the parameter names of a model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
     Args:
         recipe: the recipe, as `compose` accepts it.
         model: the model whose parameters the optimizer receives.
-        name: name in timm, in place of one that was registered before; None: "eigengraft." and the recipe's name, with
-            "-" in place of "_", which timm cuts off.
+        name: name in timm; an earlier registration of the name is replaced. None: "eigengraft." and the recipe's name,
+            with "-" for "_", because timm cuts names off at "_".
         overrides: changes of the recipe, as `compose` accepts them.
 
     Returns:
@@ -35,7 +35,7 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
         ValueError: neither `name` is given nor is the recipe a name.
     """
     if name is None and not isinstance(recipe, str):
-        raise ValueError(f"register: a recipe without a name needs `name`, got {type(recipe).__name__}")
+        raise ValueError(f"register: a recipe that is not given by its name needs `name`, got {type(recipe).__name__}")
     chosen = (name or f"eigengraft.{recipe}").lower().replace("_", "-").replace("/", ".")
     owner = weakref.ref(model)
 

@@ -1,4 +1,4 @@
-"""torchtitan: its container of optimizers, whose groups may name recipes."""
+"""torchtitan: a container of optimizers in which a group may have the name of a recipe as its optimizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from eigengraft import compose, shipped_recipes
 from eigengraft.optimizers import grouped
 
 _CHOICES = ("fused", "foreach")
-"""Options of a group by which torchtitan chooses an implementation; recipes have none, so they are dropped."""
+"""Options of a group by which torchtitan chooses an implementation. Recipes have no such options, so they are
+dropped.
+"""
 
 
 class RecipesContainer(OptimizersContainer):
     """torchtitan's container of optimizers, in which `optimizer_name` of a group may be a shipped recipe.
 
     `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap", optimizer_kwargs={"lr":
-    3e-3})])`. Changes of a recipe belong under its name into `optimizer_factory_kwargs_by_name`, as `overrides`. Groups
-    of one recipe are one optimizer for each part of the model, and routes see that part.
+    3e-3})])`. Pass changes of a recipe as `overrides` in `optimizer_factory_kwargs_by_name`, under the name of the
+    recipe. Groups with the same recipe become one optimizer for each part of the model. The routes of the recipe apply
+    to that part.
     """
 
     @dataclass(kw_only=True, slots=True)

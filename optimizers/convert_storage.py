@@ -1,4 +1,6 @@
-"""Conversion of a state dict to another `storage`. It is explicit, because another rounding is another trajectory."""
+"""Conversion of a state dict to another `storage`. It is never done implicitly, because another rounding gives another
+trajectory.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     modes = {group.get("iterate", "train") for group in groups}
     if len(texts) != 1 or modes != {"train"}:
         raise ValueError(
-            "state_dict: a conversion needs one recipe in all groups and the iterate of training; save after "
-            "optimizer.train()"
+            "state_dict: cannot be converted: all groups must have the same recipe, and it must be saved in training "
+            "mode; call optimizer.train() before state_dict()"
         )
     recipe = load_recipe(texts.pop())
     _require_alike(recipe, optimizer.recipe)
@@ -55,7 +57,9 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     if len(source.stack_states()) != len(target.stack_states()) or any(
         a.stack.grids != b.stack.grids for a, b in pairs
     ):
-        raise ValueError("state_dict: the trained parameters differ from the optimizer's; freeze the same ones")
+        raise ValueError(
+            "state_dict: the trained parameters differ from those of the optimizer; freeze the same parameters in both"
+        )
     for old, new in pairs:
         for key, _ in old.slots():
             there, here = (
@@ -66,7 +70,7 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
         for key, value in state.items():
             if is_host_key(key):
                 target.state[parameter][key] = value
-            elif StateKey.parse(key).block is None:  # steps and iterates, which belong to no block
+            elif StateKey.parse(key).block is None:  # counts and iterates, which belong to no block
                 target.state[parameter][key].copy_(value)
     converted = target.state_dict()
     own = [

@@ -4,7 +4,7 @@ A step under `torch.autocast`, `torch.inference_mode`, a `FakeTensorMode` or `to
 them. For that, every public method that computes enters `isolation` or is decorated with `isolated`. The default dtype
 belongs to all threads and is not changed; instead, every tensor in this package is made with an explicit dtype and
 device, which a test checks in the source. Global settings of accuracy (`torch.set_float32_matmul_precision`,
-`torch.use_deterministic_algorithms`) are the user's choice and stay.
+`torch.use_deterministic_algorithms`) are the user's choice and are not changed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 def kept_from_compiler(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Keep torch.compile from tracing a function and the functions that it calls.
 
-    `torch.compiler.disable` does the same but imports the compiler, which takes a second. This function imports
-    nothing: as long as nobody has imported the compiler, nothing can be traced.
+    `torch.compiler.disable` does the same but imports the compiler, which takes a second. This function does not import
+    the compiler: as long as no other code has imported it, nothing can be traced.
     """
     disabled = _disable_dynamo(function)
 
@@ -61,7 +61,7 @@ def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[_O, _P], _T]:
-    """A method of an optimizer that runs in `isolation` and is kept from torch.compile."""
+    """Return a method of an optimizer that runs `method` in `isolation`, and that torch.compile does not trace."""
 
     @wraps(method)
     def run(optimizer: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -72,9 +72,10 @@ def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[
 
 
 def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
-    """Return a context without gradients, autocast and inference mode, in the fake mode of the parameters if any.
+    """Return a context without gradients, autocast and inference mode. If the parameters are fake tensors, the context
+    is in their fake mode.
 
-    Modes that are off already are not entered. In ordinary surroundings the context is `torch.no_grad()`.
+    Modes of the caller that are already off cost nothing: usually the context is just `torch.no_grad()`.
     """
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
@@ -97,8 +98,8 @@ def without_autocast() -> AbstractContextManager[Any]:
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a function that runs under the autocast and inference mode that are active now.
 
-    It serves closures, which a step calls within its isolation. They run with gradients, unless inference mode forbids
-    gradients.
+    It is used for closures, which a step calls within its isolation. A closure runs with gradients, unless inference
+    mode forbids gradients.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()

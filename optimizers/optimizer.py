@@ -122,7 +122,7 @@ class Optimizer(Reporting):
             require_partners(self.recipe, chain(*self.param_sets.infos))
         if self.recipe.expect:
             require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
-        if not isinstance(params, DescribedParameters):  # `compose` warns of the others, unless its id is silenced
+        if not isinstance(params, DescribedParameters):  # `compose` warns of these, unless their id is silenced
             for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)
 
@@ -141,8 +141,8 @@ class Optimizer(Reporting):
 
         Args:
             param_group: a dict with `params`, optionally `lr`, `weight_decay` and `peak_lr`, and any keys of the user.
-                `peak_lr` is the largest learning rate of the run, which the decays `corrected` and `independent` are
-                relative to. Without it the peak is the group's `lr`, or the larger `max_lr` of a OneCycleLR, and a
+                `peak_lr` is the largest learning rate of the run, to which the decays `corrected` and `independent` are
+                relative. Without `peak_lr` the peak is the group's `lr`, or the larger `max_lr` of a OneCycleLR, and a
                 larger `lr` in a step becomes the peak.
 
         Raises:
@@ -276,7 +276,7 @@ class Optimizer(Reporting):
 
     @property
     def _calls_again(self) -> str | None:
-        """The part of the recipe that calls closures again; None: nothing does."""
+        """Name of the part of the recipe that calls closures several times; None: there is no such part."""
         return next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
@@ -295,9 +295,10 @@ class Optimizer(Reporting):
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
     def _loss(self, passes: Passes, parameters: Iterable[Tensor]) -> Any:
-        """Call the closure, and return its first result. It leaves the gradients and signals for the step.
+        """Call the closure, and return the loss of its first call. Afterwards the gradients and signals for the step
+        are set.
 
-        With `sam` these are of a second call, at perturbed parameters.
+        With `sam` the gradients and signals come from a second call of the closure, at perturbed parameters.
         """
         if self.recipe.sam is None:
             return passes.first()
@@ -353,7 +354,9 @@ class Optimizer(Reporting):
         return self.param_sets.signals.unprovided(self.param_sets)
 
     def _adopt_changes(self, thorough: bool = True) -> None:
-        """Adopt parameters and state that a host replaced, cast or moved. Take back steps with unusable gradients."""
+        """Adopt parameters and state that other code replaced, cast or moved. Undo the count of steps whose gradients
+        were unusable.
+        """
         moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
@@ -363,9 +366,9 @@ class Optimizer(Reporting):
         """Return the state dict of torch.
 
         Keys of state are "<block>/<stage path>/<slot>", and "averaging/<slot>" for iterates. Every param group has the
-        recipe as JSON text, and in `iterate` the iterate that the parameters hold. If ranks divide parameters, all of
-        them call it, and state consists of DTensors for torch.distributed.checkpoint. For plain tensors use
-        `full_state_dict`.
+        recipe as JSON text, and in `iterate` the iterate that the parameters hold. If state is sharded over ranks, all
+        of these ranks must call this method, and state consists of DTensors for torch.distributed.checkpoint. For plain
+        tensors use `full_state_dict`.
         """
         self._adopt_changes()
         with divided_state(self):
@@ -390,8 +393,8 @@ class Optimizer(Reporting):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, bit for bit, and the param groups.
 
-        If the recipe of this optimizer has other settings than the saved one, its settings apply. A parameter without
-        saved state begins with fresh state. A UserWarning names each of both.
+        If the recipe of this optimizer has other settings than the saved recipe, the settings of this optimizer apply.
+        A parameter without saved state starts with new state. In both cases a UserWarning names the differences.
 
         Args:
             state_dict: result of `state_dict` or `full_state_dict`.

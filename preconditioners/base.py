@@ -1,6 +1,4 @@
-"""The contract of a stage: eight hooks over explicit state, the traits that the engine reads, and the functions that
-run a chain.
-"""
+"""The contract of a stage: eight hooks over explicit state, traits for the engine, and functions that run a chain."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ from .checked_mode import CheckedHooks, Hooks
 
 
 class FirstMoment(NamedTuple):
-    """The first stage of Adam:  m <- b m + (1 - b) d;  it returns m / (1 - b^t).
+    """Adam's first moment of directions d:  m <- b m + (1 - b) d;  the stage returns m / (1 - b^t) in step t.
 
-    slot: name of m, which has the shape of the block and begins as 0.
-    beta: b.
+    slot: name of the slot of m, which has the shape of the block and starts as 0.
+    beta: decay b.
     """
 
     slot: str
@@ -37,10 +35,12 @@ class FirstMoment(NamedTuple):
 
 
 class SecondMoment(NamedTuple):
-    """The second stage of Adam:  v <- b v + (1 - b) g^2;  it returns d / (sqrt(v / (1 - b^t)) + eps).
+    """Adam's second moment:  v <- b v + (1 - b) g^2;  the stage returns d / (sqrt(v / (1 - b^t)) + eps) in step t.
 
-    slot: name of v, which has the shape of the block and begins as 0.
-    beta: b.
+    g is the gradient, d the direction.
+
+    slot: name of the slot of v, which has the shape of the block and starts as 0.
+    beta: decay b.
     """
 
     slot: str
@@ -50,32 +50,34 @@ class SecondMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a stage on blocks of one shape, which the engine needs and the hooks do not say.
+    """Facts about a stage on blocks of one shape that the engine needs and cannot learn from the other hooks.
 
-    Every default is safe. The engine asks once for each shape and caches the answer. It also asks with the empty block
-    `()`: the first six fields may not depend on the shape.
+    Every default is safe. The engine calls `traits(block)` once for each shape and caches the result. The first six
+    fields may not depend on the shape: the engine reads them from `traits(())`.
 
     signals: signals that the stage requests beside the gradient.
-    lagged: True if the stage uses a gradient before it learns from it. A step then runs apply, observe, refresh. The
-        first gradient of a parameter only primes the chain: statistics are accumulated from it, and the parameter
-        stays.
+    lagged: True if the stage applies its state to a gradient before it learns from that gradient. A step then runs
+        apply, observe, refresh. The first gradient of a parameter only primes the chain: statistics are accumulated
+        from it, and the parameter is not changed.
     entrywise: True if each entry of direction and state depends on the same entry of the gradients alone. Parts of a
         block may then be updated on different ranks.
     matrices: True if the stage reads blocks as matrices, first axis x the rest.
     sums: True if `apply` calls `context.parameter_sum`. All blocks of a parameter then have one owner and step
         together.
     learns: tensor that `observe` and `refresh` receive: the gradient, or the incoming direction.
-    refresh_cost: cost of one refresh of the block, in any unit that all stages share. Refreshes are spread by it.
-    work: floating-point operations of one step without refreshes. None: they are counted from the slots.
+    refresh_cost: cost of one refresh of the block, in any unit that all stages share. Refreshes are spread over steps
+        so that this cost is even.
+    work: floating-point operations of one step without refreshes. None: the number is computed from the slots.
     left_out: parts of the block that the stage does not change, each with the reason, as `show` prints them.
-    spectral_norm: upper bound of the spectral norm of the stage's direction. None: no bound of its own is known.
+    spectral_norm: upper bound of the spectral norm of the outgoing direction, for any incoming one. None: no such bound
+        is known.
     spectral_gain: upper bound of the ratio of the spectral norms of the outgoing and the incoming direction. None: no
         bound is known.
     scale_free: True if the outgoing direction is the same for c d as for the incoming direction d, for every c > 0.
-    clip: largest Frobenius norm of a block that passes unchanged, if the stage is a clip: it multiplies a direction by
-        a number of at most 1, and does nothing else. None: the stage is no clip.
-    moment: stage of Adam that `apply` computes exactly while none of its fields is scheduled. A chain of a first and a
-        second moment runs by torch's fused kernels. None: `apply` computes something else.
+    clip: largest Frobenius norm of a block that a clipping stage leaves unchanged. A clipping stage multiplies a
+        direction by a number of at most 1, and does nothing else. None: the stage does not clip.
+    moment: the moment of Adam that `apply` computes exactly while no field of the stage is scheduled. The engine runs a
+        chain of a first and a second moment with torch's fused kernels. None: `apply` computes something else.
     """
 
     signals: tuple[Request, ...] = ()
@@ -105,9 +107,9 @@ class Inner:
     """A chain inside a stage.
 
     chain: stages of the chain, in order.
-    block: shape of a block as these stages see it.
+    block: shape of a block inside the chain.
     sensitive: True if the second moments of the chain set the size of every update. Storage that a recipe chooses by
-        role then leaves these slots alone.
+        role then does not apply to these second moments.
     """
 
     chain: Stages
@@ -120,9 +122,9 @@ class Stage(Schedulable, ABC, family="stage"):
 
     A stage is a subclass of `Stage` with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen
     pydantic fields. Defining it registers it, and it cannot be subclassed itself. It overrides some of eight hooks;
-    only `apply` is required. `block` is the shape of one block. All tensors have the stack axis first:
-    `[N, *block]` are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`,
-    `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
+    only `apply` is required. `block` is the shape of one block. All tensors have the stack axis first: `[N, *block]`
+    are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`, `run_chain` and
+    `map_wires` are in `eigengraft.preconditioners`.
 
     slots(block) -> {name: Slot}                at construction  the state of a block
     inner(block) -> {name: Inner}               at construction  Inner(chain, block that it sees): the chains inside
@@ -133,54 +135,55 @@ class Stage(Schedulable, ABC, family="stage"):
     apply(state, gradient, direction, context)  every step       return the new direction [N, *block]; update moments
     measures(state, context) -> {name: [N]}     in inspect()     numbers on the present state; nothing is written
 
-    A step runs observe, refresh, apply. `direction` is the result of the stage before: transform it. The optimizer
-    adds -lr times the last direction to the parameter. With `Traits(lagged=True)` a step runs apply, observe, refresh.
-    The first gradient of a parameter then only primes the chain: lagged stages observe and refresh, nothing else is
+    A step runs observe, refresh, apply. `direction` is the result of the stage before: transform it. The optimizer adds
+    -lr times the last direction to the parameter. With `Traits(lagged=True)` a step runs apply, observe, refresh. The
+    first gradient of a parameter then only primes the chain: lagged stages observe and refresh, nothing else is
     written, and the parameter stays. `Every(steps=10)` is due at a block's first step, and then at every tenth step;
     blocks have different offsets.
 
-    State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is a number, or "identity" for a
-    matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis", "first_moment",
-    "second_moment" (the default), "iterate" or "count". frame says how a slot of the block's shape changes when an
-    eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum), "square" changes as
-    squares do (rms), and "none" (the default) stays. `v = state["v"]` loads the slot. Change v in place if you like,
-    and assign it back after the last change: `state["v"] = v`. Every declared slot must be used. `state.block` is
-    the shape of the block.
+    State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is the initial value: a number, or
+    "identity" for a matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis",
+    "first_moment", "second_moment" (the default), "iterate" or "count". frame says how a slot of the block's shape
+    changes when an eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum),
+    "square" changes as squares do (rms), and "none" (the default) stays. `v = state["v"]` loads the slot. v may be
+    changed in place. Assign it back after the last change: `state["v"] = v`. Every declared slot must be used.
+    `state.block` is the shape of the block.
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
-    `context.holds(lambda steps: steps > 9)` tests it on the host: True if it holds for all blocks, False if for none,
-    else a NumPy array `[N]`. `context.correction(b, like)` is 1 - b^step, shaped to divide `like`.
-    `context.per_block(f, like)` is f(step), shaped to multiply it. `context.first` is set in a block's first refresh.
-    For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to multiply `like`.
+    `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. It returns True if all
+    blocks fulfil the condition, False if none does, else a NumPy array `[N]`. `context.correction(b, like)` is 1 -
+    b^step, shaped to divide `like`. `context.per_block(f, like)` is f(step), shaped to multiply `like`. `context.first`
+    is set in a block's first refresh. For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to
+    multiply `like`.
 
     One wire. Gradient and direction are one tensor until a stage with slots has run; slots of chains inside count.
     Until then the result of a stage is also the gradient of all following stages: `[clip_norm, momentum, rms]` clips
     the gradient. After `momentum` the direction is a tensor of its own, and the gradient does not change any more.
 
-    Chains inside. Declare a field `chain: Stages = Field(alias="inner")`, because no field may have the name of a
-    hook, and `inner(block)` as `{"inner": Inner(self.chain, small)}`, where `small` is the block that the chain
-    sees. Then `run_chain(self.chain, state.scope("inner", small), gradient, direction, context)` runs all hooks of
-    its stages on tensors `[N, *small]`, and returns its direction. `g, d = map_wires(f, gradient, direction)`
-    applies f to both, only once if they are one wire, and keeps them one. If a kind repeats in a chain, its stages
-    need a `name`.
+    Chains inside. Declare a field `chain: Stages = Field(alias="inner")`, because no field may have the name of a hook,
+    and `inner(block)` as `{"inner": Inner(self.chain, small)}`, where `small` is the block that the chain sees. Then
+    `run_chain(self.chain, state.scope("inner", small), gradient, direction, context)` runs all hooks of its stages on
+    tensors `[N, *small]`, and returns its direction. `g, d = map_wires(f, gradient, direction)` applies f to both. If
+    gradient and direction are one tensor, f runs once, and g and d are one tensor, too. If a kind repeats in a chain,
+    its stages need a `name`.
 
     Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` requests further inputs and says when the
     stage needs each: "always" (the default), in steps with a "refresh", in the "first" step, or "if_given".
-    `context.signal("lr")` is a number, as are "loss", "step_fraction" and "gradient_norm"; "parameter_rms" is
-    `[N]`; "parameter" and "hessian_diagonal" are `[N, *block]`. `context.tensor(name, like)` is the signal as a
-    tensor with the dtype and device of `like`, and `"loss" in context.signals` is True if it was given.
-    `register_signal` adds signals.
+    `context.signal("lr")` is a number, as are "loss", "step_fraction" and "gradient_norm"; "parameter_rms" is `[N]`;
+    "parameter" and "hessian_diagonal" are `[N, *block]`. `context.tensor(name, like)` is the signal as a tensor with
+    the dtype and device of `like`, and `"loss" in context.signals` is True if it was given. `register_signal` adds
+    signals.
 
-    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` returns for each block the sum of x `[N]` over all
-    blocks of its parameter. Call it only in `apply`, and equally often in every step.
+    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` returns for each block the sum of x `[N]` over all blocks
+    of its parameter. Call it only in `apply`, and equally often in every step.
 
-    Forbidden: to write to `gradient` or `direction`; to let a block depend on another (no sum over axis 0); to
-    remember anything outside of slots; to read a parameter, a rank or a global setting except by a signal; to read
-    a tensor's value on the host (`float(x)`, `if x.any()`) or to upload a value outside of refresh, because a device
-    would wait; to raise for a gradient with nan, whose result is dropped. From fresh state a zero gradient gives a
-    zero direction. A finite gradient of any size gives a finite direction. Squares of 1e30 overflow, but
-    `numerics.block_norm(x)` `[N]` does not; `numerics.safe_ratio(a, b)`, for b >= 0, is a / b, or 0 where b is too
-    small to divide by. `eigengraft.testing.check_stage(Mine())` tests all of this.
+    Forbidden: to write to `gradient` or `direction`; to let a block depend on another (no sum over axis 0); to remember
+    anything outside of slots; to read a parameter, a rank or a global setting except by a signal; to read a tensor's
+    value on the host (`float(x)`, `if x.any()`) or to upload a value outside of refresh, because a device would wait;
+    to raise for a gradient with nan, whose result is dropped. From fresh state a zero gradient gives a zero direction.
+    A finite gradient of any size gives a finite direction. Squares of 1e30 overflow, but `numerics.block_norm(x)` `[N]`
+    does not; `numerics.safe_ratio(a, b)`, for b >= 0, is a / b, or 0 where b is too small to divide by.
+    `eigengraft.testing.check_stage(Mine())` tests all of this.
     """
 
     name: str | None = Field(
@@ -249,8 +252,8 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """Return the traits for a block, computed once and cached. The default `()` is for traits that do not depend on
-        the shape.
+        """Return the traits for a block. They are computed once and cached. Use the default `()` for traits that do not
+        depend on the shape.
         """
         if block not in self._traits:
             self._traits[block] = self.traits(block)
@@ -258,12 +261,12 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def work(self, block: tuple[int, ...]) -> float:
-        """Return the floating-point operations of one step of one block, without refreshes. Blocks are divided over
-        ranks by this number.
+        """Return the floating-point operations of one step of one block, without refreshes. Blocks are assigned to
+        ranks so that this number is balanced.
 
-        The traits may give the number. Otherwise it is counted from the slots. A square matrix of order d on an axis of
-        length d costs a product with the block, 2 d numel operations. A basis costs two products, there and back. Every
-        other slot costs four operations for each of its numbers.
+        The number is `Traits.work` if the stage gives it, else it is computed from the slots. A square matrix of order
+        d on an axis of length d costs a product with the block, 2 d numel operations. A basis costs two products, there
+        and back. Every other slot costs four operations for each of its numbers.
         """
         if (known := self.cached_traits(block).work) is not None:
             return known
@@ -281,7 +284,7 @@ class Stage(Schedulable, ABC, family="stage"):
             return self._keeps[block]
         except (KeyError, TypeError) as missing:
             found = any(True for _ in chain_slots((self,), block))
-            if isinstance(missing, KeyError):  # a traced block has symbols as sizes, which have no hash
+            if isinstance(missing, KeyError):  # not cached for a traced block, whose sizes are symbols without a hash
                 self._keeps[block] = found
             return found
 
@@ -303,7 +306,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def signals_at(self, step: int) -> frozenset[str]:
-        """Return the names of the signals that must be provided at this step of a block."""
+        """Return the names of the signals that the stage needs when a block is at this step."""
         cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
         refreshes = cadence is not None and cadence.possible(step, earliest)
         return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))
@@ -337,16 +340,17 @@ class Stage(Schedulable, ABC, family="stage"):
                 self._observe_and_refresh(state, gradient, direction, context)
             return result
         except ContractError as error:
-            if state.path in str(error):  # the message already names the stage, or a stage inside it
+            if state.path in str(error):  # the message already names this stage, or a stage inside it
                 raise
             raise ContractError(f"{state.path}: {error}") from None
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Let lagged stages learn from a first gradient: they observe and refresh. Nothing else is written, and no
-        parameter changes.
+        """Let lagged stages observe and refresh from a first gradient. No other state is written, and no parameter
+        changes.
 
-        Lagged stages inside this stage receive the gradient through its `apply`. Its state and its result are dropped.
+        Lagged stages inside this stage receive the gradient through the `apply` of this stage. State that this `apply`
+        writes, and its result, are dropped.
         """
         if self.cached_traits().lagged:
             self._observe_and_refresh(state, gradient, direction, context)
@@ -357,7 +361,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Call `observe`, then `refresh` for the rows that are due."""
+        """Call `observe`, then `refresh` for the blocks that are due."""
         x = gradient if self.cached_traits().learns == "gradient" else direction
         self._hooks(state).observe(state, x, context)
         for start, stop, first in self.due(context):
@@ -375,12 +379,12 @@ def run_chain(
     """Run the stages of a chain in order.
 
     Each stage maps the direction that the stage before it returned. While the direction is still the gradient, the
-    result of a stage without state replaces both for the following stages.
+    result of a stage without state replaces both gradient and direction for the following stages.
 
     Args:
         stages: the chain.
-        state: state of the chain, with the block as its stages see it.
-        gradient: `[N, *block]`; the chain does not write to it.
+        state: state of the chain; `state.block` is the shape of a block inside the chain.
+    gradient: `[N, *block]`; the chain does not write to it.
         direction: `[N, *block]`, the incoming direction. The same object as `gradient` means that both are one wire.
         context: steps, corrections and signals. If `context.priming` is set, all stages with state are only primed.
 
@@ -396,18 +400,18 @@ def run_chain(
             direction = stage.run(own, gradient, direction, context)
         if one_wire:
             gradient = direction
-        elif direction is gradient:  # two wires from here on, with equal values
+        elif direction is gradient:  # a view makes the direction a tensor of its own, still with equal values
             direction = gradient.view_as(gradient)
     return direction
 
 
 def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) -> tuple[_T, _T]:
-    """Map the gradient and the direction for a chain inside a stage.
+    """Apply a function to the gradient and the direction, as inputs of a chain inside a stage.
 
     Args:
         f: a function of a tensor.
-        gradient: its first argument.
-        direction: its second argument, not used if it is the same object as `gradient`.
+        gradient: the first tensor that f is applied to.
+        direction: the second tensor that f is applied to, unless it is the same object as `gradient`.
 
     Returns:
         (f(gradient), f(direction)). If both are one wire, f is computed once, and both results are the same object.
@@ -417,7 +421,7 @@ def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) ->
 
 
 def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[float | None, float | None]:
-    """Return (norm, gain) of a chain, the traits `spectral_norm` and `spectral_gain` of its stages combined.
+    """Return (norm, gain) of a chain, combined from the traits `spectral_norm` and `spectral_gain` of its stages.
 
     norm: upper bound of the spectral norm of the last direction. None: no bound is known.
     gain: upper bound of the ratio of the spectral norms of the last and the incoming direction. None: no bound is

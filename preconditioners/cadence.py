@@ -16,12 +16,11 @@ from eigengraft.step_context import StepContext
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 _FEW = 16
-"""Number of blocks up to which `Every.due` tests phases one by one. For 16 blocks or fewer that is faster than an
-array.
+"""Number of blocks up to which `Every.due` tests phases one by one in Python, which then is faster than a NumPy array.
 """
 
 ROUNDED = 1e-9
-"""Tolerance of a phase, in steps. It covers rounding: n times k / n may be a little less than k."""
+"""Tolerance of a phase, in steps. It covers rounding: in floating point n * (k / n) may be a little less than k."""
 
 
 class Cadence(Component, ABC, family="cadence"):
@@ -31,7 +30,9 @@ class Cadence(Component, ABC, family="cadence"):
 
     @property
     def interval(self) -> float:
-        """Mean number of steps between two refreshes of a block. Blocks are divided over ranks by it."""
+        """Mean number of steps between two refreshes of a block. When blocks are assigned to ranks, the cost of a
+        refresh counts 1 / interval in every step.
+        """
         return 1.0
 
     @property
@@ -55,8 +56,8 @@ class Cadence(Component, ABC, family="cadence"):
         return False
 
     def waves(self, refreshes: float) -> int | None:
-        """Return the number of equal parts of a period in which the blocks are due. None: as many as the period has
-        steps.
+        """Return the number of waves, which divide a period into equal parts. None: one wave for each step of the
+        period.
 
         refreshes: work of all refreshes of a period, in units of the costliest refresh.
         """
@@ -86,7 +87,9 @@ class Every(Cadence):
     start: int | None = Field(
         default=None, ge=1, description="update of the first refresh; default: as soon as the stage can"
     )
-    offset: int = Field(default=0, ge=0, description="which updates: offset, offset + steps, offset + 2 steps, ...")
+    offset: int = Field(
+        default=0, ge=0, description="refreshes are due at updates offset, offset + steps, offset + 2 steps, ..."
+    )
     stagger: Literal["cost", "none"] = Field(
         default="cost", description="spread refreshes over the interval, or do all at once"
     )
@@ -118,7 +121,9 @@ class Every(Cadence):
         return self._place(phases).astype(np.int64)
 
     def _place(self, phase: _Numbers) -> _Numbers:
-        """Return the step of a period at which a phase is due, a whole number. An array of phases gives an array."""
+        """Return the step of a period, a whole number, at which blocks with this phase are due. An array of phases
+        gives an array.
+        """
         spread = phase if self.stagger == "cost" else phase * 0
         return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
 

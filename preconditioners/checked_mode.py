@@ -2,8 +2,8 @@
 
 A violation is raised as a `ContractError` with the path of the stage, its hook and the step. Violations are a wrong
 shape, dtype or device, an input that was written to, state that was changed and not written back, and a number that is
-not finite although all inputs were. Nothing is copied: torch counts the writes to a tensor (`Tensor._version`), and the
-counts before and after a hook are compared.
+not finite although all inputs were. No tensor is copied to detect writes: torch counts the writes to a tensor
+(`Tensor._version`), and the counts before and after a hook are compared.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Hooks(Protocol):
 
 @dataclass
 class Call:
-    """One running hook of one stage.
+    """One call of one hook of a stage, while it runs.
 
     what: "<path>: <hook>() at step <t>", for errors.
-    fine: bool `[N]`, True for blocks whose inputs are finite and whose state is written. The results of these blocks
-        must be finite.
+    fine: bool `[N]`, True for blocks whose inputs are finite and whose state this step may change. The results of these
+        blocks must be finite.
     loads: for each key of the state, the tensors that the hook loaded, each with its count of writes at that time.
     """
 
@@ -78,8 +78,8 @@ class Checks(Watch):
             self._require_finite(f"wrote slot '{name}'", value)
 
     def stored(self, state: State, name: str, value: Tensor) -> None:
-        """Record that a slot was written back. A tensor that is still the state itself is followed further; any other
-        tensor has been copied.
+        """Record that a slot was written back. If the value is the tensor that was loaded, later writes to it are still
+        checked. Any other value has been copied into the state.
         """
         key = StateKey.join(state.path, name)
         self.written.add(key)
@@ -127,7 +127,9 @@ class Checks(Watch):
         self._require_finite("returned a direction", value)
 
     def _require_finite(self, did: str, value: Tensor) -> None:
-        """Raise ContractError if a value is not finite in a block whose inputs are. did: the action for the message."""
+        """Raise ContractError if a value is not finite in a block whose inputs are finite. did: text of the message for
+        the action that gave the value.
+        """
         call = self._calls[-1]
         if not value.is_floating_point() or len(value) != len(call.fine) or not has_values(value):
             return
@@ -142,7 +144,7 @@ class Checks(Watch):
 
 
 class CheckedHooks:
-    """The hooks of a stage, each one followed by the checks of a stack."""
+    """The hooks of a stage. Each call runs inside the checks of the stack."""
 
     def __init__(self, stage: Hooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
@@ -164,7 +166,7 @@ class CheckedHooks:
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
-    """Raise ContractError if an input was written to since its count of writes was taken."""
+    """Raise ContractError if an input was written to, that is if its count of writes differs from `versions`."""
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:
             raise ContractError(
@@ -199,5 +201,5 @@ def _what(hook: str, state: State, context: StepContext) -> str:
 
 
 def _stack(shape: tuple[int, ...]) -> str:
-    """Return the shape of a stack of such slots as text, as "[N, 3, 4]"."""
+    """Return the shape of a slot with the stack axis as text, as "[N, 3, 4]"."""
     return f"[{', '.join(['N', *map(str, shape)])}]"

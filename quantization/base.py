@@ -1,4 +1,4 @@
-"""The family of quantizers, and which of them a recipe gives to a slot."""
+"""The family of quantizers, and the choice of a slot's quantizer by a recipe."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from eigengraft.component import Component
 from eigengraft.slots import Encoded, Slot, StateKey, Uniform
 
 FORMAT_VERSION = 2
-"""Version of the stored tensors. Raised when tensors of the same declaration change their meaning."""
+"""Version of the stored tensors. It is raised when stored tensors of an unchanged declaration get another meaning."""
 
 
 class Quantizer(Component, ABC, family="quantizer"):
-    """A map between a slot `[N, *shape]` and the plain tensors, `[N, ...]` each, that the slot is stored in.
+    """A map between a slot `[N, *shape]` and the plain tensors `[N, ...]` in which the slot is stored.
 
     An encoded slot has the state keys "<slot>/<name of a tensor>".
-    Laws: rows are encoded one by one, zero is decoded as zero, arguments are not changed.
+    Laws: the encoding of a row does not depend on other rows, zero is decoded as zero, and arguments are not changed.
 
-    roles: roles of the slots that it can store; (): of all.
+    roles: roles of the slots that the quantizer can store. (): all roles.
     """
 
     roles: ClassVar[tuple[str, ...]] = ()
@@ -38,61 +38,67 @@ class Quantizer(Component, ABC, family="quantizer"):
         return False
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return `encode` of x `[N, d, d]` with zeros on its diagonal."""
+        """Return the encoding of x `[N, d, d]` with its diagonal replaced by zeros."""
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
         return self.encode(rest, before, uniform)
 
     @abstractmethod
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return the tensors `[N, ...]` that stand for x `[N, *shape]`, by name.
+        """Return the tensors `[N, ...]`, by name, in which x `[N, *shape]` is stored.
 
-        before: the tensors that the new ones replace, for formats with error feedback; None at the start.
-        uniform: random numbers for stochastic rounding; None: rounding is to nearest.
+        before: the tensors of the last encoding, which formats with error feedback read. None: nothing is stored yet.
+        uniform: function that draws random numbers for stochastic rounding. None: values are rounded to nearest.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """Return the slot `[N, *shape]` in `dtype`, in memory of its own."""
+        """Return the slot `[N, *shape]` in `dtype`, as a new tensor."""
 
     def codebook_id(self) -> str:
-        """Return the values of the codebooks that codes refer to, as text; "" without codebooks."""
+        """Return the levels of the quantizer's codebooks as text, or "" if there are no codebooks."""
         return ""
 
     def format(self) -> int:
-        """Return a hash of the declaration and its codebooks. It is stored with the tensors and checked when they are
-        loaded."""
+        """Return a hash of the declaration and its codebooks. The hash is stored with the tensors, and checked when the
+        tensors are loaded.
+        """
         text = f"{FORMAT_VERSION} {self.model_dump_json()} {self.codebook_id()}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 NEVER_CODED = frozenset({"iterate", "count", "failures"})
-"""Roles of slots that are never coded: their numbers must be exact."""
+"""Roles of slots that are never quantized: their numbers must be exact."""
 
 
 def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
-    """Raise ValueError for a role in `storage` by which no slot can be coded, or not by this quantizer.
+    """Raise ValueError for a role in `storage` if no slot can be quantized by this role, or not by this quantizer.
 
-    roles: roles of the slots that a recipe may have; they are read as far as needed.
+    roles: roles of the slots that a recipe may have. The iterable is read only until `role` occurs.
     """
     if quantizer.roles and role not in quantizer.roles:
-        raise ValueError(f"storage.{role}: {_can_store(quantizer)}, got {role}")
+        raise ValueError(f"storage.{role}: {_can_store(quantizer)}, got {role}; choose another quantizer")
     others = set[str]()
     for other in roles:
         if other == role:
             return
         others.add(other)
-    why = "iterates and counts are always stored as they are computed; remove the entry"
+    why = "iterates and counts are never quantized; remove the entry"
     if role not in NEVER_CODED:
-        why = f"there are: {', '.join(sorted(others)) or 'none'}; slots of a graft's magnitude are named by stage path"
-    raise ValueError(f"storage: no slot can be coded by this role ({why}), got '{role}'")
+        why = (
+            f"the recipe has slots with the roles {', '.join(sorted(others)) or 'none'}; slots of a graft's magnitude "
+            "are chosen by the path of their stage"
+        )
+    raise ValueError(f"storage: no slot can be quantized by the role '{role}': {why}")
 
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:
     """Raise ValueError for a stage in `storage` if the quantizer can store none of its slots."""
     roles = sorted({slot.role for slot in slots})
     if roles and quantizer.roles and not {*roles} & {*quantizer.roles}:
-        raise ValueError(f"storage.{stage}: {_can_store(quantizer)}, got {' and '.join(roles)}")
+        raise ValueError(
+            f"storage.{stage}: {_can_store(quantizer)}, got {' and '.join(roles)}; choose another quantizer"
+        )
 
 
 def _can_store(quantizer: Quantizer) -> str:
@@ -101,12 +107,12 @@ def _can_store(quantizer: Quantizer) -> str:
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer of a slot: by its key, else by the path of its stage, else by its role. None: it is not
-    coded.
+    """Return the quantizer of a slot: by the slot's key, else by the path of its stage, else by its role. None: the
+    slot is not quantized.
 
-    A quantizer that cannot store the slot is ignored, but refused under the slot's own key. Sensitive slots, the second
-    moments of a graft's magnitude, are never coded by their role. They set the size of every update, and coding them
-    does harm (DALL-E mini's study).
+    A quantizer that cannot store the slot is ignored if it is chosen by path or role, and an error if it is chosen by
+    the slot's key. Sensitive slots, such as the second moments of a graft's magnitude, are never quantized by role.
+    They set the size of every update, and quantizing them does harm (DALL-E mini's study).
     """
     for where in (key.name, key.stage):
         if where in storage:

@@ -1,4 +1,5 @@
-"""Benches of components and of whole steps, one file each, over one runner, table, figure and advice.
+"""Benches of components and of complete steps. Each bench is one file; the runner, the table, the figure and the
+recommendations are shared.
 
 rows = run_bench("roots", sizes=(32, 64), solvers=["eigh", {"kind": "coupled_newton", "eps": 1e-6}])
 """
@@ -29,7 +30,7 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
 
     Args:
         kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step.
-        quick: Take small values for the fields that are not given.
+        quick: If True, fields that are not given have the small values of the quick run.
         more: Candidates that are measured beside those of the bench.
         **fields: Fields of the bench, as in its YAML.
 

@@ -37,9 +37,9 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 class BasisBench(MatrixBench):
     """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
 
-    The columns of G have covariance U_t diag(lambda) U_t^T and U_t turns by `drift` radians per step, so that a warm
-    start is as good as it is in training, and no better. With `record`, G are the gradients of a run. A `checkpoint`
-    holds one statistic, which is refreshed again and again.
+    The columns of G have covariance U_t diag(lambda) U_t^T. U_t turns by `drift` radians per step, so that the last
+    basis is as good a start for a solver as in training, and no better. With `record`, G are the gradients of a run. A
+    `checkpoint` contains one statistic, for which the basis is refreshed repeatedly.
     """
 
     kind: Literal["bases"] = "bases"
@@ -89,7 +89,9 @@ class BasisBench(MatrixBench):
         ]
 
     def _paths(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield the name, the size and a function that returns the statistic at every refresh."""
+        """Yield (name, size, function that returns the statistic at every refresh) for each path of a drifting
+        statistic.
+        """
         last = max(self.refreshes)
         if self.record is not None:
             at = tuple(range(self.every, last * self.every + 1, self.every))
@@ -202,5 +204,7 @@ def _fault(row: Row) -> float:
 
 
 def _drawn(row: Row) -> float:
-    """Return the ratio, at least 1e-17, so that a logarithmic axis has a place for an exact basis."""
+    """Return the off-diagonal ratio of a row, at least 1e-17, so that an exact basis can be drawn on a logarithmic
+    axis.
+    """
     return max(view.number_of(row, "offdiagonal"), 1e-17)

@@ -36,8 +36,8 @@ class Problem:
     """A problem on which every candidate is measured.
 
     fields: names and values that each row of this problem contains.
-    make: Compute the object that is given to the candidates. None means that there is no such problem, as for a
-        recorded matrix of a size that was never recorded; no row is made.
+    make: function that computes the object that candidates receive. If it returns None, the problem does not exist,
+        such as a recorded matrix of a size that was never recorded, and no row is made.
     """
 
     fields: Mapping[str, Any]
@@ -45,9 +45,10 @@ class Problem:
 
 
 class Bench(Component, ABC, family="bench"):
-    """Measure candidates x problems.
+    """A bench: the measurement of each of some candidates on each of some problems.
 
-    Laws: rows depend on the declaration alone, times excepted; a candidate that fails a problem has a row that says so.
+    Laws: except for times, rows depend only on the declaration. A candidate that fails on a problem has a row with the
+    reason.
     """
 
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
@@ -78,20 +79,21 @@ class Bench(Component, ABC, family="bench"):
         fields: the fields of the problem.
         given: the object that the problem makes.
 
-        Return the measured columns. Each item becomes a row; its fields replace those of the problem.
+        Return a list of measured columns. Each item becomes a row; fields of an item replace the fields of the problem
+        with the same name.
         """
 
     @abstractmethod
     def table(self) -> Table:
-        """Declare the table on the screen."""
+        """Return the declaration of the table that is printed."""
 
     @abstractmethod
     def panels(self) -> tuple[Panel, Panel]:
-        """Declare the two panels of the figure."""
+        """Return the declarations of the two panels of the figure."""
 
     @abstractmethod
     def recommendations(self) -> Sequence[Recommendation]:
-        """Declare how candidates are recommended for this device."""
+        """Return the rules by which candidates are recommended for this device."""
 
     def refusal(self, candidate: Any, fields: Mapping[str, Any]) -> str | None:
         """Return why a candidate cannot be measured on a problem, or None if it can."""
@@ -107,7 +109,9 @@ class Bench(Component, ABC, family="bench"):
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
-        """Refuse candidates with the same name, because figures and tables could not distinguish them."""
+        """Raise ValueError if two candidates have the same name, because figures and tables could not distinguish
+        them.
+        """
         names = [self.label(candidate) for candidate in self.contenders()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -125,7 +129,7 @@ class Bench(Component, ABC, family="bench"):
         return [row for cell in self.cell_by_cell() for row in cell]
 
     def cells(self) -> int:
-        """Count the items of `cell_by_cell`."""
+        """Return the number of items of `cell_by_cell`."""
         return len(self.problems()) * (1 if self.joint else len(self.contenders()))
 
     def cell_by_cell(self) -> Iterator[list[Row]]:
@@ -150,7 +154,7 @@ class Bench(Component, ABC, family="bench"):
             first = []
 
     def _attempt(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> list[Row]:
-        """Return the rows of one cell. Where nothing can be measured, the only row says why."""
+        """Return the rows of one cell. If nothing can be measured, return one row with the reason."""
         reason = self.refusal(candidate, fields)
         if reason is None:
             try:
@@ -162,7 +166,7 @@ class Bench(Component, ABC, family="bench"):
     def row(self, candidate: Any, fields: Mapping[str, Any], /, **measured: Any) -> Row:
         """Return a row: the candidate, its declaration, the device, the problem and the measured columns.
 
-        `problem` is the reason why nothing was measured, or "".
+        problem: the reason why nothing was measured, or "".
         """
         declared: Any = None
         if candidate is not None:
@@ -191,7 +195,7 @@ class Bench(Component, ABC, family="bench"):
 def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: Sequence[Any] = ()) -> Bench:
     """Return the bench called `kind`.
 
-    fields: values of its fields. With `quick`, the others have the values of the quick run.
+    fields: values of its fields. With `quick`, all other fields have the values of the quick run.
     more: candidates that are measured beside those of the bench.
     """
     known = Bench.members.get(kind)

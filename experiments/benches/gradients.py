@@ -77,8 +77,9 @@ class GradientRun:
 def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -> Tensor:
     """Return gradients `[samples, layers, width, width]` in float64 of the layers GRADIENT_LAYERS.
 
-    All are taken at the weights after `steps` steps of AdamW, each of a new batch. Every layer is scaled so that its
-    gradients have the mean squared norm 1. The result is cached: do not write into it.
+    All gradients are computed at the same weights, after `steps` steps of AdamW; each sample is the gradient of a new
+    batch. Every layer is scaled so that the mean squared norm of its gradients is 1. The result is cached: do not write
+    into it.
     """
     task = {"kind": "byte_lm", "width": width, "heads": 2, "context": 32, "batch_size": 8, "max_bytes": 2**20}
     source = {"task": task, "recipe": "adamw", "lr": 5e-3, "seed": seed}
@@ -90,8 +91,8 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
 def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str, Tensor]:
     """Return gradients `[samples, width, width]` of each layer of an experiment or run, as `layer_gradients` does.
 
-    Only the leading entries of a larger gradient are kept. Layers that are smaller are left out. Gradients that are 0
-    there, as those of bytes that never occur, stay 0.
+    Of a larger gradient only the leading `width` x `width` entries are kept. Smaller layers are left out. Leading
+    entries that are 0, such as those of bytes that never occur, stay 0.
     """
     found = _samples(GradientRun(source), steps, samples, width)
     if not found:
@@ -177,7 +178,9 @@ def _optimizer_state(path: str) -> Mapping[str, Any]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises any type for a file that it cannot read
-        raise RecipeError(f"checkpoint: '{file}' cannot be read by torch.load ({type(error).__name__})") from error
+        raise RecipeError(
+            f"checkpoint: '{file}' cannot be read by torch.load ({type(error).__name__}); give a file of torch.save"
+        ) from error
     state = content.get("optimizer", content) if isinstance(content, Mapping) else None
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or not groups or not all("recipe" in group for group in groups):

@@ -1,4 +1,4 @@
-"""Magnitudes: size of the update of each chain of stages over the shapes of a block."""
+"""Magnitudes: size of the update of each chain of stages, compared over shapes of blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _default_chains() -> Any:
 
 
 class GraftingBench(Bench):
-    """Chains x shapes m x n on gradients S + Z_t, S a constant of rank 4 and Z_t standard normal, both of one size.
+    """Chains x shapes m x n, on gradients S + Z_t with a constant S of rank 4 and normal Z_t, both of the same norm.
 
     The meaning of a learning rate depends on the shape unless the update's RMS (or its spectral norm, relative to
     sqrt(m / n)) is the same for all shapes. Time is per block of the stack.

@@ -23,7 +23,7 @@ def gram_factors(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power(a: Tensor, exponent: float) -> Tensor:
-    """Return A^p. Eigenvalues count as at least 1e-12 of the largest."""
+    """Return A^p. Eigenvalues below 1e-12 times the largest are raised to that value."""
     values, q = torch.linalg.eigh(a)
     powers = values.clamp_min(_FLOOR * values[-1]).pow(exponent)
     result: Tensor = (q * powers) @ q.T
@@ -47,9 +47,10 @@ def best_cosine(c: Tensor, m: int, n: int) -> float:
 
 
 def gains(held_out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return log10 of sqrt(h_i / s_i) `[m, n]`, h_i = u_i^T C u_i, s_i = u_i^T S u_i, u_i eigenvectors of S = L x R.
+    """Return the gains log10 sqrt(h_i / s_i) `[m, n]` with h_i = u_i^T C u_i, s_i = u_i^T S u_i.
 
-    h is the second moment of gradients that S has not seen. The value is 0 where S^(-1/2) gives them unit size.
+    u_i are the eigenvectors of S = L x R, and C is the second moment of held-out gradients. A gain is 0 where S^(-1/2)
+    scales the held-out gradients to unit size.
     """
     (a, u), (b, v) = torch.linalg.eigh(left), torch.linalg.eigh(right)
     h = ((u.T @ held_out @ v) ** 2).mean(0)

@@ -97,9 +97,11 @@ class MatrixBench(OwnMatrices, ABC):
         fields = type(self).model_fields
         for name in ("spectra", "sizes", "count") if self.own else ():
             if getattr(self, name) != fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name} cannot be combined with checkpoint or record, whose matrices are fixed")
+                raise ValueError(
+                    f"{name} cannot be combined with checkpoint or record, whose matrices are fixed; remove it"
+                )
         if self.record is None and self.steps != fields["steps"].default:
-            raise ValueError("steps has no effect without record")
+            raise ValueError("steps has no effect without record; give record or remove steps")
         return self
 
     @property
@@ -124,7 +126,7 @@ class MatrixBench(OwnMatrices, ABC):
     def sweep(self, error: str, y: str, same: tuple[str, ...], band: tuple[float, float]) -> Panel:
         """Declare the panel of an error over the condition number, for the largest size.
 
-        Drawn are the geometric spectra, or all of the user's own matrices.
+        The panel shows the geometric spectra, or all of the user's own matrices.
         """
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
         keep = bool if self.own else (lambda row: row["spectrum"] in swept)
@@ -133,7 +135,9 @@ class MatrixBench(OwnMatrices, ABC):
 
 
 def ridge_for(ridge: float, info: ValidationInfo) -> float:
-    """Return the ridge. Raise ValueError if it is 0 and matrices of a spectrum have no inverse without it."""
+    """Return the ridge. Raise ValueError if the ridge is 0 and matrices of a spectrum have no inverse without a
+    ridge.
+    """
     own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
     without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
     if ridge == 0 and without:

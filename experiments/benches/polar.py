@@ -95,7 +95,7 @@ class PolarBench(OwnMatrices):
         ]
 
     def _cases(self) -> Iterator[tuple[str, tuple[int, int], float, Any]]:
-        """Yield the name, the shape, the condition number and a function that returns G and its polar factor."""
+        """Yield (name, shape, condition number, function that returns G and its polar factor) for each case."""
         if self.record is None:
             for shape in self.shapes:
                 for condition in self.conditions:

@@ -104,10 +104,11 @@ class QuantizerBench(MatrixBench):
 
     A is the matrix, V its eigenvectors and l its eigenvalues. A quantizer stores A, V or the root in the first of
     `roles` that it accepts: structures for orthonormal columns store V. For a decoded basis W, B = W Diag(l) W^T with l
-    exact. For the role root, read A^-e for A. A quantizer declared without a least size has none. Each matrix is
-    written `writings` times over the codes stored before, because `eigen` is made for matrices that change slowly.
-    Error feedback makes a single decoding, as measured here, worse, and the mean over many better. Times do not depend
-    on the values and are measured once for each size and dtype.
+    exact. For the role root, read A^-e for A. If a quantizer is declared without a least size (`min_elements`), the
+    least size is 1. Each matrix is encoded `writings` times, each time over the codes of the time before, because
+    `eigen` is made for matrices that change slowly. With error feedback a single decoding, which is measured here, is
+    less accurate, and the mean over many decodings is more accurate. Times do not depend on the values, and are
+    measured once for each size and dtype.
     """
 
     kind: Literal["quantizers"] = "quantizers"
@@ -166,7 +167,8 @@ class QuantizerBench(MatrixBench):
         if a is None:
             return None
         values, vectors = torch.linalg.eigh(a)
-        if isinstance(spectrum, Synthetic):  # the vectors that were drawn: eigh chooses others for equal eigenvalues
+        if isinstance(spectrum, Synthetic):
+            # the vectors that were drawn, because eigh chooses other vectors for equal eigenvalues
             values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
         settings = (self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
         return StorageProblem(a, values, vectors, *settings)
@@ -265,7 +267,9 @@ def _where(more: str) -> Callable[[Row], str]:
 
 
 def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
-    """Return a function that selects rows of some spectra, and with `saving` those of fewer bytes than the dtype."""
+    """Return a function that selects rows of some spectra. With `saving` it selects only rows whose quantizer stores
+    fewer bytes than the dtype.
+    """
 
     def keep(row: Row) -> bool:
         saves = row["bytes"] < DTYPES[row["dtype"]].itemsize
@@ -362,7 +366,7 @@ class StoredStack:
         return (self.x.nbytes + self._code_bytes()) / (2 * self.x.nbytes)
 
     def bytes_per_entry(self) -> float:
-        """Return the stored bytes per entry of the matrix. Those of a basis include its eigenvalues."""
+        """Return the stored bytes per entry of the matrix. The bytes of a basis include its eigenvalues."""
         total = self._code_bytes()
         if self.role == "basis":
             total += self.x[..., 0].numel() * self.x.element_size()
@@ -373,7 +377,7 @@ class StoredStack:
 
 
 def store_repeatedly(quantizer: Quantizer, problem: StorageProblem, role: Role, times: int, seed: int) -> StoredStack:
-    """Encode a stack `times` times, each time over the codes of the time before."""
+    """Encode a stack `times` times. Each encoding replaces the codes of the one before."""
     stored = StoredStack(quantizer, problem.to_store(role), role, seed)
     for step in range(1, times + 1):
         stored = StoredStack(quantizer, stored.x, role, seed, stored.encode(), step)

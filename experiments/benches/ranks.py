@@ -1,4 +1,6 @@
-"""Waiting of ranks: critical paths measured on processes of this machine, beside those of counted work."""
+"""Waiting times of ranks: critical paths measured with processes on this machine, and critical paths predicted from
+counted work.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from .view import Panel, Recommendation, Row, Table
 class RankBench(Bench):
     """Recipes x values of `refresh.min_wave_work` x numbers of ranks on one set of matrices, replicated as under DDP.
 
-    The matrices of a transformer: for each layer [3 w, w], [w, w], [4 w, w], [w, 4 w]. Every rank is a process with one
-    thread and has the same independent normal gradients. Measured is the time for which a rank computes, without the
-    time for which it waits, so that fewer cores than ranks are enough. `seconds` is not used.
+    The matrices are those of a transformer of width w: [3 w, w], [w, w], [4 w, w] and [w, 4 w] for each layer. Every
+    rank is a process with one thread; all ranks have the same gradients, which are independent normal numbers. The
+    bench measures the time for which a rank computes, without the time for which it waits, so that fewer cores than
+    ranks are enough. The field `seconds` has no effect.
     """
 
     kind: Literal["ranks"] = "ranks"
@@ -62,7 +65,9 @@ class RankBench(Bench):
     @model_validator(mode="after")
     def _can_be_measured(self) -> Self:
         if self.ranks[0] != 1:
-            raise ValueError(f"ranks: the first is {self.ranks[0]}, but others are compared with 1; give 1 first")
+            raise ValueError(
+                f"ranks: the first must be 1, with which the others are compared, got {self.ranks[0]}; give 1 first"
+            )
         if self.threads != 1 or self.device != "cpu":
             raise ValueError(
                 f"threads: {self.threads} on '{self.device}' cannot be measured; ranks have one thread on the CPU"
@@ -117,7 +122,7 @@ class RankBench(Bench):
         return candidate
 
     def measure(self, candidate: str, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
-        raise AssertionError("ranks are measured together, by cells_of")
+        raise AssertionError("ranks are measured together: call cells_of, not measure")
 
     def table(self) -> Table:
         return Table(

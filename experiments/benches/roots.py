@@ -26,7 +26,9 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "preci
 
 
 def ridgeless(kind: str) -> Declaration:
-    """Return the solver called `kind`, with ridge 0 if its fields allow that. The bench adds one ridge for all."""
+    """Return the solver called `kind`, with ridge 0 if its fields allow that. The bench adds the same ridge to the
+    matrices of all solvers.
+    """
     member = RootSolver.members.get(kind)
     own: Declaration = {name: 0.0 for name in ("eps", "floor") if member is not None and name in member.model_fields}
     for fields in (own, dict[str, Any]()):

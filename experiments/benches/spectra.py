@@ -47,7 +47,7 @@ class Spectrum(Component, ABC, family="spectrum"):
 
     @abstractmethod
     def stack(self, count: int, d: int, seed: int) -> Tensor | None:
-        """Return at most `count` matrices of size d, or None if there is none of that size."""
+        """Return at most `count` matrices of order d, or None if the spectrum has no matrices of that order."""
 
 
 class Synthetic(Spectrum):
@@ -73,7 +73,7 @@ class Geometric(Synthetic):
 
 
 class OneLarge(Synthetic):
-    """1 once, the others 1 / condition: a rank-one signal above a floor."""
+    """One eigenvalue is 1, the others are 1 / condition: a rank-one signal above a floor."""
 
     kind: Literal["one_large"] = "one_large"
     condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
@@ -85,7 +85,7 @@ class OneLarge(Synthetic):
 
 
 class OneSmall(Synthetic):
-    """1 / condition once, the others 1: one direction without gradient."""
+    """One eigenvalue is 1 / condition, the others are 1: one direction with almost no gradient."""
 
     kind: Literal["one_small"] = "one_small"
     condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
@@ -97,7 +97,7 @@ class OneSmall(Synthetic):
 
 
 class PowerLaw(Synthetic):
-    """lambda_i = i^(-power),  i = 1 .. d: what factors of trained layers look like."""
+    """lambda_i = i^(-power),  i = 1 .. d: similar to the spectra of factors of trained layers"""
 
     kind: Literal["power_law"] = "power_law"
     power: float = Field(default=2.0, ge=0, description="decay of the eigenvalues")
@@ -125,7 +125,9 @@ class Clustered(Synthetic):
 
 
 class RankDeficient(Synthetic):
-    """Geometric down to 1 / condition over a share of the eigenvalues, the rest zero: few gradients seen so far."""
+    """A share of the eigenvalues falls geometrically to 1 / condition, the rest is 0: few gradients have been
+    observed.
+    """
 
     kind: Literal["rank_deficient"] = "rank_deficient"
     singular: ClassVar[bool] = True
@@ -139,7 +141,9 @@ class RankDeficient(Synthetic):
 
 
 class Recorded(Spectrum):
-    """Factors of layers in training, recorded by `record_factors.py`; for smaller sizes their leading blocks."""
+    """Factors of layers in training, recorded by `record_factors.py`. For sizes below 64 the leading d x d entries are
+    used.
+    """
 
     kind: Literal["recorded"] = "recorded"
     singular: ClassVar[bool] = True

@@ -44,7 +44,7 @@ BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
 
 
 class StatisticBench(OwnMatrices):
-    """Statistics x layers x numbers of gradients, from a byte-level language model trained for a moment.
+    """Statistics x layers x numbers of gradients, with gradients of a byte-level language model after a short training.
 
     S = L x R is the Kronecker product of a statistic's estimates, C the second moment over all training gradients. Gain
     errors are those of S on gradients that no statistic has seen; S of uncoupled factors is scaled to the trace of C.

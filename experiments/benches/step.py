@@ -1,4 +1,6 @@
-"""Steps of recipes and of other libraries' optimizers, in turn, and how far each recipe is from its floor."""
+"""Steps of recipes and of optimizers of other libraries, measured in turn, and the ratio of each recipe's time to its
+floor.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,12 @@ def parse_candidates(value: Any) -> Any:
 
 
 class StepBench(Bench):
-    """Candidates x sets of parameters x intervals: rounds in which each candidate takes one step, A B C A B C.
+    """Candidates x sets of parameters x intervals, in rounds in which each candidate makes one step: A B C A B C ...
 
-    `warm` rounds are not counted, nor are the steps in which operators and bytes are counted. `periods` intervals are
-    measured. Candidates of the same maths take turns in the same rounds. If no candidate has refreshes, one interval is
-    measured. The fields `steady` to `largest` come from medians over intervals. `seconds` is not used.
+    The first `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. `periods`
+    intervals are measured. Candidates with the same algorithm take turns in the same rounds. If no candidate has
+    refreshes, one interval is measured. The columns `steady` to `largest` are computed from medians over intervals. The
+    field `seconds` has no effect.
     """
 
     kind: Literal["step"] = "step"
@@ -130,10 +133,10 @@ class StepBench(Bench):
         return candidate.label()
 
     def measure(self, candidate: StepCase, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
-        raise AssertionError("candidates take turns, in cells_of")
+        raise AssertionError("candidates are measured in turn: call cells_of, not measure")
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of all candidates of the same maths on one set, which take turns."""
+        """Yield the rows of all candidates on one set of parameters. Candidates with the same algorithm take turns."""
         shapes, cases, rates = problem.make()
         interval = problem.fields["interval"]
         dtype, device = getattr(torch, self.dtype), self.target_device()

@@ -1,4 +1,6 @@
-"""Time that storage costs: steps of a recipe as it is stored against the same recipe with nothing coded."""
+"""Time that quantized storage costs: steps of a recipe with its storage, and steps of the same recipe without
+quantization.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ class StorageCase(Component):
         return " ".join((self.recipe, *(override.rpartition(".")[2] for override in self.overrides)))
 
     def pair(self) -> tuple[Recipe, Recipe]:
-        """Return the recipe without routes, as it is stored and with nothing coded."""
+        """Return two recipes without routes: the recipe with its declared storage, and the recipe with all state
+        unquantized.
+        """
         declared = {**load_recipe(self.recipe, self.overrides).declaration(), "routes": []}
         if not declared.get("storage"):
-            raise RecipeError(f"recipes: '{self.recipe}' stores nothing in codes; give a recipe with `storage`")
+            raise RecipeError(f"recipes: '{self.recipe}' quantizes no state; give a recipe with `storage`")
         return load_recipe(declared), load_recipe({**declared, "storage": {}})
 
 
@@ -57,14 +61,15 @@ CASES = (
         steps=500,
     ),
 )
-"""Default candidates, each at the intervals of its paper."""
+"""Default candidates, each with the refresh intervals of its paper."""
 
 
 class StorageBench(Bench):
-    """Recipes x one set of matrices, as stored and plain in turn on the same gradients, `warm` steps not counted.
+    """Recipes on one set of matrices: steps with quantized and with unquantized state in turn, on the same gradients.
 
-    The matrices of a language model: embedding [v, w] and, for each layer, [3 w, w], [w, w], [4 w, w], [w, 4 w].
-    Gradients are independent normal numbers. `seconds` is not used.
+    The matrices are those of a language model: an embedding [v, w] and, for each layer, [3 w, w], [w, w], [4 w, w], [w,
+    4 w]. Gradients are independent normal numbers. The first `warm` steps are not counted. The field `seconds` has no
+    effect.
     """
 
     kind: Literal["storage"] = "storage"
@@ -158,7 +163,9 @@ class StorageBench(Bench):
 
 
 def _slowest_first(name: str) -> Any:
-    """Return the points (rank, time over the median plain step) of the steps, so that refreshes are visible."""
+    """Return the points (rank, time / median time of an unquantized step) of the steps, slowest first, so that
+    refreshes are visible.
+    """
 
     def points(rows: Sequence[Row]) -> list[tuple[float, float]]:
         unit = median(rows[0]["plain_ms"])

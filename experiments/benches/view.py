@@ -16,7 +16,7 @@ CellText = Callable[[BenchRows], str]
 LinePoints = Callable[[BenchRows], Iterable[tuple[float, float]]]
 """The points (x, y) of one line of a figure, computed from the rows of one candidate."""
 Reduced = Callable[[BenchRows], float]
-"""A number computed from several rows, as their median."""
+"""A function that computes a number from several rows, such as their median."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -42,7 +42,7 @@ class Panel:
     lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
     keep: Return True for rows that are drawn.
     same: fields in which all drawn rows equal the first row. The panel's title shows their values.
-    largest: fields whose largest value is drawn alone. The panel's title shows it.
+    largest: fields of which only the largest value is drawn. The panel's title shows that value.
     band: a value, as (v, v), or an interval to compare with.
     """
 
@@ -72,7 +72,7 @@ class Recommendation:
     where: Return the text that names the problem of a row. Candidates are compared within one problem.
     cost: Return the cost of a candidate, computed from its rows of one problem.
     cost_text: format of a cost.
-    costs: noun that says how often the next candidate costs the least cost, as in "2.0 times the time".
+    costs: noun for the ratio of the next candidate's cost to the least, such as "the time" in "2.0 times the time".
     error: Return the error of a candidate, computed from the same rows; None means that all candidates are accepted.
     error_name: name of the error in the text.
     threshold: largest error that is accepted.
@@ -105,7 +105,9 @@ def measured_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the headings and the lines of a table. A last column says what could not be measured, if anything."""
+    """Return the headings and the lines of a table. If something could not be measured, a last column has the
+    reasons.
+    """
     headings, lines = (*table.by, *table.cells), []
     problems = any(row["problem"] for row in rows)
     for key, own in groups(rows, lambda row: tuple(row.get(field) for field in table.by.values())):
@@ -193,22 +195,22 @@ def least(name: str) -> Reduced:
 
 
 def cell(value: Callable[[BenchRows], Any], form: Callable[[Any], str]) -> CellText:
-    """Return the text of a value in a format."""
+    """Return a function from rows to the text of `value(rows)` in a format."""
     return lambda rows: form(value(rows))
 
 
 def first(name: str, form: Callable[[Any], str] = str) -> CellText:
-    """Return the text of a column's first value; "" if it is None."""
+    """Return a function from rows to the text of a column's first value, which is "" for None."""
     return lambda rows: "" if rows[0].get(name) is None else form(rows[0][name])
 
 
 def at_worst(name: str, where: Callable[[Row], Any]) -> CellText:
-    """Return the text that `where` has in the row with the largest value of a column."""
+    """Return a function from rows to the text of `where(row)`, for the row with the largest value of a column."""
     return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number_of(row, name)))))
 
 
 def span(name: str, form: Callable[[float], str]) -> CellText:
-    """Return the text "least - largest" of a column, or its only value."""
+    """Return a function from rows to the text "least - largest" of a column, or to its only value."""
 
     def text(rows: BenchRows) -> str:
         ends = dict.fromkeys((form(least(name)(rows)), form(largest(name)(rows))))
@@ -218,17 +220,19 @@ def span(name: str, form: Callable[[float], str]) -> CellText:
 
 
 def only(keep: Callable[[Row], bool], text: CellText) -> CellText:
-    """Return the same text of the rows that are kept; of all rows if none is."""
+    """Return a function that applies `text` to the rows that `keep` selects, or to all rows if it selects none."""
     return lambda rows: text([row for row in rows if keep(row)] or list(rows))
 
 
 def xy(x: str, y: str) -> LinePoints:
-    """Return one point for each row, in the order of x."""
+    """Return a function from rows to their points (x, y), sorted by x."""
     return lambda rows: sorted((number_of(row, x), number_of(row, y)) for row in rows)
 
 
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
-    """Return one point for each value of a field, computed from the rows that have this value."""
+    """Return a function from rows to one point (x, y) for each value of a field, computed from the rows with this
+    value.
+    """
     return lambda rows: [(x(some), y(some)) for _, some in groups(rows, field)]
 
 
@@ -258,7 +262,7 @@ def degrees(value: float) -> str:
 
 
 def digits(count: int) -> Callable[[float], str]:
-    """Return a format with a number of digits that count."""
+    """Return a format with a number of significant digits."""
     return lambda value: f"{value:.{count}g}" if math.isfinite(value) else "-"
 
 

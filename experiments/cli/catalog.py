@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from eigengraft.component import Component
 
 RECIPES = "recipes"
-"""The word that stands for the shipped recipes where otherwise the name of a family stands."""
+"""The word for the shipped recipes, as an argument of `list` in place of the name of a family."""
 
 
 def list_command(
@@ -133,7 +133,7 @@ def _about(cls: type[Component]) -> str:
 
 
 def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
-    """Return all families by name, with their members, those of imported files included."""
+    """Return all families by name with their members, including members that imported files define."""
     from eigengraft.component import families
 
     from .. import benches  # noqa: F401  defines the families of benches

@@ -51,7 +51,7 @@ class Commands(TyperGroup):
 
 
 def _is_for_users(error: Exception) -> bool:
-    """Return True if the message of an error is all that a user needs.
+    """Return True if the message of an error tells a user enough, so that no traceback is printed.
 
     An error of ranks is recognized by its module, as importing its class would import torch.
     """
@@ -143,13 +143,17 @@ def show_command(
             import_component(file)
         if kinds := catalog.find_kinds(source):
             if overrides or task is not None:
-                raise ValueError(f"show {source}: a component cannot be combined with overrides or --task")
+                raise ValueError(
+                    f"show {source}: a component cannot be combined with overrides or --task; give a recipe"
+                )
             for family, member in kinds:
                 catalog.print_kind(family, member)
             return
     if path.is_file() and "task" in (read_yaml(path) or ()):
         if task is not None:
-            raise ValueError(f"--task: cannot be combined with the experiment {source}, which has a task")
+            raise ValueError(
+                f"--task: cannot be combined with the experiment {source}, which has a task; remove --task"
+            )
         experiment = load_experiment(path, overrides or (), imports or ())
         typer.echo(to_yaml(experiment.declaration()))
     else:

@@ -49,12 +49,14 @@ def reproduce_command(
 
 
 def _require_effect(check: bool, write: bool, out: Path | None, workers: int | None) -> None:
-    """Raise RecipeError for options that exclude each other, and for options of runs where nothing is run."""
+    """Raise RecipeError for options that exclude each other, and for options about runs if the command runs nothing."""
     if check and write:
-        raise RecipeError("--check cannot be combined with --write")
+        raise RecipeError("--check cannot be combined with --write; give one")
     for name, value in {"--out": out, "--workers": workers}.items():
         if value is not None and (check or write):
-            raise RecipeError(f"{name} cannot be combined with {'--check' if check else '--write'}, which runs nothing")
+            raise RecipeError(
+                f"{name} cannot be combined with {'--check' if check else '--write'}, which runs nothing; remove one"
+            )
 
 
 def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | None) -> None:

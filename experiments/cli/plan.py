@@ -91,7 +91,7 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
 def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
     """Return the mesh of every plan to make."""
     if worlds and world is not None:
-        raise RecipeError(f"--world {world} cannot be combined with --worlds '{worlds}'")
+        raise RecipeError(f"--world {world} cannot be combined with --worlds '{worlds}'; give one")
     if worlds:
         return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
     mesh = axes or _mesh(way, (), world or 8)
@@ -139,7 +139,7 @@ def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
 
 
 def _everywhere(plan: Plan) -> list[Traffic]:
-    """Return the messages of a step that every backend sends."""
+    """Return the messages of a step that are the same for every backend."""
     return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
 
 
@@ -212,7 +212,9 @@ def remarks(plan: Plan, unit: str) -> list[str]:
 
 
 def amount(value: float | None, unit: str) -> str:
-    """Return a number with three digits and a prefix in powers of 1000, such as 1.62 GB. Counts are written in full."""
+    """Return a number as text, with three digits and a prefix in powers of 1000, such as 1.62 GB. Counts are written in
+    full.
+    """
     if value is None:
         return ""
     if unit in ("", "x"):

@@ -46,7 +46,10 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     ] = False,
     storage: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="database where workers without a common directory meet: sqlite:///study.db"),
+        typer.Option(
+            metavar="URL",
+            help="database through which workers without a common directory exchange runs: sqlite:///study.db",
+        ),
     ] = None,
     submit: Annotated[
         str | None, typer.Option(metavar="CLUSTER", help="submit workers as jobs through submitit: slurm, or local")
@@ -62,12 +65,14 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     """
     if storage is not None and (dry_run or submit is not None):
         other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs share a directory"
-        raise RecipeError(f"--storage cannot be combined with {other}")
+        raise RecipeError(f"--storage cannot be combined with {other}; remove one of the two")
     if dry_run:
         _print_preview(study, overrides or [], out)
         return
     if submit is None and (option or jobs > 1):
-        raise RecipeError(f"{'--option' if option else '--jobs'}: has no effect without --submit")
+        raise RecipeError(
+            f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit or remove it"
+        )
     if submit is not None:
         from ..studies.study import load_study
 
@@ -99,7 +104,11 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
         bool, typer.Option("--parquet", help="also write runs.parquet and metrics.parquet, all numbers of all runs")
     ] = False,
     baseline: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="label to compare with; default the study's, none for several")
+        str | None,
+        typer.Option(
+            metavar="LABEL",
+            help="label to compare with; default: the study's baseline; for several studies: no baseline",
+        ),
     ] = None,
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.

@@ -91,7 +91,9 @@ class ComparisonRow:
         return found
 
     def first(self, target: Target) -> int | None:
-        """Return the first step at which all runs together reach a target. Steps that a run lacks do not count."""
+        """Return the first step at which the runs of the row together reach a target (`Target.first`). Steps that a run
+        lacks do not count.
+        """
         curves = (run.curve(self.metric) for run in self.runs)
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
 
@@ -142,7 +144,9 @@ class ComparisonPanel:
 
     @cached_property
     def best(self) -> ComparisonRow | None:
-        """Row with the best mean among rows whose runs all ended, none diverged. None if rows are not comparable."""
+        """Row with the best mean among rows of which all runs have ended and none diverged. None if rows are not
+        comparable.
+        """
         if not all(row.comparable for row in self.rows):
             return None
         means = [(self.metric.sign * row.final.mean, row) for row in self.rows if row.final and row.ended]
@@ -285,8 +289,8 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
 
 
 def at_their_best(records: Records) -> list[ComparisonPanel]:
-    """Return panels that compare the methods, labels of the axis before the last, each at its own best number of a
-    sweep.
+    """Return panels that compare methods, each with its own best value of a sweep. Methods are the labels of the axis
+    before the last.
 
     The first method is the baseline. Empty without a sweep, or with a single method.
     """

@@ -1,4 +1,4 @@
-"""Figures of a panel beside its curves: differences from the baseline, and measures of the optimizer."""
+"""Figures of a panel in addition to its curves: differences from the baseline, and measures of the optimizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
 
 
 def _bar(found: Paired) -> list[float] | None:
-    """Return half of the interval for matplotlib, None if there is no finite interval."""
+    """Return half of the 95 % interval as matplotlib expects it, or None if there is no finite interval."""
     return None if found.half is None or not math.isfinite(found.half) else [found.half]
 
 

@@ -36,7 +36,7 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
     """Return the rows in which labels of a panel differ.
 
     A field with different values is a row. A component that only some labels have is one row, with all its fields that
-    are in no other row. A text that differs between panels is followed by the panel's name.
+    are in no other row. If a value differs between panels, the name of the panel follows each value.
 
     configs: panel -> label -> configuration.
     """
@@ -85,7 +85,7 @@ def _text(label: str, found: Mapping[FieldPath, str]) -> str:
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the learning rate in force, without that of the recipe."""
+    """Return the configuration with the learning rate that the run uses, and without that of the recipe."""
     recipe = {key: value for key, value in config.get("recipe", {}).items() if key != "lr"}
     return {"lr": learning_rate(config), **{k: v for k, v in config.items() if k != "lr"}, "recipe": recipe}
 

@@ -271,7 +271,7 @@ class TunedCell:
 class Records:
     """All runs of a directory. They are compared along the axis `compare` with the runs labelled `baseline`.
 
-    A panel without runs of that label has no differences.
+    A panel without runs of the baseline has no differences.
 
     name: name of the study or directory.
     description: question of the study.
@@ -429,7 +429,8 @@ def _order(value: object) -> tuple[bool, float, str]:
 def _joint(directory: Path) -> Records:
     """Return the runs of all studies below a directory, without runs of searches, and the runs of no study.
 
-    There is a panel for each task, its data and the length of runs. There is no baseline, as nobody has chosen one.
+    There is a panel for each combination of task, data and length of runs. There is no baseline, because no study
+    declares one.
     """
     manifests = {path.parent: read_object(path) for path in sorted(directory.rglob(f"{MANIFEST}.json"))}
     studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}
@@ -441,7 +442,9 @@ def _joint(directory: Path) -> Records:
     ]
     found = [place for place in sorted(places) if (place / "config.json").is_file()]
     if not found:
-        raise ValueError(f"report: {directory} contains neither a study nor runs")
+        raise ValueError(
+            f"report: {directory} contains neither a study nor runs; give the directory of a study or of runs"
+        )
     runs = [_single_run(path, directory) for path in found]
     for run, title in zip(runs, _conditions(runs), strict=True):
         if title:

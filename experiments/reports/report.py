@@ -269,7 +269,9 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """Return a comparison without difference, for the |t| that is significant with this number of seeds."""
+    """Return an empty comparison with the study's number of seeds, from which the page reads the |t| that is
+    significant.
+    """
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None
 

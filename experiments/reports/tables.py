@@ -227,7 +227,7 @@ def _difference(row: ComparisonRow, panel: ComparisonPanel) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which all marks of Markdown but bars are escaped."""
+    """Return a text in which all marks of Markdown except bars are escaped."""
     return re.sub(r"([*_<>`\\])", r"\\\1", text)
 
 

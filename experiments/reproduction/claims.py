@@ -62,10 +62,10 @@ class CellPair(Component):
 class PaperClaim(CellPair):
     """One claim: the measured difference or ratio of cells, seed by seed, is between `least` and `most`.
 
-    If `of` selects several cells, the value of a seed is the mean over them. The difference of the pair `beside` is
-    subtracted, or its ratio divided by. `steps_to_loss` is the step at which a run first reaches the final loss of its
-    partner, as a ratio to the steps of the partner. `fitted_steps` is the ratio of steps to an equal loss, from fits
-    over cells of different lengths: see `fitted_steps_ratio`.
+    If `of` selects several cells, the value of a seed is the mean over these cells. With a second pair of cells,
+    `beside`, its difference is subtracted, or the ratio is divided by its ratio. `steps_to_loss` is the step at which a
+    run first reaches the final loss of its partner, as a ratio to the steps of the partner. `fitted_steps` is the ratio
+    of steps to an equal loss, from fits over cells of different lengths: see `fitted_steps_ratio`.
     """
 
     says: str = Field(min_length=1, description="claim of the paper in one sentence")
@@ -89,7 +89,9 @@ class PaperClaim(CellPair):
     def _interval(self) -> Self:
         low, high = self.required
         if (self.least is None and self.most is None) or low >= high:
-            raise ValueError(f"least, most: must give an interval with an end, got {self.least} to {self.most}")
+            raise ValueError(
+                f"least, most: must be an interval with at least one end, got {self.least} to {self.most}; give one"
+            )
         if self.compare == "ratio" and high <= 0:
             raise ValueError(f"most: must be positive for a ratio, got {self.most}")
         if self.metric in ("steps_to_loss", "fitted_steps") and self.compare == "difference":
@@ -121,7 +123,7 @@ def load_claims(folder: Path) -> PaperClaims:
     """Return the claims of a folder. Raises RecipeError with the file and the fault."""
     path = folder / CLAIMS
     if not path.is_file():
-        raise RecipeError(f"reproduce: the folder '{folder}' has no {CLAIMS}")
+        raise RecipeError(f"reproduce: the folder '{folder}' has no {CLAIMS}; give a folder such as papers/soap_2024")
     try:
         claims = validated(PaperClaims, read_yaml(path))
     except RecipeError as error:

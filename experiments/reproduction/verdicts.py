@@ -70,9 +70,9 @@ def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> 
     loss.
 
     Both losses are fitted by power laws in the steps and solved for the higher of the two fitted losses at the longest
-    lengths, so that neither law is extrapolated to longer runs (Vyas et al. 2024, arXiv:2409.11321). Neither law is
-    extrapolated to shorter runs: fewer steps than those of the shortest run count as the shortest run, which brings the
-    ratio closer to 1. Returns nan if a loss is not finite.
+    lengths, so that neither law is extrapolated to longer runs (Vyas et al. 2024, arXiv:2409.11321). Nor is a law
+    extrapolated to shorter runs: if a solution has fewer steps than the shortest run, the steps of the shortest run are
+    used, which brings the ratio closer to 1. Returns nan if a loss is not finite.
     """
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return math.nan
@@ -89,8 +89,8 @@ class ClaimFinding:
     values: difference or ratio by seed.
     mean: mean of the values, the geometric mean for ratios; nan if a run diverged or did not reach a loss.
     low, high: ends of the interval that covers the true value in 95 of 100 studies; None if there is none.
-    p: two-sided p of the hypothesis that the true value is beyond the nearest end of the required interval, corrected
-        for all claims of the folder; None if the value is not random or no test exists.
+    p: p-value of the two-sided test that the true value equals the end of the required interval that is nearest to the
+        mean, corrected for all claims of the folder; None if the value is not random or no test exists.
     verdict: `holds` if the mean is in the required interval and p <= 0.05, `fails` if it is outside and p <= 0.05, else
         `undecided`.
     """
@@ -135,10 +135,11 @@ def interval_test(
     """Return the mean, half of its 95 % interval, p, and the verdict about the required interval [low, high].
 
     t is the distance of the mean from the nearest end in standard errors, and p = 2 P(T > t) with n - 1 degrees of
-    freedom. If the mean is inside, the larger p of both ends is that of the nearest end. A run that diverged decides
-    nothing unless every seed is outside.
+    freedom. If the mean is inside the interval, the nearest end has the larger p of both ends. If a run diverged, the
+    verdict is undecided unless the values of all seeds are outside the interval.
 
-    exact: True if the values are not random; they need no test. Nor do equal values of two seeds or more.
+    exact: True if the values are not random, so that no test is needed. Equal values of two or more seeds need no test
+    either.
     """
     if not all(map(math.isfinite, values)):
         outside = len(values) > 1 and all(value < low or value > high for value in values)

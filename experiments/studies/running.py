@@ -108,11 +108,11 @@ def prepare_study(
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:
-    """Do the runs that are left and yield their events. Leaving the iteration stops the study.
+    """Do the remaining runs and yield their events. If the caller leaves the iteration, the study stops.
 
-    Any number of callers may do this at once, on all machines that see the directory or the database. Each run is done
-    by one of them, and the others wait for its result. A stopped or killed study continues when it is prepared and run
-    again.
+    Any number of callers may call this at the same time, on all machines with access to the directory or the database.
+    Each run is done by one of them, and the others wait for its result. A stopped or killed study continues when it is
+    prepared and run again.
 
     workers: number of processes; None: one for each core.
     """

@@ -78,7 +78,9 @@ class Study(Component):
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
     )
     metric: MetricName = Field("val_loss", description="final metric to compare")
-    target: Target | None = Field(None, description="value of the metric; reports compare the steps to it too")
+    target: Target | None = Field(
+        None, description="value of the metric; reports also compare the steps at which runs reach it"
+    )
     baseline: dict[str, str] = Field(
         default={},
         max_length=1,
@@ -123,7 +125,9 @@ class Study(Component):
     def _consistent(self) -> Study:
         changed = set().union(*map(changed_paths, self.axes.values()), *(setting.set for setting in self.settings))
         if "seed" in changed or self.base.get("seed", 0) not in (0, *self.seeds):
-            raise ValueError("seeds: cells cannot set `seed`: every cell is run with all `seeds` of the study")
+            raise ValueError(
+                "seeds: cells cannot set `seed`, because every cell is run with all `seeds` of the study; set `seeds`"
+            )
         for first, second in itertools.combinations(self.axes, 2):
             shared = changed_paths(self.axes[first]) & changed_paths(self.axes[second])
             if shared:
@@ -131,12 +135,15 @@ class Study(Component):
                     f"axes: '{min(shared)}' is set by '{first}' and by '{second}'; a path may be set by one axis only"
                 )
         if self.target is not None and changed & {"task", "task.kind"}:
-            raise ValueError("target: cannot be combined with axes or settings that change the task")
+            raise ValueError(
+                "target: cannot be combined with axes or settings that change the task, whose metrics "
+                "differ; remove one"
+            )
         if self.tune is not None:
             self.tune.require_apart(self.seeds, self.axes)
             if self.equal == "seconds" and "steps" in self.tune.fields:
                 raise ValueError(
-                    "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps"
+                    "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps; remove one"
                 )
         self._require_labels()
         return self

@@ -160,7 +160,9 @@ class Task(Component, family="task"):
             return self.build()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over targets. Here: cross-entropy in nats of logits [B, ..., C] and classes [B, ...]."""
+        """Return the mean loss over targets. The default is the cross-entropy, in nats, of logits [B, ..., C] and
+        classes [B, ...].
+        """
         if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
             raise ValueError(
                 f"task.{getattr(self, 'kind', '?')}: cross-entropy needs an integer class for each row of scores, got "
@@ -173,7 +175,9 @@ class Task(Component, family="task"):
             raise LabelError(getattr(self, "kind", "?"), targets, outputs.shape[-1]) from None
 
     def reported(self, mean: float) -> float:
-        """Return the validation loss to report for a mean of `loss` over all validation targets. Here: that mean."""
+        """Return the validation loss to report, given the mean of `loss` over all validation targets. The default is
+        that mean.
+        """
         return mean
 
     @torch.no_grad()
@@ -225,7 +229,9 @@ class GradientPass:
         """Add the gradient of the weighted mean loss of a batch to the gradients of the module; return that loss."""
         rows, targets = len(batch.inputs), batch.targets.numel()
         if rows < self.parts:
-            raise ValueError(f"accumulate: a batch of {rows} rows cannot be split into {self.parts} parts")
+            raise ValueError(
+                f"accumulate: a batch of {rows} rows cannot be split into {self.parts} parts; lower accumulate"
+            )
         total = torch.zeros((), device=batch.inputs.device)
         for part in range(self.parts):
             own = slice(part * rows // self.parts, (part + 1) * rows // self.parts)

@@ -126,10 +126,12 @@ def text_file(path: str) -> Path:
         name, _, inside = path.removeprefix(IN_PACKAGE).partition("/")
         found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or not found.submodule_search_locations:
-            raise ValueError(f"task.path: the package '{name}' after '{IN_PACKAGE}' is not installed")
+            raise ValueError(
+                f"task.path: the package '{name}' after '{IN_PACKAGE}' is not installed; install it or name another"
+            )
         file = Path(found.submodule_search_locations[0]) / inside
     if not file.is_file():
-        raise ValueError(f"task.path: there is no file '{path}'")
+        raise ValueError(f"task.path: there is no file '{path}'; give an existing one")
     return file
 
 

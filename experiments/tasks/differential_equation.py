@@ -27,9 +27,10 @@ class DifferentialEquation(Task):
     """mean r^2 + w_i (mean (u - u_0)^2 + mean u_t^2) + w_b mean u^2,  over points inside, at the start and at the ends
 
     A physics-informed network (Raissi, Perdikaris & Karniadakis 2019, J. Comput. Phys. 378). r is the residual of the
-    equation at points inside. The term of u_t exists only if the equation starts at rest, that of u at the ends of x
-    only if the equation is not periodic. All points are new at every step. The validation loss is the relative error |u
-    - solution| / |solution| (Euclidean norms) on a grid of 33 times and 128 places.
+    equation at points inside; w_i is `initial_weight`, w_b `boundary_weight`, u_0 the value at the start. The term with
+    u_t exists only if the equation starts at rest. The term with w_b exists only if the equation is not periodic. All
+    points are new at every step. The validation loss is the relative error |u
+    - solution| / |solution| (Euclidean norms) on a grid of 33 times and 128 points along x.
     """
 
     kind: Literal["differential_equation"] = "differential_equation"
@@ -73,7 +74,7 @@ class DifferentialEquation(Task):
 
 
 class Points(Dataset):
-    """Rows (x, t, a, b, c) for which the network returns a residual + b u_t + c u.
+    """Rows (x, t, a, b, c) for which the network returns `a * residual + b * u_t + c * u`.
 
     The factors a, b and c contain the weights, so that the mean square over rows is the loss.
     """
@@ -85,7 +86,7 @@ class Points(Dataset):
         size = math.sqrt(float(np.mean(u**2)))
         places = np.stack(np.broadcast_arrays(x, t[:, None]), axis=-1).reshape(-1, 2)
         asked = np.zeros((len(places), 3))
-        asked[:, 2] = 1 / size  # the mean square is then the squared relative error
+        asked[:, 2] = 1 / size  # with this factor the mean square is the squared relative error
         self.validation = _batch(np.concatenate([places, asked], axis=1), u.reshape(-1) / size)
         kind, content = getattr(task.equation, "kind", "?"), u.astype(np.float32).tobytes()
         self.fingerprint = Fingerprint.of(f"the solution of {kind}", content)
@@ -145,7 +146,7 @@ def _batch(rows: Grid, targets: Grid) -> Batch:
 
 
 class Axis(nn.Module):
-    """Features of one coordinate z [N]: the coordinate scaled to [-1, 1], and sines and cosines of it.
+    """Features of one coordinate z [N]: z scaled to [-1, 1], and sines and cosines of z.
 
     Frequencies are 1 to `harmonics` times that of one period. The period is twice the range. For a periodic coordinate
     it is the range, and there are only sines and cosines (Dong & Ni 2021, J. Comput. Phys. 435).
@@ -204,7 +205,7 @@ class EquationNetwork(nn.Module):
         return [cast(nn.Linear, self.get_submodule(f"hidden{index}")) for index in range(self.depth)]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return a residual + b u_t + c u [N] for rows (x, t, a, b, c) [N, 5]."""
+        """Return `a * residual + b * u_t + c * u`, [N], for rows (x, t, a, b, c), [N, 5]."""
         x, t, a, b, c = rows.unbind(1)
         if not (rows[:, 2:4] != 0).any():
             return c * self.partials(x, t, (0, 0)).u
@@ -246,7 +247,7 @@ def _tanh(h: Tensor, order: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def _chained(f: list[Tensor], h: list[Tensor]) -> list[Tensor]:
-    """Derivatives of f(h) along one axis: f' h', f'' h'^2 + f' h'', f''' h'^3 + 3 f'' h' h'' + f' h'''."""
+    """Return the derivatives of f(h) along one axis: f' h', f'' h'^2 + f' h'', f''' h'^3 + 3 f'' h' h'' + f' h'''."""
     found = []
     if h:
         found.append(f[0] * h[0])

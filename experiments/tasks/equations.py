@@ -70,7 +70,9 @@ Modes = NDArray[np.complex128]
 
 
 class _Step(NamedTuple):
-    """Coefficients of one step, all [modes]: e = exp(hL), half = exp(hL/2), q, f1, f2, f3 as in the paper."""
+    """Coefficients of one step h, all [modes]: e = exp(hL), half = exp(hL/2), and q, f1, f2, f3 as in Cox &
+    Matthews.
+    """
 
     e: Modes
     half: Modes
@@ -89,7 +91,7 @@ class FourierMethod:
 
     x_range: one period.
     linear: L, a number for each wave number k of the modes exp(i k x).
-    nonlinear: n, from values of u at the points to as many numbers.
+    nonlinear: n, a function of the values of u at the points that returns as many numbers.
     outer: D, a number for each wave number.
     points: number of evenly spaced points of the grid; the upper third of the modes of n(u) is dropped.
     step: longest step h; steps are shortened so that they end at the requested times.
@@ -126,7 +128,9 @@ class FourierMethod:
         return found
 
     def _part(self, v: Modes) -> Modes:
-        """Return D F[n(u)] without the modes that n aliases onto others."""
+        """Return D F[n(u)], with the upper third of the modes set to zero. The nonlinearity n would otherwise alias
+        these modes onto lower ones.
+        """
         modes: Modes = self.outer(self.waves) * np.fft.rfft(self.nonlinear(np.fft.irfft(v, self.points)))
         modes[self.points // 3 :] = 0
         return modes

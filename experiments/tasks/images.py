@@ -51,7 +51,8 @@ class ImageClassifier(Task, ABC):
         train, validation, source = self.read()
         if len(train.targets) < self.batch_size:
             raise ValueError(
-                f"task.batch_size: {self.batch_size} is more than the {len(train.targets)} training images of {source}"
+                f"task.batch_size: {self.batch_size} is more than the {len(train.targets)} training images of "
+                f"{source}; lower it"
             )
         content = b"".join(part.numpy().tobytes() for batch in (train, validation) for part in batch)
         fingerprint = Fingerprint.of(source, content)
@@ -182,7 +183,7 @@ SIGNAL, SIGNAL_CLASSES = 40, 10
 
 
 class MNIST1D(Task):
-    """Classify signals of 40 numbers into ten classes: 4000 for training, 1000 validate (Greydanus & Kobak 2024).
+    """Classify signals of 40 numbers into ten classes; 4000 signals train, 1000 validate (Greydanus & Kobak 2024).
 
     arXiv:2011.14439. The package mnist1d makes the data on this machine, with its default arguments. An MLP classifies
     them; loss in nats per signal.

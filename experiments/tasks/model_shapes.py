@@ -126,7 +126,7 @@ def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
     found: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if not isinstance(row, (list, tuple)) or len(row) != 2 or not isinstance(row[0], str) or row[0] in found:
-            raise RecipeError(f"{path}: an entry must be a new name and a shape, got {row!r}")
+            raise RecipeError(f"{path}: an entry must be a name that is not used yet, and a shape, got {row!r}")
         found[row[0]] = _shape(row[1], f"{path}: {row[0]}")
     return list(found.items())
 

@@ -104,19 +104,22 @@ Init = Literal["standard", "spectral"]
 
 
 def initialized(model: nn.Module, init: Init) -> nn.Module:
-    """Return the model with initial weights as its modules draw them, or as `spectral_init_` does."""
+    """Return the model with initial weights by the rule `init`: those that its modules draw, or those of
+    `spectral_init_`.
+    """
     if init == "spectral":
         spectral_init_(model)
     return model
 
 
 def spectral_init_(model: nn.Module) -> None:
-    """W ~ N(0, s^2),  s = min(1, sqrt(m / n)) / sqrt(n)  for a matrix with m outputs and n inputs: outputs of size 1.
+    """W ~ N(0, s^2),  s = min(1, sqrt(m / n)) / sqrt(n)  for a matrix W with m outputs and n inputs
 
-    Yang, Simon & Bernstein 2023, arXiv:2310.17813, Parametrization 1. Roles are those of routes: hidden weights as
-    above, embeddings N(0, 1), output heads 0 (Yang et al. 2021, arXiv:2203.03466, appendix D.2), biases 0. Norms and
-    other vectors are unchanged. Weights of convolutions count as matrices [m, product of the other axes]. Draws from
-    torch's global generator.
+    Yang, Simon & Bernstein 2023, arXiv:2310.17813, Parametrization 1. Outputs of such a layer have size 1. Roles of
+    parameters are those of routes: hidden weights are drawn as above, embeddings from N(0, 1); output heads (Yang et
+    al. 2021, arXiv:2203.03466, appendix D.2) and biases are 0. Norms and other vectors are unchanged. Weights of
+    convolutions count as matrices [m, product of the other axes]. Random numbers are drawn from torch's global
+    generator.
     """
     described = describe_model(model)
     for parameter in model.parameters():

@@ -28,7 +28,7 @@ from .rundir import RunDirectory
 
 
 def no_batch() -> Batch:
-    """Raise ValueError: the run has made no step yet."""
+    """Raise ValueError, because the run has made no step yet."""
     raise ValueError("batch: the run has made no step yet; call `run.batch()` in a signal or after a step")
 
 
@@ -58,18 +58,18 @@ class Callback(Component, ABC, family="callback"):
     """
 
     def started(self, run: RunView) -> None:
-        """Do something before the first step of this process, on every rank, also when a run continues.
+        """Called before the first step of this process, on every rank, also when a run continues.
 
         Signals of your own are provided here: `run.optimizer.provide("sharpness", function)` calls the function before
             each step, when the gradients of the batch `run.batch()` are computed.
         """
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
-        """Do something after a step. Return True to end the run here, as if it had no more steps."""
+        """Called after a step. Return True to end the run after this step, as if it had no more steps."""
         return False
 
     def finished(self, run: RunView, result: Result) -> None:
-        """Do something after the last step. The model then holds the iterate that is evaluated."""
+        """Called after the last step. The model then holds the iterate that is evaluated."""
 
 
 class Patience(Callback):
@@ -145,7 +145,7 @@ class Tracker(Callback, ABC):
 
     @abstractmethod
     def open(self, run: RunView, step: int) -> Log:
-        """Open the log of a run whose next row is that of `step`. Later rows are dropped from an old log."""
+        """Open the log of a run. step: step of the next row; rows of an existing log from this step on are dropped."""
 
 
 class JSONL(Tracker):

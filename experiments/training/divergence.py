@@ -25,7 +25,7 @@ from ..tasks.base import GradientPass
 from .parallel import Ranks
 
 WORSE = 1.5
-"""Ratio of the last training loss to the first from which a run counts as having got worse.
+"""Ratio of the last to the first training loss above which a run counts as having got worse.
 
 A cross-entropy that starts at the loss of a uniform guess rises by half only if something is wrong. The noise of small
 batches is far smaller.

@@ -96,7 +96,7 @@ class Experiment(Component):
     silence: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="ids of warnings about the recipe that are not given, such as storage-unused",
+        description="ids of warnings about the recipe to silence, such as storage-unused",
     )
     parallel: Parallelism = Field(
         default=SingleProcess(), description="division of the work among processes; losses do not depend on it"
@@ -112,7 +112,7 @@ class Experiment(Component):
     def _longer_than_warmup(cls, steps: int, info: ValidationInfo) -> int:
         schedule = info.data.get("schedule")
         if schedule is not None and steps <= schedule.warmup_steps:
-            raise ValueError(f"must be more than the schedule's {schedule.warmup_steps} warmup_steps")
+            raise ValueError(f"must be more than the {schedule.warmup_steps} warmup_steps of the schedule")
         return steps
 
     @property
@@ -150,7 +150,8 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
         field = _REPLACED.get(path)
         if field is not None and data.get(field) is not None:
             raise RecipeError(
-                f"recipe.{path}: {value} has no effect, the experiment has its own {field}, {data[field]}"
+                f"recipe.{path}: {value} has no effect, because the experiment has its own {field}, {data[field]}; "
+                "remove one"
             )
     if recipe is not None:
         data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)
@@ -163,13 +164,17 @@ ExperimentSource = str | Path | Mapping[str, Any] | Experiment
 def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imports: Iterable[str] = ()) -> Experiment:
     """Return an experiment from a YAML file, a mapping or an `Experiment`, with overrides applied.
 
-    Args: source: path of a YAML file, a mapping of fields, or an experiment. Paths in a file (`recipe`, `imports`,
-    `task.path`) are relative to the file. overrides: changes as `dotted.path=value`. Paths of files in them are
-    relative to the working directory. imports: further files or modules that define components.
+    Args:
+        source: path of a YAML file, a mapping of fields, or an experiment. Paths in a file (`recipe`, `imports`,
+            `task.path`) are relative to the file.
+        overrides: changes as `dotted.path=value`. Paths of files in them are relative to the working directory.
+        imports: further files or modules that define components.
 
-    Returns: The validated experiment.
+    Returns:
+        The validated experiment.
 
-    Raises: RecipeError: the experiment is invalid. The message has one line for each fault.
+    Raises:
+        RecipeError: the experiment is invalid. The message has one line for each fault.
     """
     own, recipes = split_overrides(overrides)
     if isinstance(source, (str, Path)):
@@ -194,7 +199,7 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
 def read_experiment(path: Path) -> dict[str, Any]:
     """Return the mapping in an experiment file. Paths of files in it no longer depend on the working directory."""
     if not path.is_file():
-        raise RecipeError(f"experiment: there is no file '{path}'")
+        raise RecipeError(f"experiment: there is no file '{path}'; give an existing one")
     data = read_yaml(path)
     if isinstance(data, Mapping) and "axes" in data:
         raise RecipeError(f"{path}: the file is a study, not an experiment; run it with `eigengraft ablate {path}`")

@@ -53,7 +53,7 @@ class Ranks:
         return self.rank == 0
 
     def shard_batch(self, batch: Batch) -> tuple[Batch, float]:
-        """Return this rank's rows of a batch of B, and the weight of their mean loss.
+        """Return this rank's rows of a batch of B rows, and the weight of the mean loss of these rows.
 
         Rank r of R has the rows from floor(r B / R) on, with n_r of the n targets. Its weight is R n_r / n, so that the
         mean over ranks of the weighted gradients is the gradient of the mean over the batch.
@@ -158,7 +158,9 @@ class FSDP2(MultiProcess):
 
 
 class HSDP(MultiProcess):
-    """Every group of ranks holds all parameters, each rank a shard of each (`fully_shard` on a mesh of two axes)."""
+    """Every group of ranks holds all parameters; each rank of a group holds a shard of each parameter (`fully_shard` on
+    a mesh of two axes).
+    """
 
     kind: Literal["hsdp"] = "hsdp"
     replicas: int | None = Field(default=None, ge=1, description="number of groups; none: one per machine")
@@ -192,7 +194,9 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
-    """A mesh of groups of n ranks: rank r is number r % n of group r // n. torch's own mesh ignores the time-out."""
+    """Return a mesh of groups of n ranks, in which rank r is number r % n of group r // n. torch's own function for
+    meshes ignores the time-out.
+    """
     grid = torch.arange(ranks.size).reshape(groups, -1)
     span = timedelta(seconds=timeout)
     both = [rows.tolist() for rows in (grid.T, grid)]
@@ -255,13 +259,17 @@ def _start(device: torch.device, timeout: float) -> None:
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
-    """Return the device `name` for process `local_rank` of `local_size` on this machine. With cuda each has its own."""
+    """Return the device `name` for process `local_rank` of `local_size` on this machine. With cuda each process has its
+    own device.
+    """
     device = torch.device(name)
     if device.type != "cuda":
         return device
     if local_size > 1:
         if device.index is not None:
-            raise RecipeError(f"device: '{name}' would be shared by {local_size} ranks; use 'cuda', a device for each")
+            raise RecipeError(
+                f"device: '{name}' would be shared by {local_size} ranks; use 'cuda', which gives each rank a device"
+            )
         device = torch.device("cuda", local_rank)
     if (device.index or 0) >= torch.cuda.device_count():
         raise RecipeError(f"device: this machine has no device '{device}'; use device=cpu")

@@ -13,8 +13,8 @@ A file is either complete or absent: it is written under a temporary name and th
     length of metrics.jsonl that it covers. A continued run drops later rows and computes the same ones again.
 
 Checkpoints of several processes are directories in torch's distributed format. Any number of ranks can read them under
-any `parallel`: shards of parameters and state are saved by name with their place in the full tensor. The last two are
-kept.
+any `parallel`: shards of parameters and state are saved by name with their offset in the full tensor. The last two
+checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here inside the block. A dead process releases the lock."""
+        """Keep other processes from training in this directory during the block. The lock of a process that dies is
+        released.
+        """
         with writing(self.path / "lock"):
             lock = (self.path / "lock").open("w", encoding="utf-8")
         with lock as stream:
@@ -165,7 +167,9 @@ class RunDirectory:
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise RecipeError(f"{self.path}: another process trains here; wait for it or stop it") from None
+                    raise RecipeError(
+                        f"{self.path}: another process trains in this directory; wait for it or stop it"
+                    ) from None
             for stray in self._partial():  # left by a process that was killed
                 shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
             yield

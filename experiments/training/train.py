@@ -41,7 +41,8 @@ class Trainer:
         self.device = self.ranks.device
         self.dataset, self.gradients = experiment.task.load(), experiment.gradient_pass
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
-        self.module = experiment.parallel.wrap(self.model, self.ranks)  # the optimizer below reads placements
+        # before the optimizer is made, which reads placements
+        self.module = experiment.parallel.wrap(self.model, self.ranks)
         options: dict[str, Any] = {"checked": checked, "steps": experiment.steps, "silence": experiment.silence}
         rates = (experiment.lr, experiment.weight_decay)
         self.optimizer = eigengraft.compose(experiment.run_recipe, self.model, *rates, **options)
@@ -127,7 +128,7 @@ class Trainer:
             raise
 
     def _lost(self) -> bool:
-        """Return True if no gradient has been usable for so many steps that the run counts as lost."""
+        """Return True if so many steps in a row had no usable gradient that the run counts as diverged."""
         return all(param_set.finite_check.lost() for param_set in self.optimizer.param_sets)
 
     def _train_step(self) -> None:
@@ -286,7 +287,7 @@ class Trainer:
         if notes is not None:
             self.scheduler.load_state_dict(notes["scheduler"])
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
-            # checkpoints of older versions lack these
+            # checkpoints of older versions do not have these entries
             self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
             self.work.tokens = notes.get("tokens", 0)
             self.layers.record = LayerRecord(**notes.get("layers", {}))
@@ -325,14 +326,18 @@ def train(
     With `parallel`, every process that torchrun has started calls this. Rank 0 owns the directory and reports progress.
     A loss that is not finite ends the run with `diverged=True`.
 
-    Args: experiment: the run to do. directory: directory of the run, which is created if it does not exist. progress:
-    receives a `Tick` after every step. None: no progress is reported. checked: if True, a stage that breaks its
-    contract raises ContractError; steps are slower.
+    Args:
+        experiment: the run to do.
+        directory: directory of the run, which is created if it does not exist.
+        progress: function that receives a `Tick` after every step. None: no progress is reported.
+        checked: if True, a stage that breaks its contract raises ContractError; steps are slower.
 
-    Returns: The result, which is also written to result.json.
+    Returns:
+        The result, which is also written to result.json.
 
-    Raises: RecipeError: the directory contains another experiment, or a run with other code or data. DistributedError:
-    another rank was lost.
+    Raises:
+        RecipeError: the directory contains another experiment, or a run with other code or data.
+        DistributedError: another rank was lost.
     """
     run = RunDirectory(directory)
     with (

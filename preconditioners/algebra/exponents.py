@@ -47,7 +47,9 @@ ByOrder = dict[int, tuple[Fraction, ...]]
 
 
 def _by_order(value: Any) -> ByOrder | Fraction | None:
-    """Return one exponent as a fraction, or exponents by order of the block with one for each axis. None stays None."""
+    """Return a single exponent as a fraction, and a mapping {order of the block: exponent or exponents} as {order: one
+    exponent for each axis}. None stays None.
+    """
     if value is None or not isinstance(value, Mapping):
         return None if value is None else _fraction(value, zero=False)
     exponents = {}
@@ -56,7 +58,9 @@ def _by_order(value: Any) -> ByOrder | Fraction | None:
             raise ValueError("keys must be orders of blocks (1, 2, ...)")
         several = isinstance(item, (list, tuple))
         if several and len(item) != int(key):
-            raise ValueError(f"a block of order {key} has {key} axes: give one exponent, or one for each axis")
+            raise ValueError(
+                f"a block of order {key} has {key} axes, got {len(item)} exponents; give one, or one for each axis"
+            )
         exponents[int(key)] = tuple(_fraction(part, zero=True) for part in (item if several else [item] * int(key)))
     return exponents
 
@@ -83,21 +87,21 @@ Exponents = Annotated[
         }
     ),
 ]
-"""An exponent for all axes, or by order of the block one for all axes or one for each, as {2: [1/2, 0]}. 0: the axis
-has no factor.
+"""The exponent of every axis: a single one, or a mapping from the order of a block (its number of axes) to one exponent
+or to a list with one for each axis, as {2: [1/2, 0]}. An axis with exponent 0 has no factor.
 """
 
 
 def default_exponent(axes: Sequence[int]) -> Fraction:
-    """Return 1 / (2k) for k axes with a factor. With it the product of all roots divides by the size of a gradient
-    once, for any k.
+    """Return 1 / (2k) for k axes with a factor. With this exponent the product of all roots is proportional to 1 /
+    ||gradient||, for any k.
     """
     return Fraction(1, 2 * max(1, len(axes)))
 
 
 def exponent_of(exponents: Fraction | ByOrder | None, order: int, axis: int, default: Fraction) -> Fraction:
-    """Return the exponent of one axis of a block of this order. default: exponent if `exponents` has none for the
-    order.
+    """Return the exponent of one axis of a block with `order` axes. default: exponent that is returned if `exponents`
+    has none for this order.
     """
     if exponents is None or isinstance(exponents, Fraction):
         return default if exponents is None else exponents

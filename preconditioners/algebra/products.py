@@ -1,6 +1,6 @@
-"""Products along the axes of stacked blocks, symmetric products, and columns in another order.
+"""Products along the axes of stacked blocks, symmetric products, and reordered columns.
 
-Of a symmetric product a CPU computes half of the entries and mirrors the others.
+On a CPU only one triangle of a large symmetric product is computed; the other triangle is copied from it.
 
 Legend: N blocks; a axis of the block, of length d; p product of the axes before a; q product of the axes after; T `[N,
     d, d]`; Y, Z `[N, d, rest]` with Y Z^T = Z Y^T.
@@ -19,11 +19,15 @@ from torch import Tensor
 from eigengraft.numerics import may_branch_on_values, multiplied_in_float32, products
 
 ProductDtype = Literal["input", "bfloat16"]
-"""dtype of products: that of the operands, or bfloat16 with sums in float32 and each result rounded to bfloat16."""
+"""dtype of products. "input": the dtype of the operands. "bfloat16": sums in float32, and each result rounded to
+bfloat16.
+"""
 
 
 def matrix_shape(block: Sequence[int]) -> tuple[int, int]:
-    """Return (m, n) of a block as a matrix: first axis x the product of all others. A vector is one column."""
+    """Return the shape (m, n) of a block as a matrix: m is its first axis, n the product of its other axes. A vector is
+    one column.
+    """
     return (block[0] if block else 1), math.prod(block[1:])
 
 
@@ -50,8 +54,8 @@ def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
     """Return x times_axis matrix: x as `[N, p, d, q]` with `matrix` `[N, d', d]` contracted over d.
 
-    A diagonal matrix may be given as its diagonal `[N, d]`. An axis in the middle is brought to the front for one large
-    product if p products would have few columns each.
+    A diagonal matrix may be given as its diagonal `[N, d]`. A middle axis is moved to the front and multiplied by one
+    large product if p separate products would have few columns each.
     """
     if multiplied_in_float32(x):
         return mode_product(x.float(), matrix.float(), axis).to(x.dtype)
@@ -79,18 +83,19 @@ _LONG = 4
 """Ratio d / q of an axis to the columns after it above which one transposed product is faster than p products."""
 
 _SHORT = 64
-"""Largest length of adjacent axes that are rotated by the Kronecker product of their matrices. Two products make two
-passes over a block. On a CPU these take as long as one product with 64 columns: 3 x 3 and 7 x 7 gain, 8 x 8 does
-not.
+"""Length below which adjacent axes are rotated together, by the Kronecker product of their matrices. The length is the
+product of the axes. Separate products make two passes over a block, which on a CPU take as long as one product with 64
+columns: axes of 3 x 3 and 7 x 7 gain, 8 x 8 do not.
 """
 
 
 def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """Return x `[N, *block]` times the matrix `[N, d', d]` of every axis given. Entries of the matrices are at most
-    about 1.
+    """Return x `[N, *block]` multiplied along each axis in `matrices` by its matrix `[N, d', d]`, whose entries are at
+    most about 1.
 
     In blocks of three axes or more, adjacent short axes are rotated by the Kronecker product of their matrices. Use
-    `mode_products` for roots: their Kronecker product may not be finite where the product of each root with x is.
+    `mode_products` for roots: the Kronecker product of roots may overflow although the product of each root with x does
+    not.
     """
     if precision == "bfloat16":
         return rotate(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -98,8 +103,8 @@ def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = 
 
 
 def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """Return x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given, one after
-    another.
+    """Return x `[N, *block]` multiplied along each axis in `matrices`, one after another, by its matrix `[N, d', d]` or
+    diagonal `[N, d]`.
     """
     if precision == "bfloat16":
         return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -112,8 +117,8 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of last axes that have few entries together, if `_cycled` is faster for these products. None:
-    it is not.
+    """Return how many of the last axes `_cycled` should multiply together, because they have few entries. Return None
+    if `_cycled` is not faster for these products.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
@@ -125,10 +130,11 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 
 
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
-    """Return the products along all axes with one copy for the last `short` axes, or without a copy if `short` is 0.
+    """Return x times the matrix of every axis. The last `short` axes need one copy of x; without them nothing is
+    copied.
 
-    Each product moves the first axis to the end, as X^T M^T. The short axes are multiplied in the place where they then
-    are, before all others, and are moved to the end together.
+    Each product X^T M^T moves the first axis to the end. After the long axes the short ones are the first axes. They
+    are multiplied there and are moved to the end together.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -160,8 +166,8 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
-    """Return the axes of a block in runs, in order. Adjacent axes that are in `axes` share a run while its length is
-    below `_SHORT`.
+    """Return the axes of a block as an ordered list of runs. Adjacent axes that are in `axes` share a run while the
+    product of their lengths is below `_SHORT`.
     """
     runs: list[list[int]] = []
     for axis in reversed(range(len(block))):
@@ -197,8 +203,9 @@ def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
 def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """Compute T <- beta T + alpha Y Z^T in place, for a symmetric T, and return T. If beta is 0, T is not read.
 
-    Panels of c = 128 columns, each from the diagonal down, take (1 + c / d) / 2 of the operations. Every matrix is
-    multiplied separately, so that no result depends on the other matrices of a stack.
+    On a CPU a large T is computed in panels of c = 128 columns, each from the diagonal down. This takes a share (1 + c
+    / d) / 2 of the operations of a full product. Every matrix is multiplied separately, so that no result depends on
+    the other matrices of a stack.
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
@@ -217,16 +224,16 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """Return a copy of rows `[c, k]` that are stored in different sets of a CPU's cache, so that its columns are read
-    faster.
+    """Return a copy of rows `[c, k]` with padding between the rows. The rows then fall into different sets of a CPU's
+    cache, and columns of the copy are read faster.
     """
     copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
     return copied.copy_(rows)
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if panels are faster. In bfloat16 below 768 rows they are not, because torch multiplies a whole stack
-    at once.
+    """Return True if a symmetric product is faster in panels. In bfloat16 panels are slower below 768 rows, because
+    torch multiplies a full stack at once.
     """
     return may_branch_on_values(y) and y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL
 
@@ -238,7 +245,8 @@ much less time.
 
 
 def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
-    """Return x `[N, *block]` with the entries along a block axis in the order `[N, d']`, d or fewer places.
+    """Return x `[N, *block]` with the entries along a block axis reordered. order: `[N, d']`, d' <= d, the old index of
+    each new entry.
 
     On a CPU large blocks are copied one by one, because `gather` takes up to eight times as long.
     """
@@ -252,6 +260,6 @@ def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
 
 
 _ONE_BY_ONE = 1 << 12
-"""Number of entries of a block from which on a CPU copies blocks one by one. A smaller block does not pay for a call of
-its own.
+"""Number of entries of a block from which `reordered` copies blocks one by one on a CPU. For a smaller block the call
+takes longer than it saves.
 """

@@ -1,4 +1,5 @@
-"""Measures of factors for inspection: condition numbers, and the distance of a basis from eigenvectors. In float64.
+"""Measures of factors for inspection: condition numbers, and the distance of a basis from eigenvectors. All are
+computed in float64.
 
 Legend: A `[N, d, d]` statistics; Q `[N, d, r]` bases, r <= d; M = Q^T A Q `[N, r, r]`. The measure of a matrix that is
     not finite is nan.
@@ -13,8 +14,8 @@ from eigengraft.numerics import per_block
 
 
 def condition(a: Tensor, symmetric: bool = True) -> Tensor:
-    """Return `[N]`, the ratio of the largest and the least singular value. It is at most 1 / u, u the machine epsilon
-    of a's dtype.
+    """Return `[N]`, the ratio of the largest to the least singular value. The ratio is at most 1 / u, where u is the
+    machine epsilon of a's dtype.
 
     a: matrices, or diagonals `[N, d]`.
     symmetric: True if the matrices are positive semi-definite. Eigenvalues below zero then count as rounding.
@@ -32,8 +33,8 @@ def condition(a: Tensor, symmetric: bool = True) -> Tensor:
 
 
 def off_diagonal_share(m: Tensor) -> Tensor:
-    """Return `[N]`, ||M - diag M||_F / ||M||_F, which is 0 for eigenvectors and at most 1. It is nan
-    where M is zero.
+    """Return `[N]`, ||M - diag M||_F / ||M||_F. The share is 0 if Q holds eigenvectors, at most 1, and nan where M is
+    zero.
     """
     known, m = _finite(m)
     rest = m - torch.diag_embed(m.diagonal(dim1=-2, dim2=-1))
@@ -41,7 +42,7 @@ def off_diagonal_share(m: Tensor) -> Tensor:
 
 
 def turning_angle(a: Tensor, q: Tensor) -> Tensor:
-    """Return `[N]`, the angle between columns q and A q in degrees, a mean with weights q^T A q. It is 0 for
+    """Return `[N]`, the mean angle in degrees between a column q of Q and A q, weighted by q^T A q. The angle is 0 for
     eigenvectors.
     """
     known, a = _finite(a)
@@ -65,7 +66,8 @@ def orthogonality(q: Tensor) -> Tensor:
 def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
     """Return `[N]`, ||A (X^m A^n - I)||_F / ||A||_F for X = A^(-n/m), a root `[N, d, d]` or its diagonal `[N, d]`.
 
-    powers: (m, n). X^m A^n is I where A is not zero. A ridge of size r changes the result by at most r / ||A||.
+    powers: (m, n). An exact root has X^m A^n = I on the range of A. A root that was computed with a ridge r changes the
+    result by at most r / ||A||.
     """
     known, a = _finite(a)
     usable, x = _finite(root)
@@ -81,6 +83,8 @@ def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bool `[N]`, True where x is finite, and x in float64 with ones in place of other rows."""
+    """Return (known, x64). known: bool `[N]`, True for matrices of x that are finite. x64: x in float64, with ones in
+    place of the matrices that are not.
+    """
     known = x.flatten(1).isfinite().all(-1)
     return known, torch.where(per_block(known, x), x, 1.0).double()

@@ -21,10 +21,11 @@ from ..roots.power_qr import householder
 class AdaptiveRotation(Stage):
     """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T),  f = inner, one step of the power method towards max <d, Q f(Q^T d)>
 
-    Adaptively rotated optimization: steepest descent under the norm of f in the coordinates in which that norm of d is
-    largest. f keeps no state: signs, `sinkhorn`, rows of unit size. The shorter axis is rotated, or the first one as in
-    the authors' code. Rows of Q^T d of a tall d are rounding there, which signs make large. Blocks with one axis go to
-    `inner` as they are.
+    d is the direction, Q `[N, n, n]` an orthogonal matrix on one axis. Adaptively rotated optimization is steepest
+    descent under the norm of f, in the coordinates in which that norm of d is largest. f keeps no state: for example
+    `sign`, `sinkhorn`, or rows of unit size. The shorter axis is rotated, or with `side: left` the first one, as in the
+    authors' code. If the first axis is the longer one, some rows of Q^T d hold only rounding errors, which signs would
+    make large. Blocks with one axis go to `inner` unrotated.
     """
 
     kind: Literal["adaptive_rotation"] = "adaptive_rotation"
@@ -39,10 +40,13 @@ class AdaptiveRotation(Stage):
         stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.chain, block)), None)
         lagged = next((path for path, stage in walk(self.chain) if stage.cached_traits().lagged), None)
         if stateful or lagged:
-            raise ValueError(f"inner: {stateful or lagged} keeps state, and this chain must keep none; move it outside")
+            raise ValueError(f"inner: {stateful or lagged} keeps state, and stages of this chain must not; move it out")
         spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:
-            raise ValueError(f"{spanning}: it takes sums over parameters, which cannot be taken here; move it outside")
+            raise ValueError(
+                f"{spanning}: it sums over parameters, which is not possible inside adaptive_rotation; move it out of "
+                "its inner chain"
+            )
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:

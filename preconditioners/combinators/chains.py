@@ -74,11 +74,11 @@ class Sum(Stage):
 
 
 class Transform(Stage):
-    """inner(T(g), d)  with T = before;  d is T(g) itself where no stage has made another direction of g yet.
+    """inner(T(g), d)  with T = before, g the gradient and d the direction;  d is T(g) while the direction is still g.
 
     Every stage of `inner` receives T(g) as its gradient: its statistics and second moments are made of it. T may keep
-    state, as in MARS. If T keeps none and comes first, its stages do the same before those of `inner` in one chain:
-    `[clip_norm, momentum, rms]` is Adam with clipped gradients.
+    state, as in MARS. A T without state at the beginning of a recipe needs no `transform`: its stages may precede those
+    of `inner` in one chain. `[clip_norm, momentum, rms]` is Adam with clipped gradients.
     """
 
     kind: Literal["transform"] = "transform"
@@ -104,7 +104,7 @@ class Transform(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
-        # T maps the priming gradient of `inner` as any other, and is therefore one step ahead
+        # T also maps the gradient that only primes `inner`, so its step number is one higher
         before = replace(context, steps=context.steps + 1) if early else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

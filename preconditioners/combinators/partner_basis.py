@@ -20,13 +20,14 @@ from ..kronecker.basis_change import slot_axis
 
 
 class PartnerBasis(Stage):
-    """inner(g R^(-1), d R^(-1)) R^(-T)  with Y = U R, Y `[m, r]` the other factor of W = Y X^T, blocks X `[n, r]`.
+    """inner(g R^(-1), d R^(-1)) R^(-T)  with Y = U R,  Y `[m, r]` the other factor of W = Y X^T, for blocks X `[n, r]`
 
-    g R^(-1) is the gradient of X R^T, that is of U X^T with orthonormal U: it does not change if Y is multiplied by an
-    invertible matrix and X by its inverse, and so the change of W does not either (Yen et al. 2024, LoRA-RITE,
-    arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al. 2026, LoRA-Muon, arXiv:2606.12921). State of
-    `inner` follows by P = U^T U_before: first moments M P^T, squares by the Hadamard square, r x r statistics P V P^T.
-    Y without full rank has the pseudoinverse of R; a factor that is 0 moves its partner not at all.
+    U has orthonormal columns; g and d are the gradient and the direction of X. W is U (X R^T)^T, and g R^(-1) is the
+    gradient of X R^T. It does not change if Y is multiplied by an invertible matrix and X by the inverse, so the change
+    of W is the same for all factors of one W (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped
+    mass; Cesista et al. 2026, LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P =
+    U^T U_before: first moments M become M P^T, second moments are transported by the Hadamard square of P, and r x r
+    statistics V become P V P^T. If Y has not full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
 
     The update needs the view `pairs` and no blocking.
     """
@@ -38,7 +39,9 @@ class PartnerBasis(Stage):
     def _state_follows(self) -> Self:
         for path, stage in walk(self.chain, "inner"):
             if stage.cached_traits().lagged:
-                raise ValueError(f"{path}: a lagged stage, which needs a first gradient, cannot be used here")
+                raise ValueError(
+                    f"{path}: a lagged stage, which needs a first gradient, cannot be in partner_basis; remove it"
+                )
         for path, name, slot in chain_slots(self.chain, (3, 2), "inner"):
             if slot.frame == "none" and (slot.role == "basis" or (_is_matrix(slot) and slot.axes != (1,))):
                 raise ValueError(
@@ -93,7 +96,9 @@ def _inverse(r: Tensor) -> Tensor:
 
 
 def _frame(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return U `[N, m, r]` and R `[N, r, r]` of Y = U R, R with a diagonal >= 0. Rows of zeros make m at least r."""
+    """Return U `[N, m, r]` and R `[N, r, r]` of Y = U R. The diagonal of R is >= 0. If m < r, rows of zeros are added
+    to Y first.
+    """
     short = y.shape[-1] - y.shape[-2]
     y = torch.nn.functional.pad(y, (0, 0, 0, short)) if short > 0 else y
     peak = y.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(y.dtype))

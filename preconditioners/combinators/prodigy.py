@@ -18,13 +18,16 @@ from ..base import Inner, Stage, Stages, Traits, map_wires, run_chain
 
 
 class Prodigy(Stage):
-    """D inner(D g, D d)  with  D = max(D, coefficient sum r / sum |s|),  from  D = start, sums over the whole update
+    """D inner(D g, D d)  with  D <- max(D, coefficient sum r / sum |s|),  from  D = start
 
-    r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g  afterwards, W_0 where a parameter was at its first update.
-    Mishchenko & Defazio 2023, arXiv:2306.06101, Algorithm 4 (Adam inside, uncorrected moments, b the root of their
-    second decay). D is the learning rate, in units of the parameters, and lr multiplies it: 1, with a schedule. Inside,
-    an eps is in units of D g. Weight decay beside the update is multiplied by D, as in the authors' code
-    (konstmish/prodigy, `decouple`): W <- W - lr D alpha W - lr D inner.
+    Afterwards r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g.  Sums are over all parameters of the update.
+
+    g is the gradient, d the direction, W a parameter and W_0 its value at its first update (Mishchenko & Defazio 2023,
+    arXiv:2306.06101, Algorithm 4). The paper has Adam without bias correction as `inner`, and the square root of Adam's
+    second decay as b. D is the estimated step size, in units of the parameters. The learning rate lr multiplies D: set
+    lr to 1, or to a schedule with 1 as its peak. An eps inside `inner` is in units of D g. Decoupled weight decay is
+    multiplied by D, as in the authors' code (konstmish/prodigy, `decouple`): W <- W - lr D alpha W - lr D inner, where
+    alpha is the weight decay.
     """
 
     kind: Literal["prodigy"] = "prodigy"
@@ -32,7 +35,9 @@ class Prodigy(Stage):
     beta: float = Field(default=0.999**0.5, ge=0, lt=1, description="decay of both sums, per step")
     start: float = Field(default=1e-6, gt=0, description="D at first, in units of the parameters: too small is safe")
     coefficient: float = Field(default=1.0, gt=0, description="multiplies the estimate")
-    growth: float | None = Field(default=None, gt=1, description="the largest ratio of D from step to step; null: none")
+    growth: float | None = Field(
+        default=None, gt=1, description="largest ratio of D to the D of the step before; null: no bound"
+    )
     constants: ClassVar[frozenset[str]] = frozenset({"start"})
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -59,7 +64,7 @@ class Prodigy(Stage):
         return out * scale
 
     def _estimate(self, state: State, context: StepContext) -> Tensor:
-        """Return D `[N]` and store it. It is the same in all blocks that are at the same step."""
+        """Compute the next D `[N]`, store it and return it. D is the same for all blocks that are at the same step."""
         d = state["d"]
         gain, size = (number_like(context.total(state, name), d) for name in ("gain", "size"))
         found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
@@ -70,7 +75,7 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
-        """Update the sums r and s by this gradient."""
+        """Update the sums r and s with this gradient."""
         now = context.tensor("parameter", gradient)
         fresh = per_block(context.step <= 1, gradient)
         origin = torch.where(fresh, now, state["origin"])

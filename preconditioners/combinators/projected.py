@@ -1,4 +1,4 @@
-"""A chain on a few coordinates of the gradient, and the use of the rest (GaLore, Fira, APOLLO)."""
+"""A chain on a low-rank projection of the gradient, with or without an update by the rest (GaLore, Fira, APOLLO)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ DRAW = 1 << 34
 
 
 class Projected(Stage):
-    """N = inner(P^T g, R)  with  R = P^T d,  P `[n, r]` renewed now and then, r coordinates in place of n on one axis.
+    """N = inner(P^T g, R)  with  R = P^T d:  P `[n, r]` projects one axis from length n to r; `renewal` recomputes P.
 
     lift:           P N                                    (GaLore, Zhao et al. 2024, arXiv:2403.03507, Algorithm 2)
     lift_and_rest:  P N + limited((d - P R) diag(s))       (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
     rescale:        limited(d diag(s))                     (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
 
-    s_j = ||N_j|| / ||R_j|| over the coordinates, one for each index of the other axes, or with `per: block` one in all.
-    limited(X): X, or X shortened to `growth` times the norm that it had at the last step. The codes of Fira and APOLLO
-    limit before they correct Adam's moments for bias; here the chain has corrected them, as in Fira's Algorithm 1. P
-    holds the leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r. The state of
-    `inner` stays as it is when P changes, as in the papers. Blocks with one axis go to `inner` as they are.
+    g is the gradient, d the direction. s_j = ||N_j|| / ||R_j|| has one entry for each index j of the other axes, with
+    norms over the r coordinates; with `per: block` it is one number for the block. limited(X) is X, scaled down if its
+    norm exceeds `growth` times the norm of the result of the step before. The implementations of Fira and APOLLO limit
+    the norm before the bias correction of Adam's moments. Here the limit is applied after `inner`, and so after its
+    bias correction, as in Fira's Algorithm 1. P holds the leading singular vectors of the gradient at a renewal, or
+    random numbers of variance 1 / r. The state of `inner` stays as it is when P changes, as in the papers. Blocks with
+    one axis go to `inner` without a projection.
     """
 
     kind: Literal["projected"] = "projected"
@@ -50,7 +52,7 @@ class Projected(Stage):
     )
     per: Literal["column", "block"] = Field(default="column", description="entries that share a scale s")
     growth: float | None = Field(
-        default=None, gt=1, description="the largest ratio of the norms of what is scaled, from step to step"
+        default=None, gt=1, description="largest ratio of the norm of a scaled tensor to its norm in the step before"
     )
     renewal: Cadence = Field(default=Every(steps=200), description="when P is renewed")
 
@@ -58,12 +60,13 @@ class Projected(Stage):
     def _options_matter(self) -> Self:
         scaled = self.result != "lift"
         if not scaled and self.growth is not None:
-            raise ValueError(f"growth: {self.growth} has no effect with result 'lift', which scales nothing")
+            raise ValueError(f"growth: {self.growth} has no effect with result 'lift', which scales nothing; remove it")
         if not scaled and self.per != "column":
-            raise ValueError(f"per: '{self.per}' has no effect with result 'lift', which scales nothing")
+            raise ValueError(f"per: '{self.per}' has no effect with result 'lift', which scales nothing; remove it")
         if self.result == "lift_and_rest" and self.projection == "random":
             raise ValueError(
-                "projection: 'random' cannot be combined with result 'lift_and_rest'; set projection: leading"
+                "projection: 'random' cannot be combined with result 'lift_and_rest', which needs orthonormal columns "
+                "in P; set projection: leading"
             )
         return self
 
@@ -72,7 +75,7 @@ class Projected(Stage):
         for path, stage in walk(self.chain, "inner"):
             if stage.cached_traits().lagged:
                 raise ValueError(
-                    f"{path}: a lagged stage, which needs a gradient before P is known, cannot be used here"
+                    f"{path}: a lagged stage needs a gradient before P is known, and cannot be in projected; remove it"
                 )
         return self
 
@@ -141,7 +144,7 @@ class Projected(Stage):
         return safe_ratio(*norms)
 
     def _limited(self, state: State, x: Tensor) -> Tensor:
-        """Return x, shortened to `growth` times the norm that it had in the last step."""
+        """Return x, scaled down where its norm exceeds `growth` times the norm of the result of the last step."""
         if self.growth is None:
             return x
         before, norm = state["size"], block_norm(x)

@@ -1,4 +1,4 @@
-"""A chain whose direction counts as far as the gradient agrees with it (track 3 of modded-nanogpt)."""
+"""A chain's direction blended in with a weight that grows with its agreement (track 3 of modded-nanogpt)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from ..base import Inner, Stage, Stages, Traits, run_chain
 class Trust(Stage):
     """v(d) X / v(X)  with  X = d + t (P - d),  P = v(d) Y / v(Y),  Y = inner(g, d),  v(X) = ||X X^T||_F^(1/2)
 
-    t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), clip to [0, 1], then to
-    [floor, cap]. A preconditioned direction counts as far as it points along d, and as far as it agrees with the
-    gradient as well as d does. It agrees less where its basis is stale (records of 2026 in track 3 of modded-nanogpt,
-    `trust_gate`). Norms and cosines are those of blocks.
+    t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), where clip is to [0, 1]; t itself
+    is clipped to [floor, cap]. g is the gradient, d the incoming direction. P, the preconditioned direction, has the
+    more weight t, the smaller its angle to d is, and the better it agrees with the gradient in comparison with d. P
+    agrees less with the gradient where its basis is stale (records of 2026 in track 3 of modded-nanogpt, `trust_gate`).
+    Norms and cosines are those of blocks.
     """
 
     kind: Literal["trust"] = "trust"
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain that is trusted or not")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that computes the direction Y")
     agreement: float = Field(default=0.2, ge=0, lt=1, description="cosine of P and d below which P does not count")
     floor: float = Field(default=0.0, ge=0, le=1, description="least weight t of P")
     cap: float = Field(default=1.0, ge=0, le=1, description="largest weight t of P")

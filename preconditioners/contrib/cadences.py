@@ -15,20 +15,20 @@ from eigengraft.step_context import StepContext
 from ..cadence import Cadence, spans
 
 DRAWS = 1 << 32
-"""First number of the streams of random numbers that decide on refreshes. It is far from the streams that stages use.
-"""
+"""First stream number of the random numbers that decide on refreshes, far from the stream numbers that stages use."""
 
 
 class Probability(Cadence):
-    """Due at t = start and then at every later step with a fixed probability, as the codes of PSGD update its factors.
+    """Due at t = start, then at every later step with a fixed probability, as in implementations of PSGD.
 
-    u(s, t) < probability  with u in [0, 1) a hash of the block's seed s on the context and its step t. Draws are the
-    same on every rank, in every layout of the stacks and after a restart. With `shared` all blocks of the same step are
-    due together, as in the codes of PSGD. Without it a stack is divided into many short spans.
+    A block is due if u(s, t) < probability. u in [0, 1) is a hash of the block's seed s (from the context) and its step
+    t. Draws are therefore the same on every rank, in every layout of the stacks and after a restart. With `shared` all
+    blocks that are at the same step are due together, as in implementations of PSGD. With `shared: false` the due
+    blocks form many short spans of a stack.
     """
 
     kind: Literal["probability"] = "probability"
-    probability: float = Field(default=0.1, gt=0, le=1, description="of a refresh, in each update of the block")
+    probability: float = Field(default=0.1, gt=0, le=1, description="probability of a refresh in an update of a block")
     start: int | None = Field(
         default=None, ge=1, description="update of the first refresh; default: as soon as the stage can"
     )

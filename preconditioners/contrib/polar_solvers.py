@@ -20,9 +20,10 @@ from ..polar.spectral import PolarSolver
 class GramNewtonSchulz(PolarSolver):
     """P = a I + b R + c R^2,  Q <- P Q,  R <- P R P  from  R = X X^T, Q = I;  X <- Q X after every `restart` steps
 
-    X `[m, n]`, m <= n, is G / ||G||_F, or its transpose. In exact arithmetic the result is that of `newton_schulz`, but
-    all products between restarts are m x m: cheaper for n > m. R loses the digits of small singular values, which are
-    squared in it; restarts make it anew. Step k uses the k-th triple (a, b, c), the last one repeats.
+    X `[m, n]`, m <= n, is G / ||G||_F, transposed if G is tall. In exact arithmetic the result is that of
+    `newton_schulz`, but all products between restarts are m x m, which is cheaper for n > m. R contains the squares of
+    the singular values, so small ones lose their digits; each restart recomputes R from X. Step k uses the k-th triple
+    (a, b, c); the last triple repeats.
     """
 
     kind: Literal["gram_newton_schulz"] = "gram_newton_schulz"
@@ -30,8 +31,8 @@ class GramNewtonSchulz(PolarSolver):
     coefficients: Coefficients = Field(
         default=((3.4445, -4.7750, 2.0315),), description="triples (a, b, c), one triple, or the name of published ones"
     )
-    restart: int = Field(default=2, ge=1, description="steps between two Gram matrices made of X itself")
-    eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
+    restart: int = Field(default=2, ge=1, description="steps after which the Gram matrix is recomputed from X")
+    eps: float = Field(default=1e-8, gt=0, description="lower bound of the norm that a block is divided by")
 
     @model_validator(mode="after")
     def _triples_are_used(self) -> Self:

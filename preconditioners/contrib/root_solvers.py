@@ -32,7 +32,7 @@ class InfinityBound(EigenvalueBound):
 
 
 class TraceBound(EigenvalueBound):
-    """tr A, the sum of the eigenvalues: a bound for positive semi-definite A only, at most rank times the largest."""
+    """tr A, the sum of the eigenvalues: a bound only for positive semi-definite A, at most rank times the largest."""
 
     kind: Literal["trace"] = "trace"
 
@@ -41,20 +41,21 @@ class TraceBound(EigenvalueBound):
 
 
 def _pair(value: Any) -> Any:
-    """Return a list, as YAML has it, as a tuple. Other values stay."""
+    """Return a list, which YAML gives, as a tuple. Return other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class Chebyshev(Iterative):
     """sum over k <= degree of c_k T_k(S),  S = (2 C - (low + high) I) / (high - low)
 
-    c_k are the coefficients of x^(-1/p) on [low, high]; C^(-q/p) is the q-th power (DASH, arXiv:2602.02016). Summed by
-    Clenshaw's recurrence, one product of `[N, d, d]` for each degree. The interval, in units of the size t, must hold
-    the eigenvalues of C, [r / t, 1] with r the ridge and t the size with it. Takes e = q/p with p <= 64 and q <= 8.
+    T_k are the Chebyshev polynomials, c_k the coefficients of x^(-1/p) on [low, high]; C^(-q/p) is the q-th power of
+    the sum (DASH, arXiv:2602.02016). C is A with its ridge r, divided by its size t. The sum is computed by Clenshaw's
+    recurrence, with one product of `[N, d, d]` for each degree. The interval [low, high] must contain the eigenvalues
+    of C, which are in [r / t, 1]. Accepts e = q/p with p <= 64 and q <= 8.
 
-    The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 takes about a hundred terms. A fit on a
-    wider interval has a bias: [1e-10, 1] with 20 terms, as in DASH, is off by more than a tenth already at condition 9.
-    The residual is max |X^p C - I|.
+    The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 needs about a hundred terms. With few
+    terms a fit on a wide interval is inaccurate: on [1e-10, 1] with 20 terms, as in DASH, the error exceeds a tenth
+    already for a condition number of 9. The residual is max |X^p C - I|.
     """
 
     kind: Literal["chebyshev"] = "chebyshev"
@@ -96,14 +97,16 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """Return the largest size that a ridge of 1 adds, in units of the ridge. No device is asked."""
+        """Return the size of the identity by `scaling`: how much a ridge of 1 adds to the size at most. It is computed
+        on the CPU.
+        """
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 
 
 @lru_cache(maxsize=256)
 def _coefficients(degree: int, low: float, high: float, exponent: float) -> tuple[float, ...]:
-    """Return c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high], by the cosine sum
-    over many nodes.
+    """Return the coefficients c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high]. They are computed
+    as cosine sums over many nodes.
     """
     nodes = max(10_000, 8 * degree)
     angles = (np.arange(nodes) + 0.5) * np.pi / nodes
@@ -115,11 +118,11 @@ def _coefficients(degree: int, low: float, high: float, exponent: float) -> tupl
 class HigherOrder(Coupled):
     """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i,  from  X = I,  M = C
 
-    b_i = prod over j <= i of (1 + (j - 1) p) / (j p): the series of M^(-1/p) around I (Lakic 1998). Order 2 is Newton's
-    iteration, which the first step always is. X `[N, d, d]` tends to C^(-1/p), and the result is its q-th power. C is A
-    with its ridge, divided by its trace; the ridge is max(eps * largest row sum, floor). Takes e = q/p with p <= 64 and
-    q <= 8. The residual is at least that of the matrix itself, max |X^p C - I|: in float32 about p times the condition
-    times 1e-7, hence the larger default ridge.
+    b_i = prod over j <= i of (1 + (j - 1) p) / (j p) are the coefficients of the series of M^(-1/p) around I (Lakic
+    1998). Order 2 is Newton's iteration; the first step always has order 2. X `[N, d, d]` tends to C^(-1/p), and the
+    result is its q-th power. C is A with its ridge, divided by its trace; the ridge is max(eps * largest row sum,
+    floor). Accepts e = q/p with p <= 64 and q <= 8. The residual is at least max |X^p C - I|. In float32 this is about
+    1e-7 p times the condition number, which is why the default ridge is larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"
@@ -134,7 +137,7 @@ class HigherOrder(Coupled):
     max_iterations: int = Field(default=100, ge=1, le=200, description="bound on the steps")
     tolerance: float = Field(default=1e-8, gt=0, description="a matrix is done when ||M - I|| is below this")
     growth: float = Field(
-        default=1.2, ge=1, description="a matrix within 1/2 of I stops when its error is this many times its least"
+        default=1.2, ge=1, description="a matrix within 1/2 of I stops when its error exceeds its least by this factor"
     )
 
     def check(self, exponent: Fraction) -> str | None:
@@ -156,10 +159,10 @@ class NewtonDB(Coupled):
     """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
 
     Denman and Beavers' iteration, Newton-Schulz form (Higham 2008, equation 6.35). Y, Z `[N, d, d]`; C is A with its
-    ridge, divided by its size: the eigenvalues of Z Y start in (0, 1], and each step raises the smallest by 9/4. Takes
-    e = 1/2 and 1/4, the latter in two calls, the second on the Y of the first (DASH, arXiv:2602.02016). The residual is
-    ||Z Y - I||. In float32 Y and Z lose their coupling where the condition of C approaches 1e7; the residual then stays
-    large.
+    ridge, divided by its size. The eigenvalues of Z Y start in (0, 1], and each step multiplies the smallest by up to
+    9/4. Accepts e = 1/2 and e = 1/4; 1/4 takes two runs of the iteration, the second on the Y of the first (DASH,
+    arXiv:2602.02016). The residual is ||Z Y - I||. In float32 rounding decouples Y from Z where the condition number of
+    C approaches 1e7; the residual then stays large.
     """
 
     kind: Literal["newton_db"] = "newton_db"
@@ -169,7 +172,7 @@ class NewtonDB(Coupled):
 
     def check(self, exponent: Fraction) -> str | None:
         if exponent not in (Fraction(1, 2), Fraction(1, 4)):
-            return f"newton_db takes exponents 1/2 and 1/4, got {exponent}"
+            return f"newton_db takes exponents 1/2 and 1/4 only, got {exponent}"
         return None
 
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
@@ -184,6 +187,6 @@ class NewtonDB(Coupled):
 
     def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
-        rest = (identity_like(zy) - zy) / 2  # E - I tends to 0, and with it the rounding of its products
+        rest = (identity_like(zy) - zy) / 2  # E - I: it tends to 0, and so does the rounding of products with it
         y, z = y + self.times(y, rest), z + self.times(rest, z)
         return y, z, self.times(z, y)

@@ -15,11 +15,11 @@ from ..base import Stage, Traits
 
 
 class Cautious(Stage):
-    """d M / max(mean M, floor)  with M = [d g > 0]  (algorithm 1; the mean is the fraction of entries that are kept).
+    """d M / max(mean M, floor)  with M = [d g > 0], g the gradient;  mean M is the fraction of entries that are kept.
 
-    It is usually the last stage of a chain, and masks the direction of the stages before it. Inside an eigenbasis g is
-    the gradient in that basis. The paper divides by (n + 1) / n times the mean. Its code divides by the mean, with a
-    floor, and so does this stage.
+    Cautious updates (algorithm 1 of the paper). The stage is usually the last one of a chain, and masks the direction
+    of the stages before it. Inside an eigenbasis g is the gradient in that basis. The paper divides by (n + 1) / n
+    times the mean; its code divides by the mean with a floor, as this stage does.
     """
 
     kind: Literal["cautious"] = "cautious"
@@ -42,9 +42,11 @@ class Cautious(Stage):
 
 
 class Center(Stage):
-    """d - mean(d), the mean over all axes but the first; blocks with one axis stay (Yong et al. 2020, arXiv:2004.01461)
+    """d - mean(d), the mean over all axes except the first;  unchanged for blocks with one axis
 
-    Gradient centralization is this stage at the beginning of a chain. The first axis is that of a weight's outputs.
+    Gradient centralization (Yong et al. 2020, arXiv:2004.01461).
+
+    It is the first stage of a chain. The first axis of a weight matrix indexes the outputs of its layer.
     """
 
     kind: Literal["center"] = "center"

@@ -17,12 +17,12 @@ from ..base import Stage, Traits
 
 
 class Adafactor(Stage):
-    """Divide by the root of a factored second moment.  [..., m, n]
+    """Divide by the root of a factored second moment, for blocks `[..., m, n]`.
 
-    r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps)
-    b = 1 - t^-decay_power (no bias to correct), or a constant `beta` with correction by 1 - beta^t. Blocks with fewer
-    than two axes keep the full v. The update clipping of section 6 is the stage `clip_rms`, the relative step
-    `relative_step`.
+    r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps) g is
+    the gradient, d the direction, t the step. b = 1 - t^-decay_power, which has no bias, or a constant `beta` with bias
+    correction by 1 - beta^t. Blocks with fewer than two axes keep the full v. The update clipping of section 6 of the
+    paper is the stage `clip_rms`, its relative step the stage `relative_step`.
     """
 
     kind: Literal["adafactor"] = "adafactor"
@@ -37,7 +37,7 @@ class Adafactor(Stage):
     def _one_decay(self) -> Self:
         if self.beta is not None and self.decay_power != type(self).model_fields["decay_power"].default:
             raise ValueError(
-                f"decay_power: it cannot be combined with a constant beta, {self.beta}; remove one of the two"
+                f"decay_power: cannot be combined with a constant beta, {self.beta}; remove one of the two"
             )
         return self
 
@@ -56,13 +56,14 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # v below the rounding of the gradient's norm is noise: low-rank gradients have no part in some directions
+        # entries of v below the rounding error of the gradient are noise, as in directions where a low-rank gradient is
+        # 0: v is raised to that size
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))
 
     def _track(self, state: State, name: str, square: Tensor, context: StepContext) -> Tensor:
-        """Update a running mean of squares and return it, corrected for bias."""
+        """Update a running mean of squares, and return the mean with bias correction."""
         v = state[name]
         if self.beta is not None:
             v.lerp_(square, 1 - self.beta)
@@ -77,15 +78,15 @@ class Adafactor(Stage):
         return max(self.eps**2, torch.finfo(like.dtype).tiny)
 
     def _floored(self, v: Tensor) -> Tensor:
-        """Return the root of v, at least its floor."""
+        """Return the square root of v, with v clamped from below to `_floor`."""
         return v.clamp_min(self._floor(v)).sqrt_()
 
 
 class RelativeStep(Stage):
-    """d * max(floor, RMS(parameter)) * min(1, 1 / (lr sqrt(t)))  (section 8: relative step size; lr is its upper
-    bound).
+    """d * max(floor, RMS(parameter)) * min(1, 1 / (lr sqrt(t))) (relative step size, section 8 of the paper).
 
-    The optimizer multiplies by lr, so the step is max(floor, RMS) * min(lr, 1 / sqrt(t)), as in torch.optim.Adafactor.
+    The optimizer multiplies the direction d by lr, so the factor of d is max(floor, RMS) * min(lr, 1 / sqrt(t)) in step
+    t, as in torch.optim.Adafactor.
     """
 
     kind: Literal["relative_step"] = "relative_step"

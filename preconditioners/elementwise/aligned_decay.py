@@ -16,15 +16,15 @@ from ..base import Stage, Traits
 
 
 class AlignedDecay(Stage):
-    """rate [d W > 0] W,   with W the parameter; follow_lr:  rate lr [d W > 0] W
+    """rate [d W > 0] W,  with W the parameter, d the direction;  with `follow_lr`:  rate lr [d W > 0] W
 
-    The decay as a direction, for a path of a `sum` beside the update: its gate is the chain before it, a slow momentum
-    in ANVIL (modded-nanogpt #360). Where the gate should be the update itself, the weight decay `cautious` does the
-    same without a path (Chen et al. 2025, arXiv:2510.12402).
+    This is weight decay as a direction, for one path of a `sum` whose other path is the update. The mask [d W > 0] uses
+    the direction of the stages before it on its path, a slow momentum in ANVIL (modded-nanogpt #360). To mask by the
+    update itself, use the weight decay `cautious`, which needs no `sum` (Chen et al. 2025, arXiv:2510.12402).
     """
 
     kind: Literal["aligned_decay"] = "aligned_decay"
-    rate: float = Field(default=0.01, gt=0, description="decay in units of the learning rate")
+    rate: float = Field(default=0.01, gt=0, description="decay rate; the optimizer multiplies it by the learning rate")
     follow_lr: bool = Field(default=False, description="multiply the rate by the learning rate")
 
     def traits(self, block: tuple[int, ...]) -> Traits:

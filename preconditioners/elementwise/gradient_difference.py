@@ -16,10 +16,10 @@ from ..base import Stage, Traits
 
 
 class GradientDifference(Stage):
-    """d + gamma b / (1 - b) (d - d_last),  d_last = 0 at first
+    """d + gamma b / (1 - b) (d - d_last),  d_last the direction d of the last step, 0 at first
 
-    Variance reduction by the last gradient: as `before` of a `transform`, then clipped to norm 1 and followed by a
-    momentum of decay b and any second moments, it is MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2).
+    This is variance reduction by the last gradient. MARS-approx is this stage as `before` of a `transform`, then
+    clipping to norm 1, a momentum of decay b and any second moments (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2).
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"

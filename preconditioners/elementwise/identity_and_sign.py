@@ -1,4 +1,4 @@
-"""Directions as they come, their signs, and their sizes with the signs of the gradient."""
+"""The direction unchanged, its signs, and its sizes with the signs of the gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..base import Stage, Traits
 
 
 class Identity(Stage):
-    """d (stochastic gradient descent; as a magnitude, the SGD grafting)."""
+    """d, the direction unchanged: stochastic gradient descent, or SGD grafting as the `magnitude` of a `graft`."""
 
     kind: Literal["identity"] = "identity"
 
@@ -38,9 +38,9 @@ class Sign(Stage):
 
 
 class GradientSign(Stage):
-    """|d| sign(g): the sizes of the direction with the signs of the gradient, 0 where either is.
+    """|d| sign(g): the sizes of the direction d with the signs of the gradient g, and 0 where d or g is 0.
 
-    After Adam it is Grams (Cao, Li & Song 2024, arXiv:2412.17107, Algorithm 1).
+    After Adam's stages it is Grams (Cao, Li & Song 2024, arXiv:2412.17107, Algorithm 1).
     """
 
     kind: Literal["gradient_sign"] = "gradient_sign"

@@ -23,36 +23,37 @@ PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """Slot of the product b_1 ... b_t of a scheduled decay, in place of b^t."""
 
 _ROOT = Fraction(1, 2)
-"""Default power of v."""
+"""Default exponent e of `rms`."""
 _MEAN_OVER = {"row": -1, "column": -2}
 """Axis over which squares are averaged, by the field `per`."""
 
 
 class Momentum(Stage):
-    """A running mean of directions.
+    """A running mean m of directions d, with b = beta in step t.
 
-    m <- b m + (1 - b) d;  m / (1 - b^t)
+        m <- b m + (1 - b) d;  m / (1 - b^t)
     nesterov:  (b m + (1 - b) d) / (1 - b^(t+1))
     beta3:     (b3 m_old + (1 - b3) d) / (1 - b3 b^(t-1))
 
-    `nesterov` mixes the newest direction in once more, as Sutskever et al. 2013 (section 2) do with a sum; the
-    denominator is the sum of all weights. NAdam (Dozat 2016) has one for each of the two terms,
-    b m / (1 - b^(t+1)) + (1 - b) d / (1 - b^t), whose weights add up to more than 1. `beta3` gives more or less of the
-    newest direction than the mean holds (Shi et al. 2023, filtered gradient). Without bias correction the denominators
-    are 1. Where b is scheduled b^t is the product of the values that it had.
+    `nesterov` adds the newest direction a second time, as Sutskever et al. 2013 (section 2) do with a sum; the
+    denominator is the sum of all weights. NAdam (Dozat 2016) has one denominator for each of the two terms, b m / (1 -
+    b^(t+1)) + (1 - b) d / (1 - b^t), so that the weights add up to more than 1. `beta3`, b3 in the formula, sets the
+    weight of the newest direction in the result, m_old being the mean before this step (Shi et al. 2023, filtered
+    gradient). Without bias correction the denominators are 1. If b is scheduled, b^t stands for the product of its
+    values in steps 1 to t.
     The sum m <- b m + d is the stage `heavy_ball`.
     """
 
     kind: Literal["momentum"] = "momentum"
     beta: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment, per step")
-    nesterov: bool = Field(default=False, description="look ahead: mix the new direction in once more")
+    nesterov: bool = Field(default=False, description="look ahead: add the new direction a second time")
     beta3: float | None = Field(default=None, ge=0, lt=1, description="weight of the old mean in the result")
     bias_correction: bool = Field(default=True, description="divide by the sum of the weights so far")
 
     @model_validator(mode="after")
     def _one_look_ahead(self) -> Self:
         if self.beta3 is not None and self.nesterov:
-            raise ValueError("nesterov: true cannot be combined with beta3, which replaces it")
+            raise ValueError("nesterov: true cannot be combined with beta3, which replaces it; remove one of the two")
         return self
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -92,7 +93,7 @@ class Momentum(Stage):
 
 
 def _multiplied(state: State, beta: float) -> Tensor:
-    """Return the product `[N]` of the decays so far, the present one included, and store it."""
+    """Multiply the stored product of the decays of all steps by `beta`, and return it, `[N]`."""
     product = state["product"] * beta
     state["product"] = product
     return product
@@ -111,14 +112,14 @@ class MomentumMixture(Stage):
     m_k <- b_k m_k + (1 - b_k) d;   o = sum_k w_k m_k
     nesterov n:   n o + (1 - n) d
 
-    The means are not divided by 1 - b_k^t. Decays and weights may be schedules. Means with one decay are equal, so that
-    a mixture whose decays are equal at first, and separate later, begins without a jump where one momentum has come to.
+    d is the direction, o the result, n the field `nesterov`. The means are not divided by 1 - b_k^t. Decays and weights
+    may be schedules. Means with equal decays are equal. A mixture may therefore start with equal decays, as one
+    momentum, and change to different decays later without a jump.
 
-    Two means of which the weights are 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). Six or
-    eight means whose weights change from old to young gradients are K-Maxwell momentum (#357, #359), for which
-    `k_maxwell` computes the means. Earlier mixtures with constant weights are QHM (Ma & Yarats 2019, arXiv:1810.06801)
-    and AggMo (Lucas et al. 2019, arXiv:1804.00325). Mean k is stored in the slot `m<k>`, from `m0`: a recipe can
-    store the slow means in 8 bits.
+    Two means with weights 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). K-Maxwell momentum
+    (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes them. Earlier mixtures
+    with constant weights are QHM (Ma & Yarats 2019, arXiv:1810.06801) and AggMo (Lucas et al. 2019, arXiv:1804.00325).
+    Mean k = 0, 1, ... is stored in the slot `m<k>`, so that a recipe can store the slow means in 8 bits.
     """
 
     kind: Literal["momentum_mixture"] = "momentum_mixture"
@@ -129,7 +130,7 @@ class MomentumMixture(Stage):
         description="the means, each with its weight",
     )
     nesterov: float | None = Field(
-        default=None, ge=0, lt=1, description="weight of the sum beside the new direction; null: the sum alone"
+        default=None, ge=0, lt=1, description="weight n of the sum; the new direction has 1 - n; null: the sum alone"
     )
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -206,12 +207,12 @@ def k_maxwell(
 class HeavyBall(Stage):
     """A decaying sum of directions, the momentum of torch.optim.SGD.
 
-    m <- b m + w d;  m               w = 1 - dampening
+    m <- b m + w d;  m               w = 1 - dampening, b = beta, d the direction
     nesterov:  b m + w d             (Sutskever et al. 2013)
 
-    torch.optim.SGD gives two directions the weight 1 that have the weight 1 - dampening here: the first direction
-    (`undamped_start`), and the direction that the look-ahead adds (`undamped_nesterov`). The running mean is the stage
-    `momentum`.
+    With dampening torch.optim.SGD gives weight 1 in two places where this stage has weight 1 - dampening by default: to
+    the first direction (set `undamped_start`), and to the direction that the look-ahead adds (set `undamped_nesterov`).
+    For a running mean use the stage `momentum`.
     """
 
     kind: Literal["heavy_ball"] = "heavy_ball"
@@ -224,10 +225,10 @@ class HeavyBall(Stage):
     @model_validator(mode="after")
     def _weights_matter(self) -> Self:
         if self.undamped_nesterov and not self.nesterov:
-            raise ValueError("undamped_nesterov: it has no effect with nesterov false")
+            raise ValueError("undamped_nesterov: has no effect with nesterov false; set nesterov: true or remove it")
         if self.dampening == 0 and (self.undamped_start or self.undamped_nesterov):
             which = "undamped_start" if self.undamped_start else "undamped_nesterov"
-            raise ValueError(f"{which}: it has no effect with dampening 0")
+            raise ValueError(f"{which}: has no effect with dampening 0; set a dampening or remove it")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -257,13 +258,14 @@ class HeavyBall(Stage):
 class RMS(Stage):
     """Divide by a power of accumulated squares.  v <- b v + w x^2;  d / ((v / c)^e + eps),  e = 1/2
 
-    Running mean (b < 1): w = 1 - b; c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015), c = 1 without (RMSprop).
-    Sum (b = 1) and `damped: false`: w = 1, c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` the division is by
-    (v^e + eps) / c^e, as in codes with the correction in the step size. Where b is scheduled b^t is the product so far.
-    x is the gradient, or the direction (NorMuon and AdaMuon: of the orthogonalized momentum). With `per: row` or
-    `column` v holds the mean of x^2 over the last axis, or over the last but one; with `longest` it is `row` for blocks
-    with at least as many rows as columns, and else `column`. With `block` the mean is over all of the block (Adam-mini,
-    Zhang et al. 2024, arXiv:2406.16793).
+    d is the direction. x is the gradient, or with `source: direction` the direction: in NorMuon and AdaMuon the
+    orthogonalized momentum. A running mean (b < 1) has w = 1 - b, and c = 1 - b^t with bias correction (Adam, Kingma &
+    Ba 2015) or c = 1 without (RMSprop). A sum (b = 1), and `damped: false`, have w = 1 and c = 1 (AdaGrad, Duchi et al.
+    2011). With `eps_on: raw` eps is added before bias correction, and the divisor is (v^e + eps) / c^e, as in
+    implementations that fold the correction into the step size. If b is scheduled, b^t stands for the product of its
+    values in steps 1 to t. With `per: row` v holds the mean of x^2 over the last axis, with `column` over the last but
+    one; with `longest` it is `row` for blocks with at least as many rows as columns, and else `column`. With `block`
+    the mean is over all of the block (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
     """
 
     kind: Literal["rms"] = "rms"
@@ -275,8 +277,9 @@ class RMS(Stage):
     source: Literal["gradient", "direction"] = Field(default="gradient", description="tensor that is squared")
     per: Literal["entry", "row", "column", "longest", "block"] = Field(
         default="entry",
-        description="one v for each entry, row, column or block, or for rows or columns, of which there are more; "
-        "blocks of one axis keep entries, but with block",
+        description="entries that share one v: one entry, a row, a column or the block; longest: a row if there are at "
+        "least as many rows as columns, else a column; "
+        "blocks of one axis have one v for each entry, except with block",
     )
     exponent: Exponents = Field(default=None, description="power e, or one for each order of block; default 1/2")
 
@@ -285,19 +288,26 @@ class RMS(Stage):
         if isinstance(self.exponent, dict) and any(
             len({*parts}) > 1 or not parts[0] for parts in self.exponent.values()
         ):
-            raise ValueError("exponent: give one number > 0 for each order of block, got one for each axis, or 0")
+            raise ValueError(
+                "exponent: one number above 0 is required for each order of block (its number of axes); lists with one "
+                "number for each axis, and 0, are not allowed"
+            )
         return self
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if self.beta == 1 and not self.damped:
-            raise ValueError("damped: false cannot be combined with beta 1, whose squares have weight 1 anyway")
+            raise ValueError(
+                "damped: false cannot be combined with beta 1, whose squares have weight 1 anyway; remove it"
+            )
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if summed and not self.bias_correction:
-            raise ValueError(f"bias_correction: false cannot be combined with {summed}, which has no bias to correct")
+            raise ValueError(
+                f"bias_correction: false cannot be combined with {summed}, which has no bias to correct; remove it"
+            )
         uncorrected = summed or (None if self.bias_correction else "bias_correction false")
         if uncorrected and self.eps_on == "raw":
-            raise ValueError(f"eps_on: 'raw' cannot be combined with {uncorrected}, which corrects nothing")
+            raise ValueError(f"eps_on: 'raw' cannot be combined with {uncorrected}, which corrects nothing; remove it")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -313,7 +323,7 @@ class RMS(Stage):
         )
 
     def _per(self, block: tuple[int, ...]) -> str:
-        """Return the entries that share one v in blocks of this shape."""
+        """Return `per` for blocks of this shape: "entry", "row", "column" or "block"."""
         if len(block) < 2 and self.per != "block":
             return "entry"
         if self.per == "longest":
@@ -355,7 +365,7 @@ class RMS(Stage):
         return context.correction(self.beta, like, exponent=exponent)
 
     def _corrected(self) -> bool:
-        """Return True if v is divided by c."""
+        """Return True if v has bias correction, that is if v is divided by c."""
         return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
@@ -373,18 +383,20 @@ class RMS(Stage):
 
 
 class LaggedRMS(Stage):
-    """clip(d / max(sqrt(v), eps), t^p);  then  v <- b v + (1 - b) g^2,  from  v = g^2  of a first gradient that moves
-    nothing.
+    """clip(d / max(sqrt(v), eps), -t^p, t^p);  then  v <- b v + (1 - b) g^2,  from  v = g^2  of the first gradient
 
-    ADOPT (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum: the gradient is
-    independent of its divisor, so that Adam converges with any b. t is the number of the update, from 1.
+    The first gradient only initializes v; the parameter is not changed in that step.
+
+    ADOPT (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum. A gradient g does not
+    enter its own divisor, so that Adam converges with any b. d is the direction, t = 1, 2, ... the number of the
+    update, p = clip_power.
     """
 
     kind: Literal["lagged_rms"] = "lagged_rms"
     beta: float = Field(default=0.9999, ge=0, lt=1, description="decay of the second moment, per step")
     eps: float = Field(default=1e-6, gt=0, description="floor of the root, in units of the gradient")
     clip_power: float | None = Field(
-        default=0.25, ge=0, description="entries are held to [-t^p, t^p] with this p; null: they are not clipped"
+        default=0.25, ge=0, description="power p: entries are clipped to [-t^p, t^p]; null: entries are not clipped"
     )
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -408,10 +420,11 @@ class LaggedRMS(Stage):
 
 
 class Atan2(Stage):
-    """scale * atan2(d, width * sqrt(v / (1 - b^t)))  with  v <- b v + (1 - b) g^2
+    """scale * atan2(d, width * sqrt(v / (1 - b^t)))  with  v <- b v + (1 - b) g^2,  b = beta, in step t
 
-    Adam without an eps (Everett et al. 2024, arXiv:2407.05872, section 4.3, "Adam-atan2"): blind to the scale of the
-    gradient however small, and no entry is larger than scale * pi / 2. For small ratios it is d / sqrt(v).
+    Adam without an eps (Everett et al. 2024, arXiv:2407.05872, section 4.3, "Adam-atan2"). g is the gradient, d the
+    direction. The result does not depend on the scale of the gradient, however small, and no entry is larger than scale
+    * pi / 2. For small ratios it is close to scale / width times Adam's d / sqrt(v).
     """
 
     kind: Literal["atan2"] = "atan2"

@@ -1,4 +1,4 @@
-"""One factor for a whole block: rules of its shape, given norms, and clipping."""
+"""Multiplication of a block by one number: by a rule of its shape, to a given norm, or to clip its norm."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ class Scale(Stage):
 
 
 class Normalize(Stage):
-    """factor * target * d / ||d||, with Frobenius norms of blocks; a zero direction stays zero.
+    """factor * target * d / ||d||, with Frobenius norms of blocks and d the direction; a zero direction stays zero.
 
     unit_rms:         target sqrt(number of entries), an update RMS of 1
     unit_norm:        target 1
     norm_preserving:  target ||gradient||
 
-    Before the first stage that keeps state the gradient is d itself. To give the result of a map without state the norm
-    of its input, `graft` it as `direction` onto the `magnitude` identity. Factors that depend on the shape alone are
-    the stage `scale`.
+    Before the first stage that keeps state the gradient is d itself, and `norm_preserving` then only multiplies by
+    `factor`. To give the result of stages without state the norm of their input, use a `graft` with these stages as
+    `direction` and `identity` as `magnitude`. Factors that depend on the shape alone are the stage `scale`.
     """
 
     kind: Literal["normalize"] = "normalize"
@@ -102,7 +102,9 @@ class Normalize(Stage):
 
 
 class ClipRMS(Stage):
-    """d / max(1, RMS(d) / threshold), per block (Shazeer & Stern 2018, section 6: update clipping)."""
+    """d / max(1, RMS(d) / threshold), for each block of the direction d (update clipping, Shazeer & Stern 2018, section
+    6).
+    """
 
     kind: Literal["clip_rms"] = "clip_rms"
     threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
@@ -118,15 +120,16 @@ class ClipRMS(Stage):
 class ClipNorm(Stage):
     """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
 
-    Before the first stage that keeps state it clips the gradient, after it the direction. With `per: model`
-    ||d|| is the norm of all gradients as they come, as in `torch.nn.utils.clip_grad_norm_`.
+    Before the first stage that keeps state, d is the gradient, and the gradient is clipped; after that stage d is the
+    direction. With `per: model` ||d|| is replaced by the norm of the gradients of all parameters, before any stage, as
+    in `torch.nn.utils.clip_grad_norm_`.
     """
 
     kind: Literal["clip_norm"] = "clip_norm"
     max_norm: float = Field(default=1.0, gt=0, description="the largest norm that passes unchanged")
     per: Literal["block", "parameter", "model"] = Field(
         default="block",
-        description="over which entries the norm is taken; model: the gradients of all parameters, as they come",
+        description="over which entries the norm is taken; model: the gradients of all parameters, before any stage",
     )
 
     def traits(self, block: tuple[int, ...]) -> Traits:

@@ -1,4 +1,4 @@
-"""Rows of mean 0 and size 1, and rows and columns of one size."""
+"""Rows with mean 0 and RMS 1, and rows and columns with equal RMS."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class Standardize(Stage):
 
 
 class Sinkhorn(Stage):
-    """Rows of RMS 1, then columns of RMS 1, `rounds` times;  X seen as a matrix, first axis x the rest.
+    """Scale rows to RMS 1, then columns to RMS 1, `rounds` times;  X is a block as a matrix, first axis x the rest.
 
-    The entries' squares go to the doubly stochastic matrix of Sinkhorn & Knopp (1967); a stateless optimizer of its own
-    (Scetbon et al. 2025, arXiv:2502.06742, Algorithm 3, SinkGD), and an inner map of ARO. A vector is of RMS 1.
-    Rows and columns that are rounding beside the largest entry become 0.
+    For a square X the squares of the entries, divided by its order, converge to the doubly stochastic matrix of
+    Sinkhorn & Knopp (1967). Alone the stage is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm
+    3); it is also used inside `adaptive_rotation`. A vector is scaled to RMS 1. Rows and columns that are only rounding
+    in comparison with the largest entry become 0.
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"
@@ -54,7 +55,7 @@ class Sinkhorn(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)
-        # scaled, so that squares neither over- nor underflow
+        # X is divided by its largest entry, so that squares neither over- nor underflow
         x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
         rounding = 32 * torch.finfo(x.dtype).eps  # size of rows and columns of zeros after a change of basis
         axes = (-1, -2) if direction.ndim > 2 else (-2,)

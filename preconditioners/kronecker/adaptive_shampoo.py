@@ -23,15 +23,16 @@ from .base import Factored
 
 
 class AdaptiveShampoo(Factored):
-    """d x_1 (S_1 + r_1 I)^(-e) ... x_k (S_k + r_k I)^(-e),  S_i the statistic A_i when it was last decomposed
+    """d x_1 (S_1 + r_1 I)^(-e) ... x_k (S_k + r_k I)^(-e),  S_i the statistic A_i at its last decomposition
 
-    h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F
-    r <- max(eps, r h / threshold);  where that is above `ceiling`: S <- A, r <- eps
+    h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F r <-
+    max(eps, r h / threshold);  where the new r is above `ceiling`: S <- A, r <- eps
 
-    The error of a stale root is damped while that is cheap; otherwise the statistic is decomposed again: damping and
-    cadence from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is computed, at the cost of two
-    products of matrices for each axis. Each block and each axis decides alone; e = 1 / (2k) by default, k the
-    number of axes that have a factor.
+    d is the direction, r the damping; h estimates the error of the stale root. While the required damping is small, a
+    stale root is damped; otherwise the statistic is decomposed again. Damping and cadence thus follow from data (FOAM,
+    Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is computed, at the cost of two matrix products for each
+    axis. The decision is made separately for each block and axis. By default e = 1 / (2k), where k is the number of
+    axes that have a factor.
     """
 
     kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"
@@ -49,11 +50,14 @@ class AdaptiveShampoo(Factored):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.ceiling < self.eps:
-            raise ValueError(f"ceiling: it must be at least eps, {self.eps}, got {self.ceiling}")
+            raise ValueError(f"ceiling: must be at least eps, {self.eps}, got {self.ceiling}")
         if self.statistic.needs_power is not None:
-            raise ValueError("statistic: it must not read factors of other axes, which are refreshed late here")
+            raise ValueError(
+                "statistic: must not read factors of other axes, whose decompositions may be old in adaptive_shampoo; "
+                "use a gram"
+            )
         if self.statistic.axes.has_diagonals:
-            raise ValueError("statistic: axes: factors must be full, got diagonal ones")
+            raise ValueError("statistic: axes: factors must be full, got diagonal ones; set entries: full")
         return self
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
@@ -87,7 +91,7 @@ class AdaptiveShampoo(Factored):
             self._decompose(state, axis, a, (rows, due))
 
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
-        """Return the damping `[N]` that staleness asks for if nothing is decomposed."""
+        """Return the damping `[N]` that keeps h at `threshold` if no statistic is decomposed."""
         q, values, damping = state[f"basis.{axis}"], state[f"values.{axis}"], state[f"damping.{axis}"]
         damped, e = values + damping[:, None], float(self._exponent(state.block, axis))
         half = to_power(damped.clamp_min(tiny(a.dtype)), -0.5)
@@ -117,7 +121,7 @@ class AdaptiveShampoo(Factored):
         state[f"failures.{axis}"] = torch.where(counts & ~ok, failures + 1, torch.where(replaced, 0, failures))
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        raise NotImplementedError("adaptive_shampoo: no statistic here reads factors of other axes")
+        raise NotImplementedError("adaptive_shampoo: no statistic reads powers of its factors; do not call `power`")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         bases = self.matrices(state)

@@ -27,15 +27,16 @@ from ..statistics import Gram, Power, Statistic
 class Factored(Stage):
     """A statistic A_i for each axis i of the block, and a matrix `<matrix>.<i>` `[N, d, d]` refreshed from it.
 
-    The matrix is the identity before its first refresh. A matrix that its solver rejects keeps its last value. Failures
-    in a row are counted in `failures.<i>`; a refresh that succeeds resets the count. The matrix of a diagonal factor is
-    a diagonal too, `[N, d]`, and follows a change of the frame that it is in.
+    The matrix is the identity before its first refresh. If the solver fails for a matrix, the matrix keeps its last
+    value. Failures in a row are counted in `failures.<i>`; a refresh that succeeds resets the count. The matrix of a
+    diagonal factor is a diagonal too, `[N, d]`. It is transported when a basis around the stage changes.
     """
 
     statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
     every: Cadence = Field(default=Every(), alias="refresh", description="when roots or bases are recomputed")
     precision: ProductDtype = Field(
-        default="input", description="dtype of the products of blocks with the matrices; these are kept as they are"
+        default="input",
+        description="dtype of the products of blocks with the matrices; the stored matrices are not rounded",
     )
     matrix: ClassVar[Literal["root", "basis"]]
 
@@ -53,7 +54,9 @@ class Factored(Stage):
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A_axis^exponent in the form in which this stage has it. estimate: the estimate of A_axis."""
+        """Return A_axis^exponent in the form that this stage stores, roots or a basis. estimate: the estimate of
+        A_axis.
+        """
 
     def cadence(self) -> Cadence:
         return self.every
@@ -129,8 +132,8 @@ class Factored(Stage):
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
         """Return the axes in groups whose matrices a solver receives as one stack.
 
-        Matrices of a group have one shape and are not stored as codes. All of them together are no larger than the
-        blocks, so that the stack needs no more memory than a step has anyway.
+        Matrices of a group have the same shape and are not quantized. Axes are grouped only if all matrices together
+        are no larger than the blocks, so that the stack needs no more memory than a step uses anyway.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -141,7 +144,7 @@ class Factored(Stage):
         return list(found.values())
 
     def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """Return `value` where ok `[N]` is True, elsewhere the present matrix."""
+        """Return `value` where ok `[N]` is True, and the present matrix elsewhere."""
         return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
 
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""How the state of a chain follows when its basis changes: rotated, reordered, and fitted to sums that are known.
+"""Changes of basis: the state of a chain is rotated or reordered, and second moments are fitted to known sums.
 
 Legend: N blocks; d length of an axis; r columns of a basis, d or fewer; v second moments `[N, *block]` in the new
-    basis; m first moments in the new basis; d_i `[N, d_i]` sums of v over all axes but i, as the statistic of axis i
-    knows them, diag(Q_i^T A_i Q_i); s_i `[N, d_i]` the present sums of v over all axes but i; w_j `[N, d_j]` weights of
-    axis j in the sums of other axes, for statistics that are whitened along j.
+    basis; m first moments in the new basis; d_i `[N, d_i]` the sums of v over all axes except i that the statistic of
+    axis i implies, diag(Q_i^T A_i Q_i); s_i `[N, d_i]` the present sums of v over all axes except i; w_j `[N, d_j]`
+    weights of axis j in the sums of other axes, for statistics that are whitened along j.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ class Turn:
 
     @cached_property
     def stays(self) -> bool:
-        """True if R is known to be the identity for every block. False on a device, where a comparison would wait."""
+        """True if R is known to be the identity for every block. It is always False on a device, where the host would
+        have to wait for a comparison.
+        """
         before = identity_like(self.new) if self.old is None else self.old
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
 
     def chunk(self, parts: int) -> list[Turn]:
-        """Return the turns of `parts` equal numbers of consecutive blocks."""
+        """Split the turn into `parts` turns, each of the same number of consecutive blocks."""
         if parts == 1:
             return [self]
         order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
@@ -64,7 +66,9 @@ class Turn:
         return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
-        """Return R^T x along an axis as Q_new^T (Q_old x). None: R and one product with it take fewer operations."""
+        """Return R^T x along an axis, computed as Q_new^T (Q_old x). Return None if computing R and one product with R
+        takes fewer operations.
+        """
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
         if self.old is None or 2 * d * rest >= r * (d + rest):
@@ -73,8 +77,7 @@ class Turn:
 
 
 def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
-    """Change the basis of all slots of a chain by R, the rotation of each turn, along each axis of the block that
-    `turns` has.
+    """Change the basis of all slots of a chain: along each axis in `turns`, apply the rotation R of that axis.
 
     slots: the slots of the chain, as `chain_slots` yields them.
     state: state of the chain, with the block as the chain sees it.
@@ -120,38 +123,41 @@ def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
-    """Raise ValueError for a chain with state or signals that cannot follow a change of basis."""
+    """Raise ValueError for a chain whose state or signals cannot be transported when the basis changes."""
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis"):
             raise ValueError(
-                f"{here}: '{name}' does not follow a change of basis; a stage with factors of its own cannot be inside "
-                "the basis of another stage, move it outside"
+                f"{here}: '{name}' cannot be transported to a new basis; a stage with factors of its own cannot be "
+                "inside the basis of another stage, move it out of that stage"
             )
     for here, stage in walk(stages, path):
         for signal in sorted(requested(stage)):
             if signal in known_signals() and known_signals()[signal].extent in ("entry", "partner", *SIDES):
-                raise ValueError(f"{here}: '{signal}' does not follow a change of basis; move the stage outside")
+                raise ValueError(f"{here}: signal '{signal}' is not in the basis; move the stage out of the basis")
 
 
 def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
-    """Return the order of columns `[N, r]` where the solver succeeded, and the identity elsewhere. None stays None."""
+    """Return the order of columns `[N, r]` where the solver succeeded, and the unchanged order elsewhere. If `order` is
+    None, return None.
+    """
     if order is None or known_to_hold(ok):
         return order
     return torch.where(ok[:, None], order, torch.arange(order.shape[-1], dtype=order.dtype, device=order.device))
 
 
 def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
-    """Return the place of a block's axis among the axes of a slot. None: the slot does not have that axis."""
+    """Return the index of a block's axis among the axes of a slot, or None if the slot does not have that axis."""
     spans = {"row": range(order - 1), "column": [*range(order - 2), order - 1], "none": ()}
     axes = list(spans.get(slot.frame, slot.axes if slot.axes is not None else range(order)))
     return axes.index(axis) if axis in axes else None
 
 
 def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
-    """Return d_i `[N, d]` of the factor A_i `[N, d, d]`, in any unit. It is 0 where rounding hides it.
+    """Return d_i `[N, d]` of the factor A_i `[N, d, d]`, in any unit. Entries below the rounding error are set to 0.
 
     basis: Q_i `[N, d, d]`. None: the factor is already in the basis.
-    found: d_i where it is known already, NaN for all other blocks. None: it is known for no block.
+    found: d_i of blocks for which the solver has computed it already, NaN for all other blocks. None: d_i is known for
+        no block.
     """
     if basis is None:
         d = a.diagonal(dim1=-2, dim2=-1)
@@ -164,8 +170,8 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """Return w_i `[N, d]`: eigenvalues d_i in units of their mean, at least `floor`, to the power that a statistic
-    reads.
+    """Return w_i `[N, d]`, the eigenvalues d_i divided by their mean, clamped to at least `floor`, and raised to
+    `exponent`.
     """
     values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
     return to_power(values, float(exponent))
@@ -180,15 +186,14 @@ def fit_second_moments(
     marginals: d_i by axis of the block.
     weights: w_j by axis of the block. Empty: the statistics are not whitened.
 
-    A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored one is v = r c^T /
-    mean(r). If the marginals of both factors are known, r and c go half of the way on a logarithmic scale, to the roots
-    of their present times their known values. The change of one entry is in its row and in its column, and would
-    otherwise count twice.
+    A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = r
+    c^T / mean(r). If the marginals of both r and c are known, each is replaced by the geometric mean of its present and
+    its known value. A change of an entry of v is contained in both factors, and would otherwise count twice.
 
-    Then v of a block is multiplied by the least c >= 1 with which mean(m^2 / (c v)) is at most the larger of two
-    numbers, for every first moment m. The first is mean m^2 / mean v, which a v with equal entries gives in any basis.
-    The second is 1 - b, which is m^2 / v after one gradient that outweighs all others, if both moments have the decay
-    b.
+    Then v of a block is multiplied by the least c >= 1 for which mean(m^2 / (c v)) is below a limit, for every first
+    moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v with equal
+    entries, in any basis. The second is 1 - b, the value of m^2 / v after one gradient that outweighs all others, if
+    both moments have the decay b.
     """
     first, second = _moments(slots, state)
     for scope, own in second:
@@ -204,8 +209,8 @@ def fit_second_moments(
 def _moments(
     slots: Iterable[ChainSlot], state: State
 ) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
-    """Return (first, second): first moments of a chain that are in the basis, and its second moments, with the factors
-    of one moment together.
+    """Return (first, second): the first moments of a chain that are in the basis, and its second moments. The slots of
+    a factored second moment are one entry of `second`.
     """
     first: list[tuple[State, str]] = []
     second: dict[str, tuple[State, dict[str, Slot]]] = {}
@@ -221,10 +226,10 @@ def _moments(
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
     """Return c `[N]`, at least 1: the factor of v with which updates m / sqrt(v) are within their limits.
 
-    Entries of v that are rounding, as in directions without gradients, are not counted.
+    Entries of v below the rounding error, as in directions without gradients, are not counted.
     """
     mean = v.flatten(1).mean(-1)
-    # the rounding of rotations, with a margin of 16
+    # largest v that the rounding errors of rotations make, with a margin of 16
     rounding = mean * (v[0].numel() * (16 * torch.finfo(v.dtype).eps) ** 2)
     hidden = None
     if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
@@ -240,20 +245,20 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the marginals that a slot has, by axis of the slot. marginals: by axis of the block."""
+    """Return the marginals of the axes that a slot has, by axis of the slot. marginals: d_i by axis of the block."""
     places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
     return {place: marginals[axis] for axis, place in places.items() if place is not None}
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raise ValueError if a statistic does not know the sums of the second moments of a chain in its basis."""
+    """Raise ValueError if a statistic does not imply the marginals of the second moments of a chain in its basis."""
     if needed := _needed(statistic, inner, keeps_all_columns):
         raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` accepts any chain")
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """Return the missing condition of fitted second moments, and the present value, as text. None:
-    nothing is missing.
+    """Return as text a condition of fitted second moments that does not hold, with the present value. None: all
+    conditions hold.
     """
     decay = statistic.decay_of_squares
     if decay is None:
@@ -275,8 +280,8 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
     """Return v `[N, *block]` from the factors of a second moment.
 
-    v has length 1 along an axis that the moment does not have. parts: each tensor with its slot: a whole moment, rows,
-    columns, or rows and columns of a rank-one moment.
+    v has length 1 along an axis that the moment does not have. parts: the tensors of one moment, each with its slot.
+    There is one tensor for a full moment, or for rows or columns alone, and two for a factored moment.
     """
     along = {"row": -1, "column": -2}
     first, *others = (x.unsqueeze(along[slot.frame]) if slot.frame in along else x for x, slot in parts)
@@ -288,13 +293,13 @@ def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
 def fit_(
     v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None, power: float = 1.0
 ) -> Tensor:
-    """Scale v in place: v <- v * prod_i (d_i / s_i)^power, and restore the sum that v had.
+    """Scale v in place, v <- v * prod_i (d_i / s_i)^power, then scale it to the sum that it had before.
 
-    marginals: d_i by axis of v, in any unit. An entry of 0 is not known.
-    weights: w_j by axis of v. With weights s_i sums v prod_(j != i) w_j. None: no weights.
+    marginals: d_i by axis of v, in any unit. An entry of 0 means that the marginal is not known there.
+    weights: w_j by axis of v. With weights s_i is the sum of v prod_(j != i) w_j. None: no weights.
 
-    This is one step of iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. It is exact
-    where v is a product of one factor for each axis, and for any v with a single axis.
+    This is one step of iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. The fitted v
+    has the marginals d_i exactly if v is a product of one factor for each axis, or has a single axis.
     """
     total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
     factors = {axis: _factor(d, sums[axis], power) for axis, d in marginals.items()}
@@ -306,8 +311,8 @@ def fit_(
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d_i / s_i)^power `[N, d_i]`, with d_i scaled to the unit of s_i. The factor is 1 where d_i or s_i is not
-    known.
+    """Return (d_i / s_i)^power `[N, d_i]`, with d_i scaled so that both have the same sum. The factor is 1 where d_i or
+    s_i is 0, that is not known.
     """
     known = (d > 0) & (s > 0)
     unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
@@ -316,8 +321,9 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
 
 
 def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return s_i `[N, d_i]` of every axis. The first axis is summed against all others; the sums over it, which are
-    few, are treated in the same way.
+    """Return for every axis i the sums s_i `[N, d_i]` of v over all other axes, with the weights of those axes. v is
+    summed over all axes but the first to get s_1, and over the first axis to get a smaller tensor. The sums of the
+    other axes follow from that tensor in the same way.
     """
     if v.ndim <= 2:
         return [v]
@@ -329,12 +335,14 @@ def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the entries of all axes but the first, by axis counted from the second."""
+    """Return the entries of all axes except the first, by an axis index that is lower by 1."""
     return {axis - 1: x for axis, x in by_axis.items() if axis}
 
 
 def _outer(factors: Mapping[int, Tensor], shape: Sequence[int]) -> Tensor | None:
-    """Return the product of factors `[N, d_i]` by axis, `[N, *shape]`. None: there are no factors."""
+    """Return the outer product `[N, *shape]` of factors `[N, d_i]`, given by axis i. Return None if there are no
+    factors.
+    """
     product = None
     for axis, factor in factors.items():
         placed = factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(shape)))

@@ -38,27 +38,27 @@ from .basis_change import (
 
 
 class Eigenbasis(Factored):
-    """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
+    """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k,  Q_i the eigenvectors of the statistic A_i of axis i
 
-    SOAP is `inner: [momentum, rms]`.
+    g is the gradient, d the direction. SOAP is `inner: [momentum, rms]`.
 
-    timing: `current` observes and refreshes before the gradient is used. In the basis of one gradient alone that
-    gradient is diagonal, and the inner chain normalises rounding off the diagonal: let `refresh.start` be 2 or more.
+    timing: `current` observes and refreshes before the gradient is used. A single gradient is diagonal in its own
+    basis, and the inner chain would normalize rounding errors off the diagonal: set `refresh.start` to 2 or more.
     `lagged` observes and refreshes afterwards, as published: the first gradient only builds the basis.
 
     transport: the change of inner state when Q changes by R = Q_old^T Q_new.
       exact: vectors are rotated, squares are transported by (R*R)^T.
-      marginals: as exact. Then second moments v are fitted, axis by axis, to sums that the statistics know in any
-        basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. They are scaled so that RMS(m / sqrt(v)) of a block is at most
-        RMS(m) / sqrt(mean v), or sqrt(1 - beta).
+      marginals: as exact. Then second moments v are fitted, axis by axis, to sums that the statistics imply in any
+          basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. Finally v is scaled up so that RMS(m / sqrt(v)) of a block, with m
+          the first moment, is at most the larger of RMS(m) / sqrt(mean v) and sqrt(1 - beta).
       permute: vectors are rotated, squares only follow the reordering of columns, as published.
       none: no state changes.
 
     statistic_frame: the frame of the statistic of axis i. `fixed` accumulates A_i. `basis` accumulates the statistic in
     the basis, B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
     eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic both
-    are the same. But B_i is nearly diagonal, and R is orthogonal however coarsely Q_i is stored. Rounding a stored
-    basis then turns the frame a little, and state that is in the frame stays exact.
+    give the same result. With `basis`, B_i is nearly diagonal, and R is orthogonal however coarsely Q_i is quantized.
+    Quantizing Q_i then only rotates the frame slightly, and adds no error to state that is in the frame.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
@@ -66,28 +66,38 @@ class Eigenbasis(Factored):
     solver: BasisSolver = Field(default=PowerQR(by_device=True), description="how the basis is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
     timing: Literal["current", "lagged"] = Field(
-        default="current", description="learn from the current gradient before or after it is used"
+        default="current", description="observe and refresh before (current) or after (lagged) the gradient is used"
     )
     transport: Transport = Field(default="exact", description="how inner state follows the basis")
     statistic_frame: Literal["fixed", "basis"] = Field(
         default="fixed",
         description="frame of the statistics: that of the gradient, or their own basis",
     )
-    floor: float = Field(default=1e-3, ge=0, lt=1, description="least eigenvalue read of another axis, over their mean")
+    floor: float = Field(
+        default=1e-3, ge=0, lt=1, description="lower bound of other axes' eigenvalues, in units of their mean"
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.statistic.needs_power is None and self.floor != type(self).model_fields["floor"].default:
-            raise ValueError(f"floor: {self.floor} has no effect with a statistic that reads no factors of other axes")
+            raise ValueError(
+                f"floor: {self.floor} has no effect with a statistic that reads no factors of other axes; remove it"
+            )
         if self.statistic.needs_power is None and (scaling := self.statistic.trace_scaling):
-            raise ValueError(f"statistic: trace_scaling must be 0, because it does not change a basis, got {scaling}")
+            raise ValueError(f"statistic: trace_scaling: has no effect on a basis and must be 0, got {scaling}")
         if self.statistic.axes.has_diagonals:
-            raise ValueError("statistic: axes: a basis needs full factors, got diagonal ones")
+            raise ValueError("statistic: axes: eigenbasis needs full factors, got diagonal ones; set entries: full")
         if not self.solver.keeps_all_columns:
             if self.statistic.needs_power is not None:
-                raise ValueError("statistic: it reads powers of whole factors, and the solver keeps only a subspace")
+                raise ValueError(
+                    "statistic: reads powers of full factors, but the solver keeps only a subspace; use a `solver` "
+                    "that keeps all columns"
+                )
             if self.statistic_frame == "basis":
-                raise ValueError("statistic_frame: 'basis' needs all columns of a basis, and the solver keeps fewer")
+                raise ValueError(
+                    "statistic_frame: 'basis' needs all columns of a basis, but the solver keeps fewer; use another "
+                    "`solver`"
+                )
         require_frameless(self.chain, "inner")
         if self.transport == "marginals":
             require_marginals(self.statistic, self.chain, self.solver.keeps_all_columns)
@@ -107,8 +117,8 @@ class Eigenbasis(Factored):
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
         if all(stage.cached_traits(block).entrywise for stage in self.chain):
-            # The basis decorrelates the entries: of size 1 they are as independent signs, sqrt(m) + sqrt(n) in place of
-            # sqrt(m n) (Bai & Yin 1993).
+            # The basis decorrelates the entries. Entries of size 1 then are like independent signs, whose spectral norm
+            # is about sqrt(m) + sqrt(n) instead of sqrt(m n) (Bai & Yin 1993): the bounds are multiplied by the ratio.
             m, n = matrix_shape(block)
             share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
             norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))
@@ -136,7 +146,7 @@ class Eigenbasis(Factored):
             cached.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
-        """Return x in the present basis, with the bases that were used."""
+        """Return x in the present basis, together with the bases that rotated it."""
         bases = self.matrices(state)
         return _Rotated(x, bases, self._inward(x, bases))
 
@@ -155,10 +165,10 @@ class Eigenbasis(Factored):
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
-        """Recompute the bases of these axes, and transport the state inside along all of them together.
+        """Recompute the bases of these axes, and transport the state of the inner chain along all these axes together.
 
-        Return diag(Q^T A Q) `[N, d]` by axis, for axes where the solver found it on the way. It is NaN for blocks
-        without it.
+        Return diag(Q^T A Q) `[N, d]` by axis, for axes whose solver computed it as a by-product. It is NaN for blocks
+        for which the solver did not compute it.
         """
         turned = self.statistic_frame == "basis"
         solved = {axis: self._turned(state, axis, context) for axis in axes if turned}
@@ -174,8 +184,8 @@ class Eigenbasis(Factored):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Return the new bases of axes with matrices of one shape, computed as one stack.
 
-        A basis that is stored as a code is committed at once: the code may round it, and the turn needs the rounded
-        basis.
+        A basis that is stored quantized is committed at once, because quantization may round it, and the turn needs the
+        rounded basis.
         """
         unit_free, coded, parts = self.solver.unit_free, state.coded(f"basis.{axes[0]}"), len(axes)
         old = joined([state[f"basis.{axis}"] for axis in axes])
@@ -190,7 +200,9 @@ class Eigenbasis(Factored):
         return list(zip(turn.chunk(parts), ok.chunk(parts), diagonals, strict=True))
 
     def _turned(self, state: State, axis: int, context: StepContext) -> _Solved:
-        """Turn the basis of an axis in its own frame by P, and rotate its statistic by P."""
+        """Multiply the basis of an axis by P, the eigenvectors of the statistic in that basis, and rotate the statistic
+        by P. Return the change of basis.
+        """
         q = state[f"basis.{axis}"]
         eye = identity_like(q)
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
@@ -231,8 +243,8 @@ class Eigenbasis(Factored):
         return {}
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return off_diagonal and angle of a basis whose statistic is in the basis. Otherwise they follow from the
-        slots.
+        """Return off_diagonal and angle of each basis if statistics are in the basis. Otherwise return nothing:
+        `inspect` then computes both measures from the slots.
         """
         found = {}
         for axis in self.factor_axes(state.block) if self.statistic_frame == "basis" else ():
@@ -246,7 +258,7 @@ class Eigenbasis(Factored):
         if cached is None:
             cached = self._rotated(state, gradient)
             if self.statistic_frame == "basis":
-                context.kept[state.path] = cached  # kept for the statistic, which observes next
+                context.kept[state.path] = cached  # the statistic, which observes after `apply`, reads it again
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):
                 rows = state if stop - start == len(gradient) else state.slice_rows(start, stop)
@@ -265,7 +277,7 @@ class _Inside(NamedTuple):
 
 
 class _Rotated(NamedTuple):
-    """A gradient in the basis of its statistics. It is computed once a step and kept between hooks.
+    """A gradient in the basis of its statistics. The rotation is computed once a step and kept between hooks.
 
     x: `[N, *block]`, the gradient that was rotated.
     bases: axis -> Q `[N, d, d]`, as they were read.
@@ -278,6 +290,6 @@ class _Rotated(NamedTuple):
 
 
 _Solved = tuple[Turn, Tensor, Tensor | None]
-"""(turn of a basis, bool `[N]`: True where the solver succeeded, diag(Q^T A Q) `[N, d]` if it was found too, else
-None).
+"""(change of a basis; bool `[N]`, True where the solver succeeded; diag(Q^T A Q) `[N, d]` if the solver computed it,
+else None).
 """

@@ -22,21 +22,23 @@ from ..roots import BasisSolver, PowerQR
 
 
 class Eigenfactors(LearnedFactors):
-    """d x_1 R_1 ... x_k R_k  with R = V Diag(l + eps max l)^(-e) V^T for each axis, e = 1 / (2k) by default
+    """d x_1 R_1 ... x_k R_k  with  R = V Diag(l + eps max l)^(-e) V^T for each axis of the direction d
 
     At a refresh, with M = G G^T of the gradient's unfolding G along the axis:
     A = b V Diag(l) V^T + (1 - b) M;  P = qr(A V);  l <- diag(P^T A P), V <- P
 
-    V `[N, d, d]` starts as the identity and l `[N, d]` as `initial`. `power_qr` sorts the columns of V before the step,
-    which the paper does not; in measurements neither is closer to Shampoo. k is the number of axes with a factor.
+    b = beta, and e = 1 / (2k) by default, where k is the number of axes with a factor. V `[N, d, d]` starts as the
+    identity and l `[N, d]` as `initial`. The solver `power_qr` sorts the columns of V before the step, unlike the
+    paper; in measurements neither variant was closer to Shampoo.
 
-    Neither a statistic nor a root is kept: only the part of A that is diagonal in P survives, and R is applied by its
-    factors. At 4 bits this is half the memory of the paper's Algorithms 1 to 3, which keep V and l for A and a root
-    beside them. It costs one more product with V per axis and step. For a constant M the angle between two columns and
-    their limits falls by b + (1 - b) r at a refresh, r < 1 the ratio of their eigenvalues: no faster than the mean
-    itself forgets. With an exact `solver` and no storage it is Shampoo that observes and takes roots at the same
-    updates. Where l is 0, because nothing has been observed, R is the identity. A matrix that its solver rejects
-    changes neither V nor l; failures in a row are counted in `failures.<i>`.
+    Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept, and R is applied as V,
+    then the diagonal, then V^T. With 4 bits this takes half the memory of the paper's Algorithms 1 to 3, which store V
+    and l for A, and a root as well. It costs one more product with V for each axis and step. For a constant M, each
+    refresh multiplies the angle between a column and its limit by b + (1 - b) r, where r < 1 is the ratio of two
+    eigenvalues: the basis converges no faster than the running mean. With an exact `solver` and without quantization
+    the stage equals a Shampoo that observes and computes roots at the same updates. Where l is 0, because nothing has
+    been observed, R is the identity. If the solver fails, V and l keep their values; failures in a row are counted in
+    `failures.<i>`.
     """
 
     kind: Literal["eigenfactors"] = "eigenfactors"
@@ -53,7 +55,7 @@ class Eigenfactors(LearnedFactors):
     @model_validator(mode="after")
     def _basis_is_whole(self) -> Self:
         if not self.solver.keeps_all_columns:
-            raise ValueError("solver: it must keep all eigenvectors, got a solver of a subspace")
+            raise ValueError("solver: must keep all eigenvectors, got one that keeps a subspace; use power_qr")
         return self
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,7 +86,9 @@ class Eigenfactors(LearnedFactors):
             state[f"values.{axis}"] = torch.where(per_block(ok, old), values, old)
 
     def _turned(self, state: State, axis: int, m: Tensor, live: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-        """Write the next basis. Return its eigenvalues `[N, d]`, and bool `[N]`, True where both are valid."""
+        """Store the next basis. Return (its eigenvalues `[N, d]`, bool `[N]`: True where the basis and the eigenvalues
+        are valid).
+        """
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
         scaled = v * state[f"values.{axis}"].unsqueeze(-2)
         a = torch.baddbmm(m, scaled, v.mT, beta=1 - self.beta, alpha=self.beta)
@@ -102,7 +106,7 @@ class Eigenfactors(LearnedFactors):
         return rotate(mode_products(rotated, {axis: self._power(state, axis) for axis in axes}), bases)
 
     def _power(self, state: State, axis: int) -> Tensor:
-        """(l + eps max l)^(-e) `[N, d]`."""
+        """Return (l + eps max l)^(-e) `[N, d]`, and 1 where l is 0."""
         values = state[f"values.{axis}"]
         peak = values.amax(-1, keepdim=True)
         ridged = (values + self.eps * peak).clamp_min(tiny(values.dtype))

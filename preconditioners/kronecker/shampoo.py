@@ -26,8 +26,9 @@ from .base import Factored
 class Shampoo(Factored):
     """d x_1 A_1^(-e) x_2 ... x_k A_k^(-e)  with A_i the statistic of axis i and e = 1 / (2k) by default.
 
-    k is the number of axes that have a factor, so that one-sided Shampoo has e = 1/2 (as Distributed Shampoo in JAX;
-    An et al. 2025, ASGO, arXiv:2503.20762). Axes without a factor, or with exponent 0, are left alone.
+    d is the direction. k is the number of axes that have a factor, so that one-sided Shampoo has e = 1/2 (as in
+    Distributed Shampoo in JAX; An et al. 2025, ASGO, arXiv:2503.20762). Along axes without a factor, or with exponent
+    0, d is not multiplied.
     """
 
     kind: Literal["shampoo"] = "shampoo"
@@ -54,8 +55,8 @@ class Shampoo(Factored):
         return super().slots(block)
 
     def _require_fit(self, block: tuple[int, ...]) -> None:
-        """Raise ValueError if the solver does not accept the exponents of a block, or the statistic reads a power that
-        no root gives.
+        """Raise ValueError if the solver does not accept the exponents of a block, or if the statistic reads a power of
+        a factor that cannot be computed from the stored roots.
         """
         order = len(block)
         for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):
@@ -110,8 +111,8 @@ class Shampoo(Factored):
         return Power(left, right, unit, trace, known)
 
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
-        """Return the power of a diagonal factor as it is now, with the solver's ridge. Its stored root is as old as the
-        last refresh.
+        """Return the power of a diagonal factor, with the solver's ridge. The power is computed from the present
+        estimate, not from the stored root, which may be old.
         """
         values = self.solver.regularized(estimate) / per_block(unit, estimate)
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
@@ -119,8 +120,8 @@ class Shampoo(Factored):
         return Power(half, half, unit, trace, has_data(estimate))
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return residual: ||A (X^(1/e) A - I)||_F / ||A||_F of each root X, with A as it is now, not as it was at the
-        last refresh.
+        """Return `residual` of each root X: ||A (X^(1/e) A - I)||_F / ||A||_F. A is the present estimate, not that of
+        the last refresh.
         """
         found = {}
         for axis, root in self.matrices(state).items():

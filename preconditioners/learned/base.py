@@ -25,8 +25,8 @@ from ..statistics.statistic import Axes
 
 
 class LearnedFactors(Stage):
-    """A factor for each axis that is itself the state. A refresh updates the factors by the current gradient before
-    they are used.
+    """A factor for each axis, stored as state and learned directly. A refresh updates the factors by the current
+    gradient before they are applied.
 
     A gradient that is zero or not finite leaves the factors as they are.
     """
@@ -75,7 +75,7 @@ def peak_of(x: Tensor) -> Tensor:
 
 
 Factors = Mapping[int, Tensor]
-"""Factors by axis."""
+"""Factors Q by axis."""
 
 
 def factor_transposed(factor: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def gram(x: Tensor, axis: int, full: bool) -> Tensor:
 
 
 def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
-    """Return x times_axis Q^(-T), for Q upper triangular or diagonal."""
+    """Return x multiplied along an axis by Q^(-T), for Q upper triangular or diagonal."""
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
     y = apply_aligned(_solved, unfold(x, axis), factor)
@@ -103,10 +103,10 @@ def _solved(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def spectral_norm(a: Tensor) -> Tensor:
-    """Return a lower estimate of ||A||_2 `[N]` of positive semi-definite A, by the power method from the longest
-    column.
+    """Return an estimate `[N]` from below of ||A||_2 of positive semi-definite A, by the power method started at the
+    longest column.
 
-    It is at least the largest entry of the diagonal, and exact for a diagonal A.
+    The estimate is at least the largest entry of the diagonal, and exact for a diagonal A.
     """
     if a.ndim == 2:
         return a.amax(-1)
@@ -122,8 +122,8 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 
 def balanced(factors: Factors) -> dict[int, Tensor]:
-    """Return factors of the same Kronecker product that all have the same largest entry, so that none over- or
-    underflows.
+    """Return the factors rescaled to the same largest entry, so that none over- or underflows. Their Kronecker product
+    does not change.
     """
     peaks = {
         axis: factor.flatten(1).abs().amax(1).clamp_min(tiny(factor.dtype)).log() for axis, factor in factors.items()

@@ -23,18 +23,20 @@ from .base import LearnedFactors, factor_transposed, gram, is_informative, peak_
 class Jorge(LearnedFactors):
     """d x_1 R_1 x_2 ... x_k R_k  with R_i an approximation of A_i^(-e), e = 1 / (2k) by default, kept without A_i.
 
-    k is the number of axes with a factor. A <- b A + (1 - b) S, S = G G^T, is
+    d is the direction, k the number of axes with a factor. A <- b A + (1 - b) S with S = G G^T corresponds to
     A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b A^(-1) S)^(-e) where A and S commute.
-    With (1 - b) / b = 1 / ||X||_F, so that the second term has norm 1, and the series to second order (section 3):
+    b is chosen so that (1 - b) / b = 1 / ||X||_F, by which the second term has norm 1. With the binomial series to
+    second order (section 3):
 
     published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
     symmetric: X = R^(1/2e) S R^(1/2e);           R <- (1 + 1 / ||X||_F)^e h R h,  h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2
 
-    For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2 and the direction R_1 D R_2. Published, R loses its
-    symmetry, and drifts away from the root where the eigenbasis of S turns. The symmetric form is ours: the same series
-    (h^2 is the bracket to second order) in a congruence, which keeps R symmetric and positive definite. Two guards are
-    ours as well: the ridge `eps`, without which R grows without bound where no gradient ever points, and that A counts
-    as no smaller than the least number of its type. Grafting gives the magnitude.
+    For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2, and the result is R_1 d R_2. In the published form R
+    loses its symmetry, and drifts away from the root when the eigenbasis of S turns. The symmetric form is not in the
+    paper. It multiplies R by h from both sides, where h^2 equals the bracket to second order, which keeps R symmetric
+    and positive definite. Two safeguards are not in the paper either. The ridge `eps` keeps R bounded in directions
+    without gradients, and A is treated as no smaller than the smallest number of its dtype. In the paper the magnitude
+    of the update comes from grafting.
     """
 
     kind: Literal["jorge"] = "jorge"
@@ -51,7 +53,7 @@ class Jorge(LearnedFactors):
     @model_validator(mode="after")
     def _factors_fit(self) -> Self:
         if self.axes.has_diagonals:
-            raise ValueError("axes: jorge needs full factors, got diagonal ones")
+            raise ValueError("axes: jorge needs full factors, got diagonal ones; set entries: full")
         e = self.exponent
         if e is not None and (e.numerator != 1 or e.denominator > 64):
             raise ValueError(f"exponent: jorge accepts 1/p with a whole p <= 64, got {e}")

@@ -1,7 +1,8 @@
 """PSGD: a preconditioner learned by stochastic descent in a group of matrices (Li 2015, arXiv:1512.04202).
 
-A step of a factor is scale-free. But its terms are in units of the gradient, and their squares may leave the range of
-numbers. They are therefore computed from blocks divided by `size` `[N]`, which is returned with them.
+A step of a factor does not depend on the scale of the gradient. But its terms contain squared gradients, which may
+over- or underflow. The terms are therefore computed from blocks divided by `size` `[N]`, which is returned with the
+terms.
 
 Legend: N blocks; n entries in a block; d length of an axis.
 """
@@ -40,24 +41,25 @@ PROBE = 1
 
 
 class PSGD(LearnedFactors):
-    """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k, whitening: P tends to E[g g^T]^(-1/2), the least point of the criterion
+    """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k, whitening: P tends to E[g g^T]^(-1/2), the minimizer of the criterion
 
     c(P) = E[h^T P h + v^T P^(-1) v]  with h = g + damping v, v ~ N(0, I)  (Li 2022, arXiv:2211.04422, section 2; Li
-    2024, arXiv:2402.11858). One step for each axis i, with T_i the descent direction of the form and l_i its size:
+    2024, arXiv:2402.11858). g is the gradient, d the direction. A refresh makes one step for each axis i, where T_i is
+    the descent direction of the chosen `form` and l_i its size:
 
     triangular: A = Q h, B = Q^(-T) v;  T_i = A_i A_i^T - B_i B_i^T,  l_i = ||A_i A_i^T + B_i B_i^T||_2;
                 Q_i <- Q_i - (m / L_i) triu(T_i) Q_i
     quad:       A = P h;  T_i = A_i A_i^T - (n / d_i) I,  l_i = ||A_i A_i^T||_2 + n / d_i;
                 Q_i <- (I - m / (2 L_i) T_i) Q_i (I - m / (2 L_i) T_i), symmetric; matrix products only
 
-    A_i unfolding along axis i of length d_i, n entries in a block, m = lr_preconditioner, L_i <- max(b L_i + (1 - b)
-    l_i, l_i) with b = smoothing. Q starts as (mean g^4 + damping^4)^(-1/8) I of the first gradient. Q is not unique,
-    P is. After each step the Q_i are given equal largest entries. The probe v belongs to the block: a function of its
-    seed and step, not of a global generator.
+    A_i and B_i are the unfoldings of A and B along axis i, d_i the length of that axis, and n the number of entries of
+    a block. m = lr_preconditioner, b = smoothing, L_i <- max(b L_i + (1 - b) l_i, l_i). Q starts as (mean g^4 +
+    damping^4)^(-1/8) I, with g the first gradient. P is unique, Q is not: after each step the Q_i are rescaled to equal
+    largest entries. The probe v is a function of the block's seed and step, not of a global random generator.
     """
 
     kind: Literal["psgd"] = "psgd"
-    form: Literal["triangular", "quad"] = Field(default="triangular", description="how Q is parametrised and moved")
+    form: Literal["triangular", "quad"] = Field(default="triangular", description="parametrization of Q, and its step")
     lr_preconditioner: float = Field(default=0.1, gt=0, le=1, description="step m, relative to the size of T")
     smoothing: float = Field(
         default=0.9, ge=0, lt=1, description="b, how slowly the bound L falls; 0: L = l, as in the papers"
@@ -67,7 +69,9 @@ class PSGD(LearnedFactors):
         ge=0,
         description="noise added to the whitened gradient, in units of the gradient: bounds P by 1 / damping",
     )
-    initial_scale: float | None = Field(default=None, gt=0, description="Q starts as this times I; default: see above")
+    initial_scale: float | None = Field(
+        default=None, gt=0, description="Q starts as this times I; default: by the first gradient"
+    )
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {**super().state_meaning(), "form": self.form}
@@ -101,7 +105,7 @@ class PSGD(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"q.{axis}"] for axis in self.factor_axes(state.block)}
-        # Q and then Q^T: P itself may overflow where P d does not
+        # multiplied by Q and then by Q^T, because P itself may overflow where P d does not
         return mode_products(
             mode_products(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()}
         )
@@ -115,8 +119,8 @@ class PSGD(LearnedFactors):
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """Return the factors, scaled to their start in blocks whose factors no gradient has updated yet (their bounds
-        are still 0).
+        """Return the factors. In blocks that no gradient has updated yet, the factors are scaled to their initial
+        value. fresh: bool `[N]`, True for these blocks, whose bounds are still 0.
         """
         scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
         share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
@@ -135,16 +139,16 @@ class PSGD(LearnedFactors):
         return to_power(fourth, -0.5)
 
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
-        """Return the root of L from the roots of L and l. They are in units of the gradient, and their squares could
-        overflow.
+        """Return sqrt(L) from sqrt(L) of the last step and sqrt(l). Square roots are stored because L and l, in units
+        of squared gradients, could overflow.
         """
         mean = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
         return torch.maximum(mean, size)
 
 
 Terms = dict[int, tuple[Tensor, Tensor]]
-"""By axis, (the term that shrinks a factor, the term that grows it), both positive semi-definite and equal on average
-where the factor whitens.
+"""By axis, (term that shrinks a factor, term that grows it). Both terms are positive semi-definite, and are equal on
+average once the factor whitens the gradient.
 """
 
 
@@ -176,7 +180,8 @@ def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Ten
 def triangular_move(q: Tensor, t: Tensor) -> Tensor:
     """Return Q - triu(T) Q. Q stays in the group of upper triangular matrices with a positive diagonal.
 
-    No entry of the diagonal shrinks more than tenfold in one step: a full step, m = 1, could make it 0.
+    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step. A full step, m = 1, could
+    make an entry 0.
     """
     longest = (t if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1)).amax(-1)
     t = t * per_block(0.9 / longest.clamp_min(0.9), t)

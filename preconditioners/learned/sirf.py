@@ -25,21 +25,24 @@ _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
 
 
 class SIRF(LearnedFactors):
-    """P d  with P = K_1 K_1^T x ... x K_k K_k^T, kept as the K_i: P tends to (E[B g g^T] + damping I)^(-1), no root.
+    """P d  with P = K_1 K_1^T x ... x K_k K_k^T, stored as the K_i:  P tends to (E[B g g^T] + damping I)^(-1), no root.
 
-    For each axis i of length d_i, with n entries in a block and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
+    g is the gradient, d the direction, B the batch size. For each axis i of length d_i, with n entries in a block
+    and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
 
     s = (d_i / n H_i H_i^T + damping prod_{j != i} (tr(K_j^T K_j) / d_j) K_i^T K_i - I) / 2
     m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||) m_i)
 
-    H_i unfolding along axis i, a = momentum, b = lr_preconditioner. The second line is the exponential of matrices to
-    first order, so that (K K^T)^(-1) is a running mean of the statistics to first order in b. Where `axes`
-    says so K is diagonal. As without a root P g falls as 1 / g, learning rates are in other units than Adam's.
+    H_i is the unfolding of H along axis i, a = momentum, b = lr_preconditioner. The second line is a matrix exponential
+    to first order, so that (K K^T)^(-1) is a running mean of the statistics to first order in b. `axes` chooses axes
+    whose K is diagonal. Because P has no root, P g is proportional to 1 / g, and learning rates are in other units than
+    Adam's.
 
-    With `moments: layer` g g^T is that of K-FAC (SINGD, Lin et al. 2024, arXiv:2312.05705, figure 4): for U the mean of
-    x x^T over the inputs of the layer `y = W x` and G that of the gradients in y, the signals `activation_gram` and
-    `output_gradient_gram`, H_1 = K_1^T G K_1, H_2 = K_2^T U K_2, and B tr(H_j) / d_j H_i, j the other axis, takes the
-    place of d_i / n H_i H_i^T. They are collected where a refresh may be due, which `stagger: none` makes rare.
+    With `moments: layer` E[g g^T] is approximated as in K-FAC (SINGD, Lin et al. 2024, arXiv:2312.05705, figure 4). For
+    a layer `y = W x`, U is the mean of x x^T over its inputs (signal `activation_gram`), and G the mean of the same
+    products of the gradients with respect to y (signal `output_gradient_gram`). Then H_1 = K_1^T G K_1, H_2 = K_2^T U
+    K_2, and d_i / n H_i H_i^T is replaced by B tr(H_j) / d_j H_i, where j is the other axis. The signals are collected
+    in every step in which a refresh may be due. With `stagger: none` there are few such steps.
     """
 
     kind: Literal["sirf"] = "sirf"
@@ -47,10 +50,12 @@ class SIRF(LearnedFactors):
     momentum: float = Field(default=0.5, ge=0, lt=1, description="decay a of the factors' own momentum")
     damping: float = Field(default=1e-3, ge=0, description="added to the statistics: bounds P by its reciprocal")
     batch_size: float = Field(
-        default=1.0, gt=0, description="B: what a mean loss divided the sum over examples by, 1 to leave it out"
+        default=1.0,
+        gt=0,
+        description="B: number of examples that the loss is a mean over; 1: gradients are not rescaled",
     )
     moments: Literal["gradient", "layer"] = Field(
-        default="gradient", description="whose second moments: the gradient's, or those of the layer's two sides"
+        default="gradient", description="second moments of the gradient, or of the layer's inputs and output gradients"
     )
     norm: Literal["frobenius", "max"] = Field(
         default="frobenius", description="the norm ||m_i||: Frobenius, or the largest entry's modulus"
@@ -59,7 +64,7 @@ class SIRF(LearnedFactors):
     @model_validator(mode="after")
     def _source_matters(self) -> Self:
         if self.moments == "layer" and self.source != "gradient":
-            raise ValueError(f"source: '{self.source}' has no effect with `moments: layer`")
+            raise ValueError(f"source: '{self.source}' has no effect with `moments: layer`; remove it")
         if self.moments == "layer" and self.axes.vectors:
             raise ValueError("axes: {vectors: false} is required with `moments: layer`: vectors have no moments")
         return self
@@ -137,8 +142,8 @@ class SIRF(LearnedFactors):
 
 
 def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
-    """Return K^T M K, or its diagonal if K is one. Without K the result is M. It is scaled down to at
-    most `_ceiling`.
+    """Return K^T M K, or its diagonal if K is diagonal. If `k` is None, return M. The result is scaled down so that no
+    entry exceeds `_ceiling`.
     """
     if k is None:
         h = moments
@@ -151,7 +156,7 @@ def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
 
 
 def _ceiling(dtype: torch.dtype) -> float:
-    """Return the size of H above which a step is as long as at it, so that squares and their sums stay in the range of
-    numbers.
+    """Return the bound to which larger entries of H are scaled down, so that squares and their sums do not overflow.
+    The bounded step has the same length: it is limited by `max(1, ||m_i||)`.
     """
     return float(torch.finfo(dtype).max ** 0.4)

@@ -15,8 +15,8 @@ _JORDAN = (3.4445, -4.7750, 2.0315)
 
 
 def _shrunk(triple: Triple, margin: float) -> Triple:
-    """Return the triple of a step on X / margin. Polynomials fitted to singular values of at most 1 are wrong just
-    above 1.
+    """Return the triple that applies the polynomial of `triple` to X / margin instead of X. The margin keeps singular
+    values that rounding raises above 1 inside [0, 1], for which the polynomial was fitted.
     """
     a, b, c = triple
     return (a / margin, b / margin**3, c / margin**5)
@@ -53,25 +53,33 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "quintic": ((2.0, -1.5, 0.5),),
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Published coefficients by name. The last triple repeats, and all triples are used, unless an entry says otherwise.
+"""Published coefficients by name, one triple for each step. If there are more steps than triples, the last triple
+repeats. Fewer steps than triples are refused, except where the list below says otherwise.
 
-jordan: steepest slope at zero (Jordan et al. 2024, Muon). Singular values in [0.01, 1] end in [0.68, 1.13].
-you: one triple a step (You Jiacheng 2025, in modded-nanogpt). They end in [0.98, 1.03].
+jordan: steepest slope at zero (Jordan et al. 2024, Muon). Five steps map singular values in [0.01, 1] to [0.68, 1.13].
+you: one triple for each step (You Jiacheng 2025, in modded-nanogpt). Five steps map singular values to [0.98, 1.03].
 polar_express: minimax for singular values in [0.001, 1] after any number of steps, so that fewer than the eight triples
-    may be used. X / 1.01 in the first step, and in all but the last triple (Amsel et al. 2025, arXiv:2505.16932,
-    Algorithm 1). Five steps end in [0.84, 1.12], six in [0.99, 1.01], eight at 1.
+    may be used (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1). X is divided by 1.01 first, and the margin of all
+    triples except the last is 1.01. Five steps map singular values to [0.84, 1.12], six to [0.99, 1.01], eight to 1.
 polar_express_5: minimax for exactly five steps, fitted with margins of 1.02 (modded-nanogpt and microsoft/dion, 2025).
-    They end in [0.85, 1.14]. The last triple does not converge to 1.
-cans: Chebyshev-optimal cubic steps, X / 1.01 in the first (Grishina et al. 2025, arXiv:2506.10935; Tilde 2026, OKLS).
+    Five steps map singular values to [0.85, 1.14]. Repeating the last triple would not converge to 1, so it is not
+    allowed.
+cans: Chebyshev-optimal cubic steps; the margin of the first is 1.01 (Grishina et al. 2025, arXiv:2506.10935; Tilde
+    2026, OKLS).
 deepseek: eight steps of `jordan`, then two steps that bring singular values to 1 (DeepSeek-AI 2026, V4).
-quintic, cubic: converge to 1 from anywhere in (0, 1], slowly at first. cubic is Newton-Schulz itself.
+quintic, cubic: converge to 1 from any singular value in (0, 1], slowly for small ones. cubic is the classical
+    Newton-Schulz iteration.
 """
 
 
 def _schedule(value: Any) -> Any:
-    """Return a known name as it is, a single triple as a schedule of one, and lists, as YAML has them, as tuples."""
+    """Return a known name unchanged, and a single triple as a tuple of one triple. Lists, which YAML gives, become
+    tuples.
+    """
     if isinstance(value, str) and value not in NAMED_COEFFICIENTS:
-        raise ValueError(f"triples (a, b, c), or one of the names {', '.join(get_args(CoefficientName))} are required")
+        raise ValueError(
+            f"triples (a, b, c) or a name of {', '.join(get_args(CoefficientName))} are required, got '{value}'"
+        )
     flat = isinstance(value, (list, tuple)) and len(value) == 3 and not isinstance(value[0], (list, tuple))
     value = (value,) if flat else value
     if isinstance(value, (list, tuple)):
@@ -93,7 +101,7 @@ def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> t
 
 
 def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> None:
-    """Raise ValueError if a number of steps leaves triples unused, or repeats a triple that must not be repeated."""
+    """Raise ValueError if `steps` leaves triples unused, or repeats a last triple that must not be repeated."""
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
             raise ValueError(
@@ -106,10 +114,10 @@ def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int)
             f"steps: '{coefficients}' needs {count} steps, got {steps}; 'polar_express' has coefficients for any number"
         )
     if coefficients not in _ANY_NUMBER_OF_STEPS and steps < count:
-        raise ValueError(f"steps: '{coefficients}' needs at least {count} steps, got {steps}")
+        raise ValueError(f"steps: '{coefficients}' needs at least {count} steps, got {steps}; raise `steps`")
 
 
 _ANY_NUMBER_OF_STEPS = frozenset({"polar_express"})
-"""Names of schedules whose first k triples are the best k steps, for every k."""
+"""Names of coefficients whose first k triples are the best k steps, for every k."""
 _ONE_NUMBER_OF_STEPS = frozenset({"polar_express_5"})
-"""Names of schedules whose last triple ends them, and cannot be repeated."""
+"""Names of coefficients whose last triple must not be repeated."""

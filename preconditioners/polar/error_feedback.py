@@ -1,4 +1,4 @@
-"""Momenta that lose only the part that an update used: low-rank and partial orthogonalization (Dion, Dion2)."""
+"""Momenta that decay only in the part that an update used: low-rank and partial orthogonalization (Dion, Dion2)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ START = 1 << 35
 class Dion(Stage):
     """P Q^T  with  M <- M + d,  P = qr(M Q),  R = M^T P,  M <- M - (1 - beta) P R^T,  Q <- R / column norms
 
-    A momentum that is orthogonalized on r directions, which one power step computes from the last ones. It keeps the
-    rest for later (Ahn et al. 2025, arXiv:2504.05295, Algorithm 1; the step sqrt(m / n) of the paper is the stage
-    `scale`). Blocks are seen as matrices, first axis x the rest. The first Q is random.
+    d is the direction. The momentum M is orthogonalized in a subspace of r directions; one power step computes the
+    subspace from the last one. The part of M outside the subspace stays in M for later steps (Ahn et al. 2025,
+    arXiv:2504.05295, Algorithm 1; for the factor sqrt(m / n) of the paper add the stage `scale`). Blocks are treated as
+    matrices, first axis x the rest. The first Q is random.
     """
 
     kind: Literal["dion"] = "dion"
-    beta: float = Field(default=0.95, ge=0, lt=1, description="part of an update's directions that M keeps, per step")
+    beta: float = Field(
+        default=0.95, ge=0, lt=1, description="share of the used component P R^T that M keeps, per step"
+    )
     rank: int = Field(default=64, ge=1, description="number r of directions, at most the shorter side")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -60,7 +63,7 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Return Q, random in blocks that are updated for the first time."""
+        """Return Q, with random numbers in blocks that are updated for the first time."""
         if context.holds(lambda steps: steps > 1) is True:
             return q
         fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)
@@ -73,11 +76,11 @@ def _orthonormal(x: Tensor) -> Tensor:
 
 
 class Dion2(Stage):
-    """polar(M_S) on the rows S of largest sum |M_ij|, zero elsewhere, with  M <- M + d;  then  M_S <- beta M_S
+    """polar(M_S) on the rows S of largest sum |M_ij|, 0 in other rows,  with  M <- M + d;  then  M_S <- beta M_S
 
-    S is a fraction of the rows (rounded up), or of the columns if these are fewer. The other rows are used later, when
-    they have grown (Ahn et al. 2025, arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks are seen as matrices,
-    first axis x the rest. Without a fraction (1) it is Muon with an undamped momentum.
+    d is the direction. S is a fraction of the rows (rounded up), or of the columns if these are fewer. Rows that are
+    not used keep growing until they are (Ahn et al. 2025, arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks
+    are treated as matrices, first axis x the rest. With `fraction: 1` the stage is Muon with an undamped momentum.
     """
 
     kind: Literal["dion2"] = "dion2"

@@ -48,12 +48,13 @@ def newton_schulz_operations(steps: int, m: int, n: int) -> float:
 class NewtonSchulz(PolarSolver):
     """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), with products on the shorter side.
 
-    The default coefficients have the steepest slope at zero: five steps bring singular values from [0.01, 1] into
-    [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple, the last one repeats.
+    G is a block as a matrix. The default coefficients have the steepest slope at zero: five steps map singular values
+    in [0.01, 1] to [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple (a, b, c); the last triple
+    repeats.
 
     `scaling: almost_orthogonal` divides row i of the shorter side by (sum_j |X X^T|_ij)^(1/2) before the first step
-    (Boissin et al. 2025, arXiv:2512.04632, Turbo-Muon): no singular value is above 1, and all are closer to it, which
-    saves a step. The result is the polar factor of the matrix with scaled rows, not of G.
+    (Boissin et al. 2025, arXiv:2512.04632, Turbo-Muon). All singular values are then at most 1 and closer to 1 than
+    with `frobenius`, which saves a step. The result is the polar factor of the matrix with scaled rows, not of G.
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
@@ -62,7 +63,7 @@ class NewtonSchulz(PolarSolver):
         default=((3.4445, -4.7750, 2.0315),), description="triples (a, b, c), one triple, or the name of published ones"
     )
     scaling: Literal["frobenius", "almost_orthogonal"] = Field(
-        default="frobenius", description="scaling that brings singular values below 1 before the first step"
+        default="frobenius", description="scaling that makes singular values at most 1 before the first step"
     )
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
@@ -91,14 +92,14 @@ class NewtonSchulz(PolarSolver):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Return beta T + A B, rounded once."""
+    """Return beta T + A B. In low precision the sum is computed in float32 and rounded once."""
     if multiplied_in_float32(total):
         return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
     return torch.baddbmm(total, a, b, beta=beta)
 
 
 class SVD(PolarSolver):
-    """U V^T by a singular value decomposition; directions whose singular value is rounding are left out.
+    """U V^T by a singular value decomposition; directions whose singular value is only rounding are set to 0.
 
     A singular value counts as rounding at or below `cutoff` * max(m, n) * machine epsilon * the largest.
     """
@@ -125,9 +126,10 @@ def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Triangular(PolarSolver):
     """Q <- rows(tril(Q Q^T)^-1 Q)  from  Q = rows(X),  `passes` times;  rows(A): rows of A divided by their norms
 
-    The paper's MUD, on the shorter side of X. One forward substitution takes the place of Newton-Schulz: row i loses
-    its components along the rows before it, to first order. Rows become unit vectors, nearly orthogonal, but not
-    the nearest ones: the order of rows matters, and a rotation of X does not rotate the result. Zero rows stay zero.
+    This is the paper's MUD, applied to the shorter side of X. One forward substitution replaces Newton-Schulz: it
+    removes from row i, to first order, its components along the rows before it. The rows become nearly orthogonal unit
+    vectors, but not the orthonormal rows nearest to X: the result depends on the order of the rows, and a rotation of X
+    does not rotate it. Rows of zeros stay zero.
     """
 
     kind: Literal["triangular"] = "triangular"
@@ -155,14 +157,15 @@ def _unit_rows(x: Tensor) -> Tensor:
 class Spectral(Stage):
     """polar(d) = U V^T for d = U S V^T: steepest descent in the spectral norm.
 
-    Blocks are seen as matrices, first axis x the rest; a vector is one column, its polar factor d / ||d||. With
-    `nuclear_norm` the result is <d, polar(d)> polar(d), where <d, U V^T> = sum(S): the step of steepest descent with
-    its length (Bernstein & Newhouse 2024, Proposition 5; PolarGrad, Lau, Long & Su 2025, arXiv:2505.21799).
+    d is the direction. Blocks are treated as matrices, first axis x the rest; a vector is one column, with polar factor
+    d / ||d||. With `nuclear_norm` the result is <d, polar(d)> polar(d), where <d, U V^T> = sum(S). This is the steepest
+    descent step including its length (Bernstein & Newhouse 2024, Proposition 5; PolarGrad, Lau, Long & Su 2025,
+    arXiv:2505.21799).
     """
 
     kind: Literal["spectral"] = "spectral"
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
-    nuclear_norm: bool = Field(default=False, description="multiply by <d, polar(d)>, in units of the direction")
+    nuclear_norm: bool = Field(default=False, description="multiply by <d, polar(d)>, the nuclear norm of d")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         work = self.solver.operations(*matrix_shape(block))

@@ -23,7 +23,7 @@ class Root(NamedTuple):
     residual: `[N]`, the solver's own measure of the remaining error, 0 if it has none.
     definite: bool `[N]`, True where the value is positive definite.
 
-    All of it stays on the device, so that the host waits for nothing.
+    All tensors stay on the device, so that the host does not wait.
     """
 
     value: Tensor
@@ -47,23 +47,23 @@ class Basis(NamedTuple):
 
 
 Diagonal = Callable[[Tensor], Tensor]
-"""A function of q^T Q `[N, d, d]`, with q the old and Q the new basis, both orthonormal. It returns diag(Q^T A Q) `[N,
-d]`.
+"""A function that maps q^T Q `[N, d, d]` to diag(Q^T A Q) `[N, d]`, where q is the old and Q the new orthonormal basis.
 """
 
 
 class RootSolver(Schedulable, ABC, family="root_solver"):
-    """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, e > 0 a fraction; in units of A to the power -e.
+    """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, where e > 0 is a fraction.
 
-    Each matrix is solved separately: a matrix that fails is marked, and the others keep every bit. A stage raises
-        ValueError at construction for an exponent that its solver does not accept.
+    Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
+    not change by a bit. A stage raises ValueError at construction for an exponent that its solver does not accept.
     """
 
     @abstractmethod
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         """Return the inverse roots of a `[N, d, d]` for an exponent e > 0.
 
-        It never raises for a bad matrix. The matrix is marked in `ok`, and the others are unaffected.
+        A solver never raises for a bad matrix. It marks the matrix in `ok`, and the results of other matrices do not
+        change.
         """
 
     def check(self, exponent: Fraction) -> str | None:
@@ -82,8 +82,9 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
         return device
 
     def regularized(self, values: Tensor) -> Tensor:
-        """Return eigenvalues `[N, d]` in any order as this solver raises them to -e, with its ridge. 0: the eigenvalue
-        is left out.
+        """Return the eigenvalues `[N, d]`, in any order, with the solver's ridge and its treatment of small
+        eigenvalues. They are the values that the solver raises to -e. A result of 0 marks an eigenvalue that is left
+        out of the root.
         """
         return values
 
@@ -98,17 +99,21 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
 
 
 _LONGER_THAN_ANY_AXIS = 1 << 30
-"""Length that no axis of a parameter reaches. `keeps_all_columns` asks for the columns of such a matrix."""
+"""Length that no axis of a parameter reaches. `keeps_all_columns` checks that even such an axis keeps all its columns.
+"""
 
 
 class BasisSolver(Schedulable, ABC, family="basis_solver"):
-    """Q `[N, d, r]`, orthonormal columns that (nearly) diagonalise symmetric A `[N, d, d]` as Q^T A Q; r <= d.
+    """Q `[N, d, r]`, r <= d orthonormal columns that (nearly) diagonalize symmetric A `[N, d, d]` as Q^T A Q.
 
-    Q has no unit. Each matrix is solved separately: a matrix that fails is marked, and the others keep every bit.
+    Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
+    not change by a bit.
     """
 
     unit_free: ClassVar[bool] = True
-    """True if positive multiples of A have the same basis, so that a solver may receive any of them."""
+    """True if the solver returns the same basis for every positive multiple of A, so that it may receive A in any
+    scale.
+    """
 
     @classmethod
     def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
@@ -141,7 +146,8 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
-        """Return `basis`, and a function that gives diag(Q^T A Q) for less than a product with A.
+        """Return the result of `basis`, and a function that computes diag(Q^T A Q) with less work than a product with
+        A.
 
         The function is None if the solver cannot give the diagonal, which is the default.
         """

@@ -17,12 +17,12 @@ from eigengraft.numerics import products, tiny
 
 
 class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
-    """b >= lambda_max(A), or an estimate of it, of positive semi-definite A `[N, d, d]`; b `[N]` in units of A."""
+    """An upper bound of lambda_max(A), or an estimate of lambda_max(A), for positive semi-definite A `[N, d, d]`."""
 
     @final
     def upper(self, a: Tensor) -> Tensor:
-        """Return the bound `[N]` of a `[N, d, d]`; 0 for a zero matrix. Entries are scaled to at most 1 first, so that
-        nothing overflows.
+        """Return the bound `[N]` for matrices a `[N, d, d]`, in units of a. It is 0 for a zero matrix. Entries are
+        scaled to at most 1 first, so that nothing overflows.
         """
         if a.numel() == 0:
             return a.new_zeros(a.shape[0])
@@ -31,21 +31,21 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 
     @abstractmethod
     def of_scaled(self, a: Tensor) -> Tensor:
-        """Return the bound of matrices whose largest entry has size 1, or 0 for a zero matrix."""
+        """Return the bound for matrices whose largest entry has size 1, or 0 for a zero matrix."""
 
 
 class GuaranteedBound(EigenvalueBound):
     """min(m + s sqrt(d - 1),  max_i (|A| x)_i / x_i) (1 + margin),  m = tr A / d,  s^2 = ||A - m I||_F^2 / d
 
-    The first is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1; equality: all other
-    eigenvalues equal); for positive semi-definite A it exceeds neither the trace nor the Frobenius norm. The second
-    bounds the spectral radius of |A|, hence of A, for every x > 0 (Collatz 1942); with x = |A| 1, the row sums, it is
-    Minc's (1988) row-sum bound and at most the largest row sum. Rows smaller than 2^-20 of the largest count as that in
-    x.
+    The first term is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1). It is exact if all
+    eigenvalues except the largest are equal, and for positive semi-definite A at most the trace and the Frobenius norm.
+    The second term bounds the spectral radius of |A|, hence of A, for every x > 0 (Collatz 1942). x = |A| 1 holds the
+    row sums, by which the term is Minc's (1988) row-sum bound and at most the largest row sum. Entries of x below 2^-20
+    times the largest entry are raised to that value.
 
-    margin = (2 d + 10) machine epsilon covers rounding: sums of d terms in any order are off by at most d u each, three
-    of them in a row of the second bound, two in the first, and s is a norm, not a difference of two traces. Valid down
-    to the smallest normal number.
+    margin = (2 d + 10) machine epsilon covers rounding: a sum of d terms in any order has a relative error of at most d
+    u. The second term contains three such sums one after another, the first term two, and s is computed as a norm, not
+    as a difference of two traces. The bound is valid down to the smallest normal number.
     """
 
     kind: Literal["guaranteed"] = "guaranteed"
@@ -72,11 +72,11 @@ class FrobeniusBound(EigenvalueBound):
 
 
 class PowerIteration(EigenvalueBound):
-    """factor * max_j ||A v_j|| after `steps` of v <- A v / ||A v||, several start vectors at once.
+    """factor * max_j ||A v_j|| after `steps` of  v_j <- A v_j / ||A v_j||,  for several start vectors v_j at once
 
-    An estimate, not a bound: without the factor it is at most the largest eigenvalue, and close to it only after many
-    steps where the second eigenvalue is near. A factor of 2 makes up for few steps (DASH, arXiv:2602.02016). The
-    start is deterministic: fractional parts of multiples of the golden ratio.
+    This is an estimate, not a bound. Without the factor it is at most the largest eigenvalue; if the second eigenvalue
+    is near the largest, many steps are needed to come close. A factor of 2 makes up for few steps (DASH,
+    arXiv:2602.02016). The start vectors are deterministic: fractional parts of multiples of the golden ratio.
     """
 
     kind: Literal["power_iteration"] = "power_iteration"

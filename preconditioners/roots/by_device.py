@@ -1,15 +1,15 @@
 """The choice between solvers with the same result in exact arithmetic, for an accelerator, by a table of times.
 
-CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) whole
-stacks at once. A solver with `by_device: true` therefore leaves its matrices on an accelerator to the fastest of the
-solvers that declare themselves `equal_to` it. On a CPU it always solves them itself, so that the bits of a recipe
-depend on no table. The choice is made on the host and reads no values.
+CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) a full
+stack at once. On an accelerator a solver with `by_device: true` is therefore replaced by the fastest of the solvers
+whose `equal_to` accepts it, itself included. On a CPU it is never replaced, so that the bits of a recipe there do not
+depend on a table of times. The choice is made on the host and reads no values of tensors.
 
 `timings.json` holds the times, in the format of the reports of `make gpu`, with the source of each number. The choice
 depends on the device type, the order of the matrices and their dtype. It does not depend on the number of matrices in a
 stack: that number differs between ranks and between the slices of a spread refresh, and the same block would then have
-other bits on one rank than on two. The time of a row is divided by its batch. Of rows of one order, the row with the
-largest batch counts.
+other bits on one rank than on two. The time of a row is divided by its batch. If several rows have the same order, the
+row with the largest batch is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Solver = TypeVar("_Solver", RootSolver, BasisSolver)
 
 
 class ByDevice(Schedulable):
-    """A solver that may leave matrices on an accelerator to an equal solver."""
+    """A solver that an equal one may replace for matrices on an accelerator."""
 
     by_device: bool = Field(
         default=False,
@@ -41,8 +41,8 @@ class ByDevice(Schedulable):
     )
 
     def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
-        """Return one line that names the solver of matrices `[N, order, order]` on an accelerator, the others, and
-        their times.
+        """Return one line with the solver chosen for matrices `[N, order, order]` on an accelerator, the solvers that
+        it was compared with, and the times of all.
         """
         return choose_solver(self, device, order, dtype).why
 
@@ -58,7 +58,7 @@ class Timing:
     order, batch: size and number of the matrices.
     dtype: name of their dtype.
     milliseconds: time of one call for the whole batch.
-    source: "measured", "read, not measured" or "estimated", a colon, and the origin of the number.
+    source: "measured", "read, not measured" or "estimated", followed by a colon and the origin of the number.
     """
 
     device: str
@@ -91,10 +91,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
-    """Return the time of one matrix of a large stack, from the row of the least order that is not below `order`.
+    """Return the time of one matrix of a large stack, from the row with the smallest order >= `order`.
 
-    Above the largest order of the table, times grow with the third power of the order. If there are measured rows, only
-    these count. A device type without rows is treated as CUDA. None: the table has no row of the operation.
+    Above the largest order of the table, times are extrapolated with the third power of the order. If there are
+    measured rows, all other rows are ignored. A device type without rows is treated as CUDA. Return None if the table
+    has no row for the operation.
     """
     if device not in {row.device for row in timings()}:
         device = "cuda"
@@ -112,7 +113,7 @@ class Choice(NamedTuple):
     """The chosen solver.
 
     solver: a RootSolver or BasisSolver.
-    why: its name, the names of the others, and their times.
+    why: text with its name, the names of the solvers that it was compared with, and the times of all.
     """
 
     solver: RootSolver | BasisSolver
@@ -121,7 +122,7 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dtype: torch.dtype) -> Choice:
-    """Return the fastest of a solver and those equal to it, for matrices `[N, order, order]` on an accelerator."""
+    """Return the fastest of a solver and its equal solvers, for matrices `[N, order, order]` on an accelerator."""
     equal = (member.equal_to(solver, dtype) for member in solver.members.values())  # type: ignore[attr-defined]
     found = []
     for one in (solver, *(other for other in equal if other is not None)):
@@ -140,8 +141,8 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
 
 
 def chosen(solver: _Solver, a: Tensor) -> _Solver:
-    """Return the solver of matrices a `[N, d, d]` on an accelerator: the given one, or if it may choose, the fastest
-    equal one.
+    """Return the solver for matrices a `[N, d, d]` on an accelerator: the fastest equal one if `solver` has
+    `by_device`, else `solver` itself.
     """
     if not (isinstance(solver, ByDevice) and solver.by_device):
         return solver

@@ -30,7 +30,7 @@ OKLS_SCHEDULE = (
 
 
 def _pairs(value: Any) -> Any:
-    """Return a list of lists, as YAML has it, as a tuple of tuples. Other values stay."""
+    """Return a list of lists, which YAML gives, as a tuple of tuples. Return other values unchanged."""
     rows = value if isinstance(value, (list, tuple)) else ()
     return tuple(tuple(row) if isinstance(row, list) else row for row in rows) if rows else value
 
@@ -39,12 +39,13 @@ class CANS(Iterative):
     """Y <- Y E,  Z <- E Z,  E = a I + b Z Y  over the pairs (a, b), from  Y = C,  Z = I:  Z tends to C^(-1/2)
 
     Chebyshev-accelerated Newton-Schulz (CANS, arXiv:2506.10935). Y, Z `[N, d, d]`; C is A with its ridge, divided by
-    its size and by `safety`, so that its eigenvalues are in (0, 1). A step is three products for every matrix: no value
-    is tested, and no device is waited for. Takes e = 1/2 and 1/4, the latter in a second pass on the Y of the first.
+    its size and by `safety`, so that its eigenvalues are in (0, 1). A step is three products for every matrix. No value
+    is tested, so the host never waits for a device. Accepts e = 1/2 and e = 1/4; 1/4 takes a second pass on the Y of
+    the first.
 
-    The first pair is negative just above 1: an eigenvalue of C there converges to a root of the wrong sign, which the
-    residual max |Z C Z - I| does not show. Hence a guaranteed bound as size, times `safety`, and the check of
-    definiteness.
+    The polynomial of the first pair is negative just above 1. An eigenvalue of C above 1 would converge to a root of
+    the wrong sign, which the residual max |Z C Z - I| does not show. Therefore the size is a guaranteed bound times
+    `safety`, and the root is checked to be positive definite.
     """
 
     kind: Literal["cans"] = "cans"
@@ -58,7 +59,7 @@ class CANS(Iterative):
 
     def check(self, exponent: Fraction) -> str | None:
         if exponent not in (Fraction(1, 2), Fraction(1, 4)):
-            return f"cans takes exponents 1/2 and 1/4, got {exponent}"
+            return f"cans takes exponents 1/2 and 1/4 only, got {exponent}"
         return None
 
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
@@ -72,7 +73,9 @@ class CANS(Iterative):
         return Solved(z, residual, torch.full_like(residual, steps, dtype=torch.int32))
 
     def _pass(self, c: Tensor, need_y: bool) -> tuple[Tensor, Tensor]:
-        """Return C^(1/2), if it is needed, and C^(-1/2). The first step has Z = I, and the last one may skip Y."""
+        """Return (Y, Z). Z is C^(-1/2). Y is C^(1/2) if `need_y`; else the last step skips Y, which must not be
+        used.
+        """
         c = c / self.safety
         y = zy = c
         z = identity_like(c)

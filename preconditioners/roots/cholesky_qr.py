@@ -26,18 +26,18 @@ from .power_qr import PowerQR, householder, identity_order, ordered_step, same_s
 class CholeskyQR(BasisSolver):
     """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
 
-    in `rounds` rounds, u the unit of rounding; s = 0 in the last two rounds, or the last one of two, and 4 d u before
-    (CholeskyQR2, Yamamoto et al. 2015; the shift, Fukaya et al. 2020). Columns of X are scaled to length 1 before,
-    which changes no Q and makes X well-conditioned, whatever the spectrum, once Q is near the eigenvectors. Columns of
-    X that are only rounding, in the null space, keep their values in Q.
+    in `rounds` rounds (CholeskyQR2, Yamamoto et al. 2015). The shift s is 4 d u in the first rounds, where u is the
+    rounding unit (Fukaya et al. 2020), and 0 in the last two rounds, or in the last of two. Columns of X are scaled to
+    length 1 first. This does not change Q, and makes X well-conditioned for any spectrum once Q is near the
+    eigenvectors. Columns of X that are only rounding, in the null space of A, are replaced by the columns of the old Q.
 
-    Two rounds are enough for X of condition up to u^(-1/2). A direction that is new to A, or much larger than the rest,
-    makes columns of A Q nearly parallel. With `rounds: 4, wide: true` these are orthonormalised as well as by
-    Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by this solver.
-    With two rounds in float32 nearly all refreshes of such matrices fail on a device.
+    Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
+    all others, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such matrices
+    fail on a device. With `rounds: 4, wide: true` they are orthonormalized as well as by Householder QR (mixed
+    precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the solver with these settings.
 
-    A matrix whose result is not orthonormal is orthonormalised by Householder QR on a CPU. On a device, where the host
-    would have to wait for the list of such matrices, it keeps its basis and counts as failed.
+    On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device the host would
+    have to wait for the list of such matrices; there the matrix keeps its basis and counts as failed.
     """
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
@@ -45,10 +45,10 @@ class CholeskyQR(BasisSolver):
     rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorisations in one step")
     wide: bool = Field(default=False, description="take the rounds with s > 0 in float64")
     max_error: float = Field(
-        default=32.0, ge=1, description="largest |Q^T Q - I| that is accepted, in units of rounding, the spacing at 1"
+        default=32.0, ge=1, description="largest entry of |Q^T Q - I| that is accepted, in units of machine epsilon"
     )
     bootstrap: bool = Field(
-        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+        default=True, description="compute the first basis by an eigendecomposition; false: start from the identity"
     )
 
     @classmethod
@@ -70,7 +70,8 @@ class CholeskyQR(BasisSolver):
     def orthonormal(self, aq: Tensor, q: Tensor, checks: list[Tensor]) -> Tensor:
         """Return the orthonormal factor of aq, with the signs of q.
 
-        checks: on a device, bool `[N]` is appended to it, False where the factor was not found and q is returned.
+        checks: a list. On a device a bool `[N]` is appended to it: False where the factor is not orthonormal, and q is
+        returned instead.
         """
         x = _unit_columns(aq, q)
         new, good = self.cholesky(x)
@@ -85,8 +86,8 @@ class CholeskyQR(BasisSolver):
         return new
 
     def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return orthonormal columns that span those of x, which have length 1, and bool `[N]`, True where they are
-        orthonormal.
+        """Return (q, good). q are orthonormal columns with the span of the columns of x, which have length 1. good:
+        bool `[N]`, True where q is orthonormal up to `max_error`.
         """
         for number in range(self.rounds):
             shifted = number < max(1, self.rounds - 2)
@@ -110,7 +111,9 @@ def _divided(x: Tensor, lower: Tensor) -> Tensor:
 
 
 def _unit_columns(aq: Tensor, q: Tensor) -> Tensor:
-    """Return the columns of aq scaled to length 1. A column that is only rounding is replaced by that of q."""
+    """Return the columns of aq scaled to length 1. A column that is only rounding is replaced by the column of q with
+    its index.
+    """
     size = torch.linalg.vector_norm(aq, dim=-2, keepdim=True)  # [N, 1, d]
     live = size > torch.finfo(aq.dtype).eps * aq.shape[-2] * size.amax(-1, keepdim=True)
     return torch.where(live, aq / size.where(live, 1.0), q)

@@ -1,7 +1,7 @@
 """Inverse roots by the coupled Newton iteration: matrix products only (Iannazzo 2006; Higham 2008, section 7.3).
 
-A coupled iteration updates two or three matrices together, and one of them tends to I. `Coupled` says how such
-iterations run and when they stop.
+A coupled iteration updates two or three matrices together, one of which tends to I. `Coupled` runs such iterations and
+decides when they stop.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Iterates = tuple[Tensor, ...]
 class Best(NamedTuple):
     """The result of an iteration.
 
-    state: the iterate of least error of each matrix.
-    error: `[N]`, its ||M - I||.
-    steps: `[N]`, the number of steps of each matrix.
+    state: for each matrix of the stack, the iterate with the least error.
+    error: `[N]`, ||M - I|| of that iterate.
+    steps: `[N]`, number of steps that each matrix ran.
     """
 
     state: Iterates
@@ -39,32 +39,35 @@ class Best(NamedTuple):
 
 
 class Coupled(Iterative):
-    """X_k -> C^(-1/p),  M_k = X_k^p C -> I `[N, d, d]`:  the X_k of least ||M_k - I||, k <= max_iterations
+    """X_k -> C^(-1/p),  M_k = X_k^p C -> I `[N, d, d]`:  the X_k with the least ||M_k - I||, k <= max_iterations
 
-    In floating point ||M - I|| grows again once it has reached rounding, so every matrix keeps its best iterate and
-    stops when its error no longer falls: no matrix is carried past convergence. The residual is that least error; it
-    has no unit.
+    In floating point ||M - I|| grows again once it has reached the level of rounding. Every matrix therefore keeps its
+    best iterate, and stops when its error no longer falls. The residual is the least error; it has no unit.
 
-    The eigenvalues of M rise to 1 one after the other, and a single one near 0 is an error of 1 in the Frobenius norm,
-    but only of 1 / d in the largest entry: with `norm: max`, the rule of Distributed Shampoo, a root of a large matrix
-    can pass `max_error` that is off by any factor where A is smallest.
+    The eigenvalues of M rise to 1 one after the other. A single eigenvalue near 0 gives an error of 1 in the Frobenius
+    norm, but possibly only 1 / d in the largest entry. With `norm: max`, the rule of Distributed Shampoo, the root of a
+    large matrix may therefore pass `max_error` although it is wrong by a large factor in the direction of the smallest
+    eigenvalue.
     """
 
     max_iterations: int = Field(default=40, ge=1, le=200, description="bound on the steps")
     tolerance: float = Field(default=1e-6, gt=0, description="a matrix is done when ||M - I|| is below this")
     growth: float = Field(
-        default=1.0, ge=1, description="a matrix within 1/2 of I stops when its error is this many times its least"
+        default=1.0, ge=1, description="a matrix within 1/2 of I stops when its error exceeds its least by this factor"
     )
     stop: Literal["near", "rise"] = Field(
         default="near",
-        description="rises of the error that end the iteration: near I, or anywhere, with the iterate before it as "
-        "the result (the published rule: it stops matrices that would converge, which `retries` solve again)",
+        description="which rises of the error end the iteration. near: only rises near I; rise: any rise, with the "
+        "iterate before it as the result. rise is the published rule; it also stops matrices that would converge, "
+        "which `retries` solve again",
     )
     norm: Literal["frobenius", "max"] = Field(
         default="frobenius", description="which norm of M - I; max: of its entries"
     )
     check_every: int = Field(
-        default=4, ge=1, description="steps between checks whether all are done, each of which waits for a device"
+        default=4,
+        ge=1,
+        description="steps between checks that all matrices are done; the host waits for a device at each check",
     )
 
     def run(self, state: Iterates, step: Callable[[Iterates, int], Iterates]) -> Best:
@@ -76,7 +79,7 @@ class Coupled(Iterative):
             if may_wait_for_values(eye) and iteration % self.check_every == 0 and not bool(live.any()):
                 break
             if iteration and not has_values(eye):
-                break  # fake tensors have no values: every step costs the same as the first
+                break  # fake tensors have no values; one step is enough for shapes and dtypes
             state = step(state, iteration)
             steps = steps + live
             new = self._distance(state[-1] - eye)
@@ -88,7 +91,9 @@ class Coupled(Iterative):
         return Best(best, error, steps)
 
     def _judged(self, new: Tensor, error: Tensor, first: bool, d: int) -> tuple[Tensor, Tensor]:
-        """Return two bool `[N]`: the iterate is better than the best before it; no better one will follow."""
+        """Return (better, ended), two bool `[N]`. better: the iterate is better than all before it. ended: no better
+        iterate will follow.
+        """
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
@@ -109,8 +114,8 @@ class Coupled(Iterative):
     def newton(self, state: Iterates, p: int, order: int) -> Iterates:
         """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i
 
-        b_i = prod over j <= i of (1 + (j - 1) p) / (j p): T is the start of the series of M^(-1/p). Products are
-        computed with T - I and T^p - I, which tend to 0 as M tends to I, and so does their rounding.
+        b_i = prod over j <= i of (1 + (j - 1) p) / (j p): T is the truncated series of M^(-1/p) around I. Products are
+        computed with T - I and T^p - I. Both tend to 0 as M tends to I, and so does the rounding error of the products.
         """
         x, m = state
         eye = identity_like(m)
@@ -138,8 +143,8 @@ class Coupled(Iterative):
 
 
 def rational(kind: str, exponent: Fraction) -> str | None:
-    """Return the reason why a solver that iterates on p-th roots and takes q-th powers does not accept q/p. None: it
-    accepts it.
+    """Return the reason why a solver that computes p-th roots and then q-th powers does not accept the exponent q/p.
+    None: the exponent is accepted.
     """
     if exponent.denominator > 64 or exponent.numerator > 8:
         return f"{kind} takes exponents q/p with p <= 64 and q <= 8, got {exponent}"
@@ -147,21 +152,21 @@ def rational(kind: str, exponent: Fraction) -> str | None:
 
 
 _LEAST_RIDGE = 8
-"""Least ridge over the largest eigenvalue, in units of machine epsilon, with which the iteration replaces `eigh`. At 8
-the roots of singular matrices of order 32 and 256 in float32 are 0.7 % off those in float64, and roots by `eigh` are
-6 % off.
+"""Smallest relative ridge, in units of machine epsilon, for which the iteration may replace `eigh` (`equal_to`). The
+ridge is relative to the largest eigenvalue. With 8 the float32 roots of singular matrices of order 32 and 256 differ
+from those in float64 by 0.7 %; float32 roots by `eigh` differ by 6 %.
 """
 
 
 class CoupledNewton(Coupled):
     """X <- X T,  M <- T^p M,  T = ((p + 1) I - M) / p,  from  X = z^(1/p) I,  M = z C,  z = (1 + p) / 2
 
-    Iannazzo 2006; Higham 2008, section 7.3. X `[N, d, d]` tends to C^(-1/p), M to I, quadratically for
-    eigenvalues of z C in (0, p + 1); the root C^(-q/p) is the q-th power of X. C is A with its ridge, divided by its
-    size. Takes e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
+    Iannazzo 2006; Higham 2008, section 7.3. X `[N, d, d]` tends to C^(-1/p) and M to I; convergence is quadratic for
+    eigenvalues of z C in (0, p + 1). The root C^(-q/p) is the q-th power of X. C is A with its ridge, divided by its
+    size. Accepts e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
 
-    The rule of Distributed Shampoo (PyTorch): relative false, norm max. Of its JAX version: relative_to power_iteration
-    (steps 100), norm max, stop rise, growth 1.2, max_iterations 100, retries 5, retry_above 0.05.
+    Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max. In JAX: relative_to
+    power_iteration (steps 100), norm max, stop rise, growth 1.2, max_iterations 100, retries 5, retry_above 0.05.
     """
 
     kind: Literal["coupled_newton"] = "coupled_newton"

@@ -1,6 +1,6 @@
 """Solvers by one decomposition of each matrix: roots and bases by `eigh`, inverses by Cholesky.
 
-An eigendecomposition may fail in `eigh` alone, which all other code calls.
+All eigendecompositions of the library go through `eigh` below, which handles their failures.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .by_device import ByDevice, chosen
 
 
 def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return eigenvalues `[N, d]` in ascending order, eigenvectors `[N, d, d]`, and bool `[N]`, False where it failed.
+    """Return eigenvalues `[N, d]` in ascending order, eigenvectors `[N, d, d]`, and bool `[N]`, False for failures.
 
     A failure is an error of LAPACK, or a result with nan: on a CPU, divide and conquer in float32 returns nan without
-    an error for some finite singular matrices. Failures in float32 are tried again in float64. If that fails too, the
-    result is the decomposition of the identity. On other devices a test for nan would make the host wait, so results
-    with nan are replaced there and not tried again.
+    an error for some finite singular matrices. A decomposition that fails in float32 is repeated in float64. If that
+    fails too, the result is the decomposition of the identity. On other devices a test for nan would make the host
+    wait, so results with nan are replaced by the decomposition of the identity without a second attempt.
 
-    host: True copies matrices of a device to the host and decomposes them there. The host waits once, for the copies.
+    host: if True, copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
     """
     if host and not a.is_cpu:
         values, vectors, ok = on_host(eigh, a)
@@ -62,7 +62,7 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
-    """Return a basis of eigenvectors by descending eigenvalue, from scratch.
+    """Return a basis of eigenvectors by descending eigenvalue, computed by an eigendecomposition.
 
     columns: number of eigenvectors. None: all.
     host: as in `eigh`.
@@ -90,9 +90,10 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A / max |A|, and bool `[N]`, True where A is finite.
+    """Return (A / max |A|, bool `[N]`: True where A is finite).
 
-    No product with the result can overflow, and its eigenvectors are those of A. It is 0 where A is not finite.
+    Products with the scaled matrices cannot overflow, and their eigenvectors are those of A. The result is 0 where A is
+    not finite.
     """
     ok = finite_blocks(a)
     a = where_blocks(ok, a, 0.0)
@@ -106,22 +107,24 @@ def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
 
 
 class Eigh(RootSolver, ByDevice):
-    """Q f(lambda)^(-e) Q^T with A = Q diag(lambda) Q^T `[N, d, d]`; f treats rank deficiency.
+    """Q diag(f(lambda))^(-e) Q^T  with A = Q diag(lambda) Q^T `[N, d, d]`;  `deficiency` chooses f, for singular A.
 
     add: max(lambda, 0) + r.
     floor: max(lambda, r).
-    clip_shift: lambda + r, shifted up so that the least is r (Shi et al. 2023, section 3.2.1; the ridge is added once).
-    perturb_before: the same with the ridge inside the decomposition: lambda of A + r I, all shifted up where the least
-    is below r so that it is r (the default of Distributed Shampoo). It equals clip_shift up to rounding, and the matrix
-    that is decomposed is never singular.
-    pseudo_inverse: eigenvalues up to max(r, atol, rtol * lambda_max) are dropped, 0 in the root.
+    clip_shift: lambda + r - min(0, least lambda) (Shi et al. 2023, section 3.2.1; the ridge is added once).
+    perturb_before: the same with the ridge inside the decomposition (the default of Distributed Shampoo): the
+        eigenvalues of A + r I, shifted so that the least is at least r. The result equals clip_shift up to rounding,
+        but the matrix that is decomposed is not singular.
+    pseudo_inverse: eigenvalues up to max(r, atol, rtol * lambda_max) are 0 in the root.
 
-    r = eps, or eps * lambda_max if `relative`; in units of A. Takes every e > 0, exact up to rounding: an error of
-    about d u lambda_max in each eigenvalue, u the rounding unit, so that r below that is noise. Fails where A or the
-    root is not finite; a decomposition that does not converge in float32 is tried again in float64.
+    The ridge r is eps, or eps * lambda_max if `relative`; it is in units of A. Every exponent e > 0 is accepted. Each
+    eigenvalue has a rounding error of about d u lambda_max, where u is the rounding unit, so a smaller r has no effect.
+    The solver fails where A or the root is not finite. A decomposition that does not converge in float32 is repeated in
+    float64.
 
-    With `by_device` matrices on an accelerator are left to a faster solver: decompositions on the host, or
-    `coupled_newton` with the same ridge, if the ridge is relative, added to all eigenvalues, and above rounding.
+    With `by_device` a faster solver may replace this one on an accelerator: decompositions on the host, or
+    `coupled_newton` with the same ridge. The latter requires a ridge that is relative, added to all eigenvalues, and
+    above rounding.
     """
 
     kind: Literal["eigh"] = "eigh"
@@ -146,11 +149,13 @@ class Eigh(RootSolver, ByDevice):
     def _fits(self) -> Self:
         if self.deficiency == "perturb_before" and self.relative:
             raise ValueError(
-                "eigh: perturb_before adds its ridge before eigenvalues are known: `relative: false` required"
+                "eigh: deficiency perturb_before adds its ridge before eigenvalues are known, and cannot be combined "
+                "with relative true; set relative: false"
             )
         if self.deficiency != "pseudo_inverse" and (self.rtol != 0 or self.atol != 0):
             raise ValueError(
-                f"eigh: rtol and atol belong to deficiency pseudo_inverse, got deficiency {self.deficiency}"
+                f"eigh: rtol and atol have no effect with deficiency {self.deficiency}; remove them, or set "
+                "deficiency: pseudo_inverse"
             )
         return self
 
@@ -182,7 +187,9 @@ class Eigh(RootSolver, ByDevice):
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:
-        """Return eigenvalues `[N, d]` as the deficiency rule changes them. 0: the eigenvalue is left out."""
+        """Return the eigenvalues `[N, d]` after the rule `deficiency`. A result of 0 marks an eigenvalue that is left
+        out of the root.
+        """
         if values.shape[1] == 0:
             return values
         floor = tiny(values.dtype)
@@ -204,8 +211,8 @@ class Eigh(RootSolver, ByDevice):
 class CholeskyInverse(RootSolver):
     """(A + r I)^(-1)  with  r = eps + ratio tr(A) / d,  A `[N, d, d]`;  by the Cholesky factors of A + r I
 
-    The damping of Newton-Muon (Du & Su 2026, arXiv:2604.01472: ratio 0.2) and of K-FAC. Takes e = 1 alone. eps is in
-    units of A, ratio has none. Fails where A is not finite or A + r I has no factor.
+    This is the damping of Newton-Muon (Du & Su 2026, arXiv:2604.01472: ratio 0.2) and of K-FAC. Only e = 1 is accepted.
+    eps is in units of A; ratio has no unit. The solver fails where A is not finite or A + r I has no Cholesky factor.
     """
 
     kind: Literal["cholesky"] = "cholesky"
@@ -213,7 +220,7 @@ class CholeskyInverse(RootSolver):
     ratio: float = Field(default=0.2, ge=0, description="ridge, in units of the mean eigenvalue")
 
     def check(self, exponent: Fraction) -> str | None:
-        return None if exponent == 1 else f"cholesky takes exponents of 1 alone, got {exponent}"
+        return None if exponent == 1 else f"cholesky takes exponents of exactly 1, got {exponent}"
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         known = finite_blocks(a)
@@ -270,6 +277,6 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Return eigenvectors in the declared order, no order of columns, and bool `[N]`, False where it failed."""
+        """Return (eigenvectors in the declared order, None, bool `[N]`: False where the decomposition failed)."""
         _, vectors, ok = eigh(a, self.on_host)
         return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

@@ -1,4 +1,4 @@
-"""The base of iterative root solvers: size and ridge, isolation of bad matrices, rejection, further attempts."""
+"""The base of iterative root solvers: scaling and ridge, rejection of bad results, and further attempts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ Precision = Literal["input", "bfloat16", "float16"]
 class Solved(NamedTuple):
     """The result of one solve.
 
-    root: `[N, d, d]`; its power `power` is C^-e.
-    residual, iterations: `[N]`.
-    power: whole number.
+    root: `[N, d, d]`, a matrix whose power with exponent `power` is C^-e.
+    residual: `[N]`, the solver's measure of the error.
+    iterations: `[N]`, number of steps of each matrix.
+    power: a whole number, see `root`.
     """
 
     root: Tensor
@@ -44,13 +45,15 @@ class Solved(NamedTuple):
 class Iterative(RootSolver):
     """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
 
-    The ridge is added here, and only here: r = max(eps * size, floor), or max(eps, floor) if not `relative`. Where t is
-    a bound the eigenvalues of C are in [r / t, 1], for any size of A; t, r and `floor` are in units of A.
+    The ridge is added in this class only: r = max(eps * size, floor), or max(eps, floor) if not `relative`, where size
+    is `relative_to` of A. If t is an upper bound, the eigenvalues of C are in [r / t, 1]. t, r and `floor` are in units
+    of A.
 
-    Fails where the root is not finite, where its residual, which has no unit, is not below `max_error`, and where it
-    has no Cholesky factor: the iterations have fixed points with eigenvalues of the wrong sign, which no residual of an
-    even power shows. A matrix that is not finite is solved as the identity and fails. Failures are solved again
-    `retries` times, each time with ten times the ridge. Products never mix matrices, so the others keep every bit.
+    A matrix fails if its root is not finite, if the residual (which has no unit) is not below `max_error`, or if the
+    root has no Cholesky factor: the iterations have fixed points with eigenvalues of the wrong sign, which the residual
+    of an even power does not show. A matrix that is not finite fails; the identity is solved in its place. Failures are
+    solved again up to `retries` times, each time with ten times the ridge. Products never mix matrices, so results of
+    other matrices do not change by a bit.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
@@ -63,25 +66,30 @@ class Iterative(RootSolver):
         default=None, description="size that a relative eps refers to; default: `scaling`"
     )
     max_error: float = Field(default=0.1, gt=0, description="a root whose residual is not below this counts as failed")
-    retries: int = Field(default=0, ge=0, le=10, description="attempt i after a failure takes 10^i times the ridge")
-    retry_above: float | None = Field(
-        default=None, gt=0, description="residual from which it is worth another attempt; default: `max_error`"
+    retries: int = Field(
+        default=0,
+        ge=0,
+        le=10,
+        description="number of further attempts after a failure; attempt i has 10^i times the ridge",
     )
-    precision: Precision = Field(default="input", description="dtype that factors of products are rounded to")
+    retry_above: float | None = Field(
+        default=None, gt=0, description="residual from which a matrix is solved again; default: `max_error`"
+    )
+    precision: Precision = Field(default="input", description="dtype to which the factors of products are rounded")
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if not self.relative and self.relative_to not in (None, type(self).model_fields["relative_to"].default):
-            raise ValueError("relative_to: it has no effect with relative false")
+            raise ValueError("relative_to: has no effect with relative false; remove it")
         if self.retry_above is not None and not self.retries:
-            raise ValueError("retry_above: it has no effect with retries 0")
+            raise ValueError("retry_above: has no effect with retries 0; set retries or remove it")
         return self
 
     @abstractmethod
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
         """Return a root of C^-e.
 
-        ridge: the ridge inside C, in units of the size without it. 0: the host does not know it.
+        ridge: the ridge inside C, in units of the size of A. 0: the ridge is not known on the host.
         """
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
@@ -100,7 +108,7 @@ class Iterative(RootSolver):
                     break
                 again = self._attempt(a[rows], exponent, 10.0**attempt)
                 again = Root(*(old.index_copy(0, rows, new) for old, new in zip(found, again, strict=True)))
-            else:  # a traced graph cannot select failures: all are solved, and results of failures are used
+            else:  # a traced graph cannot select failures: all matrices are solved again
                 again = self._attempt(a, exponent, 10.0**attempt)
             better = failed & again.ok & (~found.ok | (again.residual < found.residual))
             found = Root(*(torch.where(per_block(better, x), y, x) for x, y in zip(found, again, strict=True)))
@@ -113,7 +121,7 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Return the roots of one attempt. times: factor of the ridge."""
+        """Return the roots of one attempt. times: number that the ridge is multiplied by."""
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)
@@ -130,8 +138,8 @@ class Iterative(RootSolver):
         return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
 
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
-        """Return the size `[N]`, at least the absolute ridge, and the ridge in units of the size. The ridge of a zero
-        matrix is 1.
+        """Return (size, ridge), both `[N]`. The size is at least the absolute ridge. The ridge is in units of the size,
+        and 1 for a zero matrix.
         """
         none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times
         upper = self.scaling.upper(a)
@@ -144,10 +152,11 @@ class Iterative(RootSolver):
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return a b for stacks of matrices with factors rounded to `precision`, sums and result in at least float32.
+    """Return the products a b of stacks of matrices. Factors are rounded to `precision`; sums and results have at least
+    float32.
 
-    float16 has a small range. Factors are therefore scaled to at most 1 in size first, by powers of two, which is
-    exact. On a CPU the rounding is emulated: the numbers are the same, and no time is saved.
+    float16 has a small range. Its factors are therefore first scaled to at most 1 in size, by powers of two, which is
+    exact. On a CPU the rounding is emulated: results have the same rounding as on a device, but no time is saved.
     """
     if precision == "input":
         return torch.bmm(a, b)
@@ -166,7 +175,9 @@ def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _at_most_one(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a divided by a power of two, so that no entry is larger than 1, and that power `[N, 1, 1]`."""
+    """Return (a / power, power). power `[N, 1, 1]` is a power of two with which no entry of a / power is larger than
+    1.
+    """
     size = a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)).log2().ceil().exp2()
     return a / size, size
 

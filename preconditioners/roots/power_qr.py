@@ -1,9 +1,9 @@
-"""Eigenbases by orthogonal iteration, warm-started: a power step and a QR (Vyas et al. 2024, Algorithm 4).
+"""Eigenbases by orthogonal iteration: a power step from the last basis, then a QR (Vyas et al. 2024, Algorithm 4).
 
-`AdaptiveQR` takes as many steps as each matrix needs. The functions below the solvers are shared by all warm-started
-bases.
+`AdaptiveQR` makes as many steps as each matrix needs. The functions of this module are shared by all solvers that start
+from the last basis.
 
-Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, the old places of columns.
+Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, the old index of each column.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Orthonormal = Callable[[Tensor, Tensor], Tensor]
 class PowerQR(BasisSolver, ByDevice):
     """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
 
-    Sorting makes repeated single steps converge to the eigenvectors (Rutishauser's orthogonal iteration needs
-    the dominant columns first); in ascending order the iteration does not converge.
+    With sorted columns, single steps over many refreshes converge to the eigenvectors: orthogonal iteration needs the
+    dominant columns first (Rutishauser). In ascending order the iteration does not converge.
 
-    With `by_device` matrices on an accelerator are left to `cholesky_qr` if that is faster, and the first basis is
-    decomposed on the host if that is faster.
+    With `by_device`, on an accelerator `cholesky_qr` replaces this solver if it is faster, and the first
+    eigendecomposition is computed on the host if that is faster.
     """
 
     kind: Literal["power_qr"] = "power_qr"
@@ -69,7 +69,7 @@ class PowerQR(BasisSolver, ByDevice):
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
 
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
-        """Return the basis after all steps, and the QR factors of the last one."""
+        """Return the basis after all steps, and the QR factors of the last step."""
         order, factors = _sorted_step(a, q)
         ok = factors.finite
         for _ in range(self.steps - 1):
@@ -79,33 +79,33 @@ class PowerQR(BasisSolver, ByDevice):
 
 
 def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
-    """Return o and the factors of A Q[:, o]. For a block of zeros o is the order of q, and the basis is q."""
+    """Return o and the QR factors of A Q[:, o]. For a matrix A of zeros, o keeps the order of q, and the basis is q."""
     aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
     descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
     return descending, QRFactors.of(_columns(aq, descending), q)
 
 
 def identity_order(q: Tensor) -> Tensor:
-    """Return the order `[N, r]` of columns that stay in their places."""
+    """Return the order `[N, r]` 0, 1, ..., r - 1, in which all columns keep their index."""
     return torch.arange(q.shape[-1], dtype=torch.int64, device=q.device).expand(q.shape[0], -1)
 
 
 def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
-    """Return the basis and the order after one step of orthogonal iteration. Columns are first sorted by descending
-    diag(Q^T A Q). aq is A Q.
+    """Return the basis and the order of its columns after one step of orthogonal iteration. Columns are first sorted by
+    descending diag(Q^T A Q). aq: A Q.
     """
     aq, q, order = in_order(aq, q, order)
     return orthonormal(aq, q), order
 
 
 def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return aq, q and order with columns sorted by descending diag(Q^T A Q). aq is A Q."""
+    """Return aq, q and order with columns sorted by descending diag(Q^T A Q). aq: A Q."""
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
     return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
 
 
 def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
-    """Return diag(Q^T A Q) `[N, r]`. aq is A Q, with the entries of each column contiguous in memory."""
+    """Return diag(Q^T A Q) `[N, r]`. aq: A Q, with the entries of each column contiguous in memory."""
     by_columns = torch.mul(q, aq) if q.mT.is_contiguous() else transposed(q).mT.mul_(aq)
     return by_columns.sum(-2)
 
@@ -118,16 +118,19 @@ def _columns(x: Tensor, order: Tensor) -> Tensor:
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
-    """Return qr(aq).Q with the signs of q. aq is scaled first, so that no size of A over- or underflows."""
+    """Return the Q of qr(aq), with signs for which no column points away from that of q. aq is scaled first, so that no
+    size of A over- or underflows.
+    """
     return same_signs(QRFactors.of(aq, q).q, q)
 
 
 class QRFactors(NamedTuple):
-    """qr(X) of X `[N, d, r]`. R is kept as LAPACK returns it, because few callers need it.
+    """The QR factors of X `[N, d, r]`. R is kept in the packed form of LAPACK, because few callers need R.
 
     q: `[N, d, r]`, with the entries of each column contiguous in memory, as LAPACK returns them.
-    packed: `[N, d, r]`, R as LAPACK leaves it, with other numbers below the diagonal.
-    scale: `[N, r]`, the factors of the rows of R. 0 where X is 0.
+    packed: `[N, d, r]`, R above and on the diagonal, without the factors `scale`. Below the diagonal are the
+        Householder vectors.
+    scale: `[N, r]`, the numbers by which the rows of R in `packed` must be multiplied. They are 0 where X is 0.
     finite: bool `[N]`, True where X is finite.
     """
 
@@ -138,9 +141,9 @@ class QRFactors(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, q: Tensor) -> QRFactors:
-        """Return the factors for which no entry of R's diagonal is negative. Where x is 0 or not finite, Q is q.
+        """Return the QR factors of x with a diagonal of R that is not negative. Where x is 0 or not finite, Q is q.
 
-        x is scaled before, unless its norm shows that its squares are far from over- and underflow.
+        x is scaled first, unless its norm shows that squares of its entries can neither over- nor underflow.
         """
         x, unit, finite = _sized(x, q)
         new, packed = apply_aligned(_factored, x)
@@ -149,8 +152,8 @@ class QRFactors(NamedTuple):
         return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
-        """Return diag(Q^T A Q) `[N, d]` if X is A q[:, order]: it is that of R q[:, order]^T Q, as q q^T = I. rotation:
-        q^T Q.
+        """Return diag(Q^T A Q) `[N, d]`, if X is A q[:, order] for a square q. Since q q^T = I it is the diagonal of R
+        q[:, order]^T Q. rotation: q^T Q.
         """
         sorted_rows = _columns(rotation.mT, order).mT
         triangle = self.packed.mT.tril_()  # in place: the Householder vectors below the diagonal are no longer needed
@@ -158,9 +161,10 @@ class QRFactors(NamedTuple):
 
 
 def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return x / unit, unit `[N]`, and bool `[N]`, True where x is finite.
+    """Return (x / unit, unit, finite), with finite: bool `[N]`, True where x is finite.
 
-    The first result is q where x is 0 or not finite. unit is 0 where x is 0; None stands for 1.
+    x / unit is replaced by q where x is 0 or not finite. unit `[N]` is 0 where x is 0; None means that it is 1 for all
+    blocks.
     """
     norm = torch.linalg.vector_norm(x, dim=(-2, -1))
     far = torch.finfo(x.dtype).max ** 0.4
@@ -185,14 +189,14 @@ def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _SAME_SET = 4096
-"""Distance between columns, in bytes, at which they compete for one set of a CPU's first cache. A QR of order 1024 then
-takes 1.3 times as long.
+"""Distance between columns, in bytes, whose multiples make columns compete for one set of a CPU's first-level cache. A
+QR of order 1024 then takes 1.3 times as long.
 """
 
 
 def _below_by_zeros(x: Tensor) -> Tensor:
-    """Return x `[N, d, r]` over 16 rows of zeros, which change no QR. The columns are then no longer a multiple of
-    `_SAME_SET` bytes apart.
+    """Return x `[N, d, r]` with 16 rows of zeros appended, which do not change R or the first d rows of Q. The distance
+    between columns is then no longer a multiple of `_SAME_SET` bytes.
     """
     n, d, r = x.shape
     longer = x.new_zeros(n, r, d + 16).mT
@@ -201,16 +205,18 @@ def _below_by_zeros(x: Tensor) -> Tensor:
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
-    """Return the columns of `new` with signs such that none points away from the column of q in its place."""
+    """Return `new` with columns multiplied by 1 or -1, so that none points away from the column of q with the same
+    index.
+    """
     return new * signs((new * q).sum(-2, keepdim=True))
 
 
 class AdaptiveQR(BasisSolver):
     """Q <- qr(A Q[:, o]).Q  until ||B - diag B||_F <= tolerance ||B||_F;  B = Q^T A Q, o = columns by descending diag B
 
-    The error of Q diag(B) Q^T as an approximation of A, relative in the Frobenius norm, is that ratio. A matrix whose
-    basis is good enough keeps it bit for bit; on a CPU nothing more is done for it. On a device, where a test would
-    make the host wait, all matrices take `max_steps`, and results of finished matrices are masked.
+    The ratio ||B - diag B||_F / ||B||_F is the relative error of Q diag(B) Q^T as an approximation of A. A matrix whose
+    basis is good enough keeps the basis bit for bit, and on a CPU takes no further step. On a device, where a test
+    would make the host wait, `max_steps` are run for all matrices, and results of finished matrices are masked.
     """
 
     kind: Literal["adaptive_qr"] = "adaptive_qr"
@@ -228,8 +234,8 @@ class AdaptiveQR(BasisSolver):
         return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and its order. Every matrix takes all steps, and results of finished matrices are
-        masked.
+        """Return the new basis and its order of columns. All steps are run for every matrix, and results of finished
+        matrices are masked.
         """
         order = identity_order(q)
         for _ in range(self.max_steps):
@@ -241,7 +247,9 @@ class AdaptiveQR(BasisSolver):
         return q, order
 
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and its order. A matrix is dropped as soon as it is done."""
+        """Return the new basis and its order of columns. A matrix takes no further step once its basis is good
+        enough.
+        """
         q, order = q.clone(), identity_order(q).clone()
         rows = torch.arange(len(q), dtype=torch.int64, device=q.device)
         for _ in range(self.max_steps):

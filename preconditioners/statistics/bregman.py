@@ -23,23 +23,26 @@ from .statistic import Contribution, Powers, Statistic
 class Bregman(Statistic):
     """O_L = G R^(q-1) G^T / Tr(R^q),  O_R = G^T L^(q-1) G / Tr(L^q);  any order: G is whitened on all other axes.
 
-    Fixed points minimise a trace-power Bregman divergence between E[g g^T] and L x R: q = 2 Frobenius, 1 von Neumann
-    (L x R is Shampoo's L x R / trace), 1/2 square root (the objective of PSGD-Kron), 0 Kullback-Leibler (KL-Shampoo,
-    Lin et al. 2025, arXiv:2509.03378; the family: Liu et al. 2026).
+    O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector.
+    Fixed points minimize a trace-power Bregman divergence between E[g g^T] and L x R (Liu et al. 2026). q = 2:
+    Frobenius. q = 1: von Neumann, where L x R is Shampoo's L x R / trace. q = 1/2: square root, the objective of
+    PSGD-Kron. q = 0: Kullback-Leibler, KL-Shampoo (Lin et al. 2025, arXiv:2509.03378).
 
-    R is read in the form in which the owning stage has it: inverse roots (Shampoo), or a basis with the eigenvalues
-    diag(Q^T R Q) (eigenbasis). `order`: both axes read the old factors (jacobi), or each is refreshed before the next
-    reads it (gauss_seidel, Duvvuri et al. 2024, CASPR's adaptive form).
+    Powers of R are computed from what the stage stores: inverse roots (`shampoo`), or a basis Q with the eigenvalues
+    diag(Q^T R Q) (`eigenbasis`). With `order: jacobi` all axes read the old factors of the others; with `gauss_seidel`
+    each factor is refreshed before the next axis reads it (Duvvuri et al. 2024, CASPR's adaptive form).
 
-    A factor without data, or without a root or basis yet, counts as r I: with `first: rms` r = RMS(G)^(2/k) for k
-    factors, so that all have one unit, or r = 1 (`identity`). The factor of a few gradients is singular, and whitening
-    by its root without a ridge spoils the mean for a long time: let `refresh.start` be late enough for full rank.
+    A factor without data, or without a root or basis yet, is replaced by r I. With `first: rms` r = RMS(G)^(2/k) for k
+    factors, so that all factors have one unit; with `first: identity` r = 1. A factor of few gradients is singular, and
+    whitening by its root without a ridge distorts the running mean for a long time: set `refresh.start` so late that
+    factors have full rank.
     """
 
     kind: Literal["bregman"] = "bregman"
     q: Rational0 = Field(default=0, validate_default=True, description="power of the divergence: 2, 1, 1/2, 0, ...")
     order: Literal["jacobi", "gauss_seidel"] = Field(
-        default="jacobi", description="read the old factors of the other axes, or their newest"
+        default="jacobi",
+        description="which factors of other axes are read: the old ones (jacobi), or the newest (gauss_seidel)",
     )
     normalize: Literal["trace", "dimension", "none"] = Field(
         default="trace", description="divide by Tr(R^q), by the length of the other axes, or by nothing"
@@ -88,9 +91,7 @@ class Bregman(Statistic):
         return [found[axis] for axis in axes]
 
     def _whitening(self, state: State, x: Tensor, axis: int, powers: Powers) -> _Whitening:
-        """Return the whitening of the gradient along one axis, by that power of its factor which the divergence asks
-        for.
-        """
+        """Return the whitening of the gradient along one axis, by the power q - 1 of the factor of that axis."""
         d = state.block[axis]
         if not self.has(state, axis):
             return _Whitening(None, None, None, None, d)
@@ -102,7 +103,7 @@ class Bregman(Statistic):
         return _Whitening(power.left, power.right, half, known, trace)
 
     def _unknown(self, state: State, x: Tensor) -> Tensor:
-        """Return r `[N]`, the value that a factor without data counts as."""
+        """Return r `[N]`: a factor without data is replaced by r I."""
         if self.first == "identity":
             return x.new_ones(x.shape[0])
         factors = sum(self.has(state, axis) for axis in range(len(state.block)))
@@ -111,12 +112,12 @@ class Bregman(Statistic):
 
 
 class _Whitening(NamedTuple):
-    """The map by which the factor of one axis whitens the gradient that the other axes observe.
+    """The map that whitens a gradient along one axis, for the contributions to the factors of all other axes.
 
     left, right: factors of the power, as in `Power`.
-    half: `[N]`, the root of the power of the unit. None: the axis has no factor.
+    half: `[N]`, unit^((q - 1) / 2), with which each half of the power is multiplied. None: the axis has no factor.
     known: bool `[N]`, True where the power is known. None: it is known for all blocks.
-    trace: `[N]`, or the length of the axis.
+    trace: `[N]`, the divisor of contributions: the trace of the power q of the factor, or the length of the axis.
     """
 
     left: Tensor | None
@@ -126,12 +127,14 @@ class _Whitening(NamedTuple):
     trace: Tensor | float
 
     def of(self, pair: _Pair, axis: int) -> _Pair:
-        """Return both tensors whitened along the axis. They stay one object while both have been whitened alike."""
+        """Return both tensors of a pair, whitened along the axis. They stay one object while both are whitened by the
+        same factor.
+        """
         left = self._along(pair[0], self.left, axis)
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied by one factor of the power along the axis. matrix None: the power is a multiple of the
+        """Return x multiplied along the axis by `matrix`, `left` or `right`. None: the power is a multiple of the
         identity.
         """
         if self.half is None:
@@ -145,7 +148,7 @@ class _Whitening(NamedTuple):
 
 
 _Pair = tuple[Tensor, Tensor]
-"""The left and the right tensor of a contribution, one object as long as both are equal."""
+"""The left and the right tensor of a contribution. They are one object while both are equal."""
 
 
 def _whitened_elsewhere(
@@ -153,8 +156,8 @@ def _whitened_elsewhere(
 ) -> Iterator[tuple[int, _Pair]]:
     """Yield (axis, the tensors whitened along all of `axes` except this one) for each wanted axis.
 
-    The axes are halved recursively, and each half is whitened once for the other. Of k axes each whitens about log2 k
-    times in place of k - 1 times.
+    The axes are halved recursively; the tensors for one half are whitened along the axes of the other half once. With k
+    axes, about log2 k whitenings along each axis are computed instead of k - 1.
     """
     if len(axes) == 1:
         yield axes[0], pair

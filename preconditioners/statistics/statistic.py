@@ -1,4 +1,4 @@
-"""The family of statistics and its plain members.
+"""The family of statistics, and its members without whitening.
 
 A statistic declares the axes of a block that have a factor, computes the contribution of a gradient to it, accumulates
 contributions, and returns the estimate that a solver receives.
@@ -30,12 +30,12 @@ from ..polar.spectral import NewtonSchulz, PolarSolver
 
 
 class Power(NamedTuple):
-    """(A_j / unit)^p as T^T U, a power of the factor of another axis.
+    """The power p of the factor A_j of another axis, (A_j / unit)^p = T^T U.
 
     left, right: T and U, `[N, d', d]`, or `[N, d]` for a diagonal factor. None: the identity.
     unit: `[N]`, the mean eigenvalue, so that powers of factors of any size are near 1.
     trace: `[N]`, the trace of (A_j / unit)^(p + 1).
-    known: bool `[N]`, False where nothing has been observed, or nothing has been computed from it yet.
+    known: bool `[N]`, False where the factor has no data yet, or no root or basis has been computed from it yet.
     """
 
     left: Tensor | None
@@ -46,13 +46,13 @@ class Power(NamedTuple):
 
 
 Powers = Callable[[int, Fraction], Power]
-"""(axis, p) -> A_axis^p in the form in which the stage that owns the statistic has it. For statistics with a
+"""A function (axis, p) -> A_axis^p, which the stage that owns the statistic passes to statistics with a
 `needs_power`.
 """
 
 
 class Contribution(NamedTuple):
-    """O_k = s Y Z^T, or s Y without a Z.
+    """A contribution O_k = s Y Z^T, or s Y if z is None.
 
     y, z: unfoldings `[N, d, rest]` along the axis. If z is None, y is O_k / s itself, `[N, d, d]`.
     scale: s, a number or `[N]`.
@@ -71,7 +71,7 @@ class Contribution(NamedTuple):
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """Return `[N]`, the mean of the diagonal of factors `[N, d, d]`, or of diagonals `[N, d]`. The result is 1 where
+    """Return `[N]`, the mean eigenvalue of factors `[N, d, d]`, or of diagonal factors `[N, d]`. The result is 1 where
     the mean is 0.
     """
     mean = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).mean(-1)
@@ -87,7 +87,10 @@ def _axes_by_order(value: Any) -> Any:
     if value in ("all", "left", "right", "smaller"):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError("'all', 'left', 'right', 'smaller' or a list of axes for each order of block is required")
+        raise ValueError(
+            f"'all', 'left', 'right', 'smaller' or a mapping such as {{2: [0]}} (axes for each order of block) is "
+            f"required, got {value!r}"
+        )
     if not all(str(key).isdigit() for key in value):
         raise ValueError("keys must be orders of blocks (1, 2, ...)")
     return {int(key): tuple(axes) if isinstance(axes, (list, tuple)) else axes for key, axes in value.items()}
@@ -104,7 +107,7 @@ Side = Annotated[
 class Axes(Component):
     """The axes of a block `[d_1, ..., d_k]` that have a factor, and its form: a matrix d x d, its diagonal, or none.
 
-    An axis of length d of a block of n entries is too long for a matrix if d > max_size or d^2 > max_skew n.
+    An axis of length d, in a block of n entries, is too long for a matrix if d > max_size or d^2 > max_skew n.
     """
 
     side: Side = Field(
@@ -132,15 +135,17 @@ class Axes(Component):
     def _options_matter(self) -> Self:
         bounded = self.max_size is not None or self.max_skew is not None
         if self.oversize == "diagonal" and not bounded:
-            raise ValueError("oversize: 'diagonal' has no effect without max_size or max_skew, got neither")
+            raise ValueError("oversize: 'diagonal' has no effect without max_size or max_skew; set one of them")
         if self.oversize == "diagonal" and self.entries == "diagonal":
-            raise ValueError("oversize: 'diagonal' has no effect with entries 'diagonal': all are diagonals")
+            raise ValueError("oversize: 'diagonal' has no effect with entries 'diagonal'; remove it")
         if isinstance(self.side, dict):
             for order, axes in self.side.items():
                 if any(axis >= order for axis in axes):
                     raise ValueError(f"side: axes of blocks of order {order} must be below {order}, got {[*axes]}")
             if 1 in self.side and not self.vectors:
-                raise ValueError("vectors: false cannot be combined with a `side` that has axes of order 1")
+                raise ValueError(
+                    "vectors: false cannot be combined with a `side` that has an entry for order 1; remove one"
+                )
         return self
 
     @property
@@ -197,10 +202,11 @@ class Axes(Component):
 
 
 class Statistic(Schedulable, ABC, family="statistic"):
-    """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate A_k / c, then A_k max(tr(A_k), floor)^(-s)
+    """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate E_k = A_k / c, times max(tr(E_k), floor)^(-s)
 
-    O_k `[N, d, d]` is the contribution of one gradient (or its diagonal `[N, d]`, as `axes` says). Running
-    mean (b < 1): w = 1 - b, c = 1 - b^t. Sum (b = 1) and `damped: false`: w = 1, c = 1. t counts observations.
+    O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
+    beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
+    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
@@ -220,7 +226,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     source: Literal["gradient", "direction", "orthogonalized"] = Field(
         default="gradient",
         description="observed tensor: the gradient, the direction of the stages before (after `momentum`, the "
-        "momentum), or the polar factor of that",
+        "momentum), or the polar factor of that direction",
     )
     polar: PolarSolver = Field(
         default=NewtonSchulz(), description="solver of the polar factor for `source: orthogonalized`"
@@ -231,16 +237,24 @@ class Statistic(Schedulable, ABC, family="statistic"):
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if self.source != "orthogonalized" and self.polar != type(self).model_fields["polar"].default:
-            raise ValueError(f"polar: it is used with `source: orthogonalized` alone, got source '{self.source}'")
+            raise ValueError(
+                f"polar: has no effect with source '{self.source}'; remove it, or set source: orthogonalized"
+            )
         if self.trace_floor and not self.trace_scaling:
-            raise ValueError(f"trace_floor: {self.trace_floor} has no effect without a `trace_scaling` above 0")
+            raise ValueError(f"trace_floor: {self.trace_floor} has no effect with trace_scaling 0; remove it")
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if self.beta == 1 and not self.damped:
-            raise ValueError("damped: false cannot be combined with beta 1, whose contributions have weight 1 anyway")
+            raise ValueError(
+                "damped: false cannot be combined with beta 1, whose contributions have weight 1 anyway; remove it"
+            )
         if summed and not self.bias_correction:
-            raise ValueError(f"bias_correction: false cannot be combined with {summed}, which has no bias to correct")
+            raise ValueError(
+                f"bias_correction: false cannot be combined with {summed}, which has no bias to correct; remove it"
+            )
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
-            raise ValueError(f"precision: {self.precision} has no effect, because this statistic computes no products")
+            raise ValueError(
+                f"precision: {self.precision} has no effect, as this statistic computes no products; remove it"
+            )
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -248,7 +262,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def needs_power(self) -> Fraction | None:
-        """Power of the other axes' factors that a contribution reads. None: it reads no other factor."""
+        """Exponent of the power of the other axes' factors that a contribution reads. None: contributions read no other
+        factor.
+        """
         return None
 
     @property
@@ -258,13 +274,13 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def every_gradient(self) -> bool:
-        """True if the factors accumulate gradients alone, and every gradient."""
+        """True if the factors accumulate nothing but gradients, and the gradient of every step."""
         return self.source == "gradient" and self.interval == 1 and not self.initial
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of the running means (or sums) of squared gradients on the diagonal of Q^T A_k Q. None: there are no
-        such means.
+        """Decay b of the running means (or sums) of squared gradients on the diagonal of Q^T A_k Q, for any basis Q.
+        None: the diagonal holds no such means.
 
         The squares are summed over all other axes. With `needs_power` they are weighted by that power of the other
         axes' eigenvalues.
@@ -278,8 +294,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def contributions(
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:
-        """Return the contributions of one gradient to the factors of some axes, in order. Statistics whose axes share
-        work override it.
+        """Return the contributions of one gradient to the factors of `axes`, in this order. Statistics whose axes share
+        work override this method.
         """
         return [self.contribution(state, x, axis, powers, context) for axis in axes]
 
@@ -300,21 +316,21 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return f"factor.{axis}" in state
 
     def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
-        """Apply A <- R^T A R to the factor of one axis, a matrix. rotation: R `[N, d, d]`, which turns the old basis
-        into the new one.
+        """Apply A <- R^T A R to the factor of one axis, a matrix. rotation: R `[N, d, d]`, the change from the old
+        basis to the new one.
         """
         factor = state[f"factor.{axis}"]
         state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
     def observed(self, x: Tensor) -> Tensor:
-        """Return the tensor that is observed. It is the gradient or direction x, or its polar factor,
-        as `source` says.
+        """Return the tensor that the statistic observes: its input x, or the polar factor of x for `source:
+        orthogonalized`.
         """
         return self.polar.of_blocks(x) if self.source == "orthogonalized" else x
 
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
-        """Accumulate the contributions of x `[N, *block]` to some axes. All contributions are computed before any
-        factor changes.
+        """Accumulate the contributions of x `[N, *block]` to the factors of `axes`. All contributions are computed
+        before any factor changes.
         """
         now = None
         if self.interval > 1:
@@ -373,7 +389,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
 
 class Gram(Statistic):
-    """O_k = mat_k(G) mat_k(G)^T, all other axes contracted (Algorithm 2 of the paper; Shi et al. 2023, section 3).
+    """O_k = mat_k(G) mat_k(G)^T,  mat_k(G) the unfolding of the gradient along axis k (Shi et al. 2023, section 3)
 
     normalize: `dimension` divides by the product of the other axes' lengths, so that factors do not grow with width.
     """
@@ -397,11 +413,11 @@ class Gram(Statistic):
 
 
 class InputGram(Statistic):
-    """O_R = E[x x^T] over the inputs x of the layer `y = W x`, for the columns of a block; rows have no factor.
+    """O_R = E[x x^T]  over the inputs x of the layer `y = W x`, for the columns of W;  rows have no factor
 
-    The signal `activation_gram`, mean over micro-batches and ranks: the right factor of K-FAC, and K of Newton-Muon (Du
-    & Su 2026, arXiv:2604.01472). With `interval: k` it is collected at updates 1, 1 + k, 1 + 2k, ... and costs nothing
-    in between. `initial` is in units of squared inputs.
+    The contribution is the signal `activation_gram`, a mean over micro-batches and ranks. It is the right factor of
+    K-FAC, and K of Newton-Muon (Du & Su 2026, arXiv:2604.01472). With `interval: k` the signal is collected at updates
+    1, 1 + k, 1 + 2k, ... and costs nothing in other steps. `initial` is in units of squared inputs.
     """
 
     kind: Literal["input_gram"] = "input_gram"
@@ -417,7 +433,9 @@ class InputGram(Statistic):
             got = f"side {self.axes.side!r} and vectors {self.axes.vectors}"
             raise ValueError(f"axes: {{side: right, vectors: false}} is required, the axis of inputs, got {got}")
         if self.source != "gradient":
-            raise ValueError(f"source: '{self.source}' cannot be used, because this statistic observes inputs alone")
+            raise ValueError(
+                f"source: '{self.source}' has no effect, as this statistic observes the inputs of layers; remove it"
+            )
         return self
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:

@@ -34,9 +34,10 @@ _THREE_BITS = {"linear_square": codebooks.linear_square(3), "dynamic": codebooks
 
 
 class UInt8(LinearFormat):
-    """8 bits a number >= 0: k max x / 255 or, with compand sqrt, k^2 max x / 255^2 (FlashOptim, 2026, its v).
+    """8 bits for a number >= 0: code k stands for k max x / 255 or, with compand sqrt, for k^2 max x / 255^2.
 
-    Numbers above 0 have a code of at least 1: a second moment that is rounded to 0 would no longer damp its update.
+    max x is the largest number of a block. This is how FlashOptim (2026) stores second moments. Numbers above 0 have a
+    code of at least 1, because a second moment that is rounded to 0 would no longer damp its update.
     """
 
     kind: Literal["uint8"] = "uint8"
@@ -67,7 +68,7 @@ class UInt8(LinearFormat):
 
 
 class FP8(Blockwise):
-    """8-bit floats with a scale for each block, max |x| stored as the largest number of the format.
+    """8-bit floats with a scale for each block. max |x| of a block is stored as the largest number of the format.
 
     e4m3: 4 significant bits, 448 to 2^-9; e5m2: 3 significant bits, 57344 to 2^-16.
     """
@@ -79,7 +80,9 @@ class FP8(Blockwise):
     @classmethod
     def _is_there(cls, digits: str) -> str:
         if not hasattr(torch, _FP8[digits]):
-            raise ValueError(f"a PyTorch with {_FP8[digits]} is required")
+            raise ValueError(
+                f"'{digits}' needs a PyTorch with torch.{_FP8[digits]}; update PyTorch or choose another format"
+            )
         return digits
 
     @property
@@ -92,7 +95,7 @@ class FP8(Blockwise):
         return torch.finfo(self._dtype).max
 
     def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        z.clamp_(-self.span, self.span)  # the product may be rounded up beyond the largest number of the format
+        z.clamp_(-self.span, self.span)  # rounding may raise z beyond the largest number of the format
         if out is None:
             return z.to(self._dtype).view(torch.uint8)
         out.view(self._dtype).copy_(z)

@@ -1,7 +1,8 @@
 """The two bases of formats: `Format` stores number by number, `Blockwise` by blocks that share a scale.
 
-A scale is stored in float32, or is quantized once more (double quantization, Dettmers et al. 2023, section 3). A scale
-0 says that its block is 0; a scale NaN, that something in the block was not finite or beyond float32.
+A scale is stored in float32, or is quantized too (double quantization, Dettmers et al. 2023, section 3). A scale of 0
+means that all numbers of its block are 0. A scale of NaN means that a number of the block was not finite or beyond
+float32.
 
 Legend: B numbers in a block; b blocks in a row of n numbers; s the scales of one row of a stack.
 """
@@ -48,7 +49,7 @@ def block_maxima(x: Tensor, size: int) -> Tensor:
 def largest_size(x: Tensor, dim: int) -> Tensor:
     """Return max |x| along an axis.
 
-    Two passes that write little take a fifth of the time of the norm.
+    Computed as two reductions, this takes a fifth of the time of torch's maximum norm.
     """
     return torch.maximum(x.amax(dim), -x.amin(dim)).abs()
 
@@ -64,7 +65,7 @@ def multiply_blocks_(x: Tensor, scales: Tensor, size: int) -> Tensor:
 
 
 def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Return work(x, s) of x `[..., n]` and the scale s `[..., b]` of each block, as a fresh and dense tensor."""
+    """Return work(x, s) for each block of x `[..., n]` and its scale s `[..., b]`, as a new contiguous tensor."""
     views = block_views(x, size)
     if len(views) == 1:
         return work(views[0], scales[..., None]).flatten(-2)
@@ -77,7 +78,7 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return B if a row of n is made of full blocks and B is even, else n.
+    """Return B if a row of n numbers consists of full blocks and B is even, else n. size: B.
 
     Such blocks can be processed as rows of their own.
     """
@@ -85,9 +86,9 @@ def even_width(n: int, size: int) -> int:
 
 
 def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
-    """Return work(x, s, out=...) of x `[..., n]` and the scale s `[..., b]` of each block, in `out`.
+    """Write work(x, s, out=...) for each block of x `[..., n]` and its scale s `[..., b]` to `out`, and return `out`.
 
-    It cannot be traced.
+    The function cannot be traced.
     """
     if x.shape[-1] <= size:
         return work(x, scales, out=out)
@@ -100,23 +101,23 @@ def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size:
 
 
 SECOND_BLOCK = 256
-"""Number of scales that share a second scale; 256 as in the paper."""
+"""Number of scales that share a second scale. 256 is the number of the paper on double quantization."""
 _ZERO, _BROKEN = 0, 1
-"""Codes of a scale of 0, and of one that is not finite."""
+"""Codes of a scale of 0, and of a scale that is not finite."""
 _CODEBOOK = Codebook(dynamic(8)[2:])
 """The dynamic codebook without its two lowest levels, whose codes stand for 0 and for NaN."""
 
 
 def encode_scales(found: Tensor) -> dict[str, Tensor]:
-    """Return the scales in float32 of the largest numbers of blocks, NaN for those that are not finite."""
+    """Return the scales of blocks in float32, and NaN for scales that are not finite. found: max |x| of each block."""
     found = found.float()
     return {"scales": torch.where(found.isfinite(), found, torch.nan)}
 
 
 def encode_scales_twice(found: Tensor) -> dict[str, Tensor]:
-    """Return the scales in 8 bits: s - mean(s), with one float32 scale for each 256, and mean(s).
+    """Return the scales s quantized to 8 bits: codes of s - mean(s), a float32 scale for each 256 codes, and mean(s).
 
-    It takes 1 + 4/256 bytes a scale.
+    A scale takes 1 + 4/256 bytes. found: max |x| of each block.
     """
     s = encode_scales(found)["scales"].flatten(1)
     known = s.isfinite()
@@ -132,7 +133,7 @@ def encode_scales_twice(found: Tensor) -> dict[str, Tensor]:
 
 
 def decode_scales(encoded: Encoded) -> Tensor:
-    """Return the float32 scales >= 0 of the tensors of `encode_scales` or `encode_scales_twice`."""
+    """Return the float32 scales >= 0 that `encode_scales` or `encode_scales_twice` stored."""
     stored = encoded["scales"]
     if stored.dtype != torch.uint8:
         return stored
@@ -146,55 +147,56 @@ def decode_scales(encoded: Encoded) -> Tensor:
 
 
 class Format(Quantizer, ABC):
-    """A quantizer of floating-point numbers, for slots of at least some size."""
+    """A quantizer of floating-point numbers, for slots with at least `min_elements` entries."""
 
-    min_elements: int = Field(default=1, ge=1, description="Smallest number of entries of a slot that is stored so.")
+    min_elements: int = Field(default=1, ge=1, description="Smallest number of entries of a slot that is quantized.")
 
     def unsupported(self, slot: Slot) -> str | None:
         floating = slot.dtype is None or slot.dtype.is_floating_point
         if slot.role in ("count", "failures") or not floating:
-            return f"only slots of floating-point numbers can be stored so, got a {slot.role} of dtype {slot.dtype}"
+            return f"only slots of floating-point numbers can be quantized, got a {slot.role} of dtype {slot.dtype}"
         if math.prod(slot.shape) < self.min_elements:
             return f"at least {self.min_elements} elements (min_elements) are required, got shape {slot.shape}"
         return None
 
 
 class Blockwise(Format, ABC):
-    """y = x / s with s = max |x| over each block of B numbers along the last axis (the last block may be shorter).
+    """y = x / s  with  s = max |x| over each block of B numbers along the last axis (the last block may be shorter).
 
-    Codes are rounded from z = x (span / s), in [-span, span] up to rounding. A block of zeros has s = 0 and is decoded
-    as zeros. A block with a number that is not finite, or is beyond float32, is decoded as NaN; other blocks are not
-    affected.
+    Codes are computed by rounding z = x (span / s), which is in [-span, span] up to rounding errors. A block of zeros
+    has s = 0 and is decoded as zeros. A block with a number that is not finite, or is beyond float32, is decoded as
+    NaN; other blocks are not affected.
     """
 
     block_size: int = Field(default=256, ge=1, description="Numbers along the last axis that share a scale, B.")
     min_elements: int = Field(
         default=4096,
         ge=1,
-        description="Smallest number of entries of a slot that is stored so; smaller slots are not coded.",
+        description="Smallest number of entries of a slot that is quantized; smaller slots are stored unchanged.",
     )
     scale: Literal["float32", "double"] = Field(
-        default="float32", description="How scales are stored; double: in 8 bits around their mean."
+        default="float32", description="How scales are stored; double: in 8 bits, as differences from their mean."
     )
 
     @property
     def draws(self) -> bool:
-        """True if random numbers are used, which are drawn for complete rows of the stack."""
+        """True if the format uses random numbers. They are drawn for complete rows of the stack."""
         return False
 
     @property
     def span(self) -> float:
-        """The size of the largest number of a block before it is rounded."""
+        """Size to which the largest number of a block is scaled before rounding."""
         return 1.0
 
     @abstractmethod
     def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        """Return the codes of z `[N, ..., n]`, in `out` if it is given. z may be overwritten."""
+        """Return the codes of z `[N, ..., n]`, written to `out` if it is given. z may be overwritten."""
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return y = z / span `[N, ..., n]` of codes: in `out` if it is given and can hold them, else in a fresh
-        tensor."""
+        """Return the values y = z / span `[N, ..., n]` of codes. They are written to `out` if it is given and its shape
+        fits, else to a new tensor.
+        """
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         rows = x if x.ndim > 1 else x[:, None]
@@ -207,7 +209,8 @@ class Blockwise(Format, ABC):
         s = torch.where(s == 0, 1.0, s)
         if at_once and _ordinary(s):
             return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **stored}
-        # Scales whose reciprocal is not an ordinary float32 are multiplied by a power of two first.
+        # Where the reciprocal of a scale would over- or underflow in float32, numbers and scale are first multiplied by
+        # a power of two.
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
         factors = self.span / (s * move)
         z = map_blocks(torch.mul, rows, move.to(x.dtype), self.block_size)
@@ -216,8 +219,9 @@ class Blockwise(Format, ABC):
         return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
-        """Return the codes of z = rows times factors, piece by piece: each piece is finished while it is in the
-        cache."""
+        """Return the codes of z = rows times factors, computed piece by piece, so that each piece stays in the cache
+        until its codes are written.
+        """
         size, n = self.block_size, rows.shape[-1]
         width = even_width(n, size)
         flat = rows.reshape(rows.numel() // width, width)
@@ -237,7 +241,7 @@ class Blockwise(Format, ABC):
         return codes.reshape(*rows.shape[:-1], codes.shape[-1] * n // width)
 
     def _bounded(self, z: Tensor) -> Tensor:
-        """Return z, clamped to the span in place if rounded scales may be below the largest number."""
+        """Return z, clamped in place to [-span, span] if scales are quantized and may therefore be below max |x|."""
         return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
@@ -257,11 +261,13 @@ class Blockwise(Format, ABC):
 
 
 _FAR = 2.0**100
-"""Largest scale, and reciprocal of the smallest, whose reciprocal times any span is an ordinary float32."""
+"""Largest ordinary scale; its reciprocal is the smallest. The reciprocal of an ordinary scale, times any span, neither
+over- nor underflows in float32.
+"""
 
 
 def _ordinary(s: Tensor) -> bool:
-    """Return True if there are scales and all of them are far from the limits of float32."""
+    """Return True if there are scales, and all of them are in [1 / _FAR, _FAR]."""
     if s.numel() == 0:
         return False
     low, high = torch.aminmax(s)

@@ -17,12 +17,12 @@ from .codebooks import Codebook, pack_nibbles
 
 
 class _CodebookFormat(Blockwise, ABC):
-    """q = argmin_k |y - R_k| for the levels R of a codebook."""
+    """The code of y is argmin_k |y - R_k|, for the levels R of a codebook."""
 
     @property
     @abstractmethod
     def levels(self) -> codebooks.Levels:
-        """R, ascending."""
+        """The levels R, ascending."""
 
     def codebook_id(self) -> str:
         return repr(self.levels)
@@ -34,7 +34,7 @@ class _CodebookFormat(Blockwise, ABC):
 
 
 class Nibbles(_CodebookFormat, ABC):
-    """Codes below 16, two a byte: rows of ceil(n / 2) bytes."""
+    """Codes below 16, two in each byte: a row of n numbers takes ceil(n / 2) bytes."""
 
     block_size: int = Field(default=64, ge=1, description="Numbers along the last axis that share a scale, B.")
 
@@ -46,10 +46,10 @@ class Nibbles(_CodebookFormat, ABC):
 
 
 class Int4(Nibbles):
-    """4 bits a number: the nearest of 15 or 16 levels times the scale of the block (Wang et al. 2024).
+    """4 bits for a number: the nearest of 15 or 16 levels, times the scale of the block (Wang et al. 2024).
 
-    unsigned has no zero, so that a second moment stays positive wherever its block has a positive one; dynamic has no
-    -1, so that a largest number that is negative is stored as .8875 of itself.
+    The codebook unsigned has no level 0, so that a second moment stays positive if any number of its block is positive.
+    dynamic has no level -1: if the largest number of a block is negative, it is stored as 0.8875 times its value.
     """
 
     kind: Literal["int4"] = "int4"
@@ -63,9 +63,9 @@ class Int4(Nibbles):
 
 
 class Codebook8(_CodebookFormat):
-    """8 bits a number: the nearest of 256 levels times the scale of the block (Dettmers et al. 2022, section 2).
+    """8 bits for a number: the nearest of 256 levels, times the scale of the block (Dettmers et al. 2022, section 2).
 
-    dynamic: seven powers of ten, for first moments; dynamic_unsigned: for second moments.
+    dynamic: levels over seven powers of ten, for first moments. dynamic_unsigned: levels >= 0, for second moments.
     """
 
     kind: Literal["codebook8"] = "codebook8"

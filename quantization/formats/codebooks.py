@@ -4,7 +4,7 @@ linear_square, dynamic: 4-bit Shampoo (Wang et al. 2024, appendix C); dynamic is
 2016). nf4: quantiles of the normal law (Dettmers et al. 2023, appendix E). unsigned: the zero-free linear codebook for
 second moments (Li, Chen & Zhu 2023, section 4). symmetric_integer: k / 7.
 
-On a CPU codes are found and looked up in pieces that stay in its cache. On a device, and where code is traced, all
+On a CPU numbers are encoded and decoded in pieces that stay in the cache. On a device, and in a traced program, all
 numbers are processed at once.
 """
 
@@ -23,15 +23,16 @@ from torch.nn.functional import pad
 from eigengraft.numerics import cached_tensors, may_branch_on_values
 
 CACHE_ELEMENTS = 1 << 17
-"""Numbers that are processed at once on a CPU. A few float32 copies of them fit into a core's own cache, and the cost
-of calls is small beside the work."""
+"""Number of entries that are processed at once on a CPU. A few float32 copies of that many entries fit into a core's
+own cache, and calls take little time in comparison with the work.
+"""
 
 
 def scratch(name: str, n: int, dtype: torch.dtype) -> Tensor:
-    """Return a buffer `[n]` with arbitrary values, for numbers that are needed while a piece is processed.
+    """Return a buffer `[n]` with arbitrary values, for intermediate results of one piece.
 
-    The next call with the same name in the same thread returns the same memory: fresh memory would cost as much as the
-    work.
+    The next call with the same name in the same thread returns the same memory, because allocating new memory would
+    take as long as the work.
     """
     if n > CACHE_ELEMENTS:
         return torch.empty(n, dtype=dtype, device="cpu")
@@ -47,7 +48,9 @@ _BUFFERS = threading.local()
 
 
 def look_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the values of codes in a table `[k]`, in the shape of the codes; in `out` if it is given, else fresh."""
+    """Return the values of codes in a table `[k]`, in the shape of the codes. They are written to `out`, or to a new
+    tensor if `out` is None.
+    """
     if not may_branch_on_values(codes):
         return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
     result = table.new_empty(codes.shape) if out is None else out
@@ -60,7 +63,9 @@ def look_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Pack codes `[..., n]` as `[..., ceil(n / 2)]` uint8, in `out` if it is given; even positions in the low half."""
+    """Pack codes `[..., n]`, two in a byte, as `[..., ceil(n / 2)]` uint8, written to `out` if it is given. Codes at
+    even positions are in the low half of a byte.
+    """
     codes = codes.to(torch.uint8)
     if codes.shape[-1] % 2:
         codes = pad(codes, (0, 1))
@@ -82,7 +87,9 @@ Levels = tuple[float, ...]
 
 
 def linear_square(bits: int) -> Levels:
-    """Return the levels sign(t) t^2 with t_j = -1 + 2 j / (2^bits - 1). The largest negative t is replaced by 0."""
+    """Return the levels sign(t_j) t_j^2 with t_j = -1 + 2 j / (2^bits - 1). The negative t_j nearest to 0 is replaced
+    by 0.
+    """
     codes = 1 << bits
     t = [-1 + 2 * j / (codes - 1) for j in range(codes)]
     t[codes // 2 - 1] = 0.0
@@ -90,11 +97,11 @@ def linear_square(bits: int) -> Levels:
 
 
 def dynamic(bits: int, signed: bool = True) -> Levels:
-    """Return the levels of dynamic tree quantization: 0, 1 and, for i < e = bits - 1, 2^i levels with both signs.
+    """Return the levels of dynamic tree quantization: 0, 1 and, for each i < e = bits - 1, 2^i levels with both signs.
 
     The 2^i levels are the midpoints of 2^i equal parts of [.1, 1], times 10^(i-e+1).
 
-    signed: False for 2^(i+1) parts and positive levels alone.
+    signed: if False, there are 2^(i+1) parts for each i, and no negative levels.
     """
     powers = bits - 1
     found = [0.0, 1.0]
@@ -117,12 +124,12 @@ UNSIGNED: Levels = tuple((j + 1) / 16 for j in range(16))
 
 @dataclass(frozen=True)
 class Codebook:
-    """A codebook: ascending levels. A code is the position of a level."""
+    """A codebook: ascending levels. A code is the index of a level."""
 
     levels: Levels
 
     def nearest(self, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the codes, uint8, of the levels nearest to y, in `out` if it is given.
+        """Return the codes, uint8, of the levels nearest to y, written to `out` if it is given.
 
         y must not be NaN. A code is the number of midpoints between levels that are below y.
         """
@@ -133,22 +140,25 @@ class Codebook:
         return found.to(torch.uint8) if out is None else out.copy_(found)
 
     def values(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the levels of integer codes, in the shape of the codes; in `out` if it is given, else fresh."""
+        """Return the levels of integer codes, in the shape of the codes. They are written to `out`, or to a new tensor
+        if `out` is None.
+        """
         return look_up(_tensor(self.levels, dtype, codes.device), codes, out)
 
     def pairs(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the levels `[..., 2 n]` of n bytes with two codes each, the first in the low half; in `out` or
-        fresh."""
+        """Return the levels `[..., 2 n]` of n bytes with two codes each, the first code in the low half. They are
+        written to `out`, or to a new tensor if `out` is None.
+        """
         table = _pairs(self.levels, dtype, codes.device)
         both = None if out is None else out.view(table.dtype)
         return look_up(table, codes, both).view(dtype)
 
 
 def _found(y: Tensor, steps: Tensor) -> Tensor:
-    """Return the codes of y by one look-up with the upper half of its bits, as int32 in a shared buffer.
+    """Return the codes of y as int32, in a shared buffer, by one look-up with the upper half of the bits of y.
 
-    k = |bits as an integer| increases with y on either side of 0 (-0 counts as 2^31, which wraps around). The table
-    holds numbers whose sum with k has the code in its upper half: `start` becomes the first k of the code.
+    k, the absolute value of the bits read as an integer, is monotonic in y on either side of 0. (For -0 it is 2^31,
+    which wraps around.) The table holds numbers whose sum with k has the code in its upper half.
     """
     bits, n = y.reshape(-1).view(torch.int32), y.numel()
     k, codes = scratch("k", n, torch.int32), scratch("codes", n, torch.int32)
@@ -170,12 +180,13 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return the table of `_found`, int32 `[2^15 + 1]`, with at most one midpoint in a cell.
+    """Return the table of `_found`, int32 `[2^15 + 1]`. Each entry (cell) covers the floats with one upper half of
+    bits, and contains at most one midpoint of levels.
 
-    Midpoints must differ by 2^-7 of their size. Cell h < 2^14 holds the floats >= 0 whose upper half is h, k = h 2^16
-    ...; cell h > 2^14 those < 0, k = ... h 2^16.
+    Midpoints must therefore differ by 2^-7 of their size. Cell h < 2^14 covers the floats >= 0 with upper half h, from
+    k = h 2^16 on. Cell h > 2^14 covers floats < 0, up to k = h 2^16.
 
-    Legend: o increases with the float, o = k or, below 0, k - 2^31.
+    Legend: o is an integer that increases with the float: o = k for floats >= 0, o = k - 2^31 for floats below 0.
     """
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)  # o
@@ -193,7 +204,8 @@ def _steps(levels: Levels) -> Tensor:
 def _pairs(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the two levels of each byte as one number of twice the size, `[256]`.
 
-    Such a look-up takes a quarter of the time of two. Codes beyond the codebook, which are never written, stand for 0.
+    One look-up of a pair takes a quarter of the time of two look-ups. Codes beyond the codebook are never written;
+    their entries are 0.
     """
     table = list(levels) + [0.0] * (16 - len(levels))
     both = torch.tensor([[table[byte & 15], table[byte >> 4]] for byte in range(256)], dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Shorter floating-point formats. Legend: ulp(h) the distance from h to the next larger bfloat16 in size."""
+"""Shorter floating-point formats. Legend: ulp(h) is the distance from |h| to the next larger bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class Float32(Format):
-    """The numbers in float32: float32 parameters lose nothing. Other formats are compared with it."""
+    """The numbers in float32, which is lossless for float32 parameters. It is the reference for other formats."""
 
     kind: Literal["float32"] = "float32"
 
@@ -31,8 +31,8 @@ class Float32(Format):
 class BFloat16(Format):
     """8 significant bits and the range of float32. Finite numbers stay finite.
 
-    rounding stochastic: up with probability (low 16 bits) / 2^16, which is unbiased, so that changes below half an ulp
-    are not lost on average.
+    With `rounding: stochastic` a float32 is rounded up with probability (low 16 bits) / 2^16. This is unbiased, so that
+    changes below half an ulp are not lost on average.
     """
 
     kind: Literal["bf16"] = "bf16"
@@ -50,9 +50,9 @@ class BFloat16(Format):
 
 
 class SplitFloat(Format):
-    """x = h + k/127 ulp(h)/2 with h in bfloat16 and k in int8: 3 bytes, a relative error of at most 2^-16.
+    """x = h + k/127 ulp(h)/2  with h in bfloat16 and k in int8:  3 bytes, a relative error of at most 2^-16
 
-    The residual in units of half an ulp is FlashOptim's (2026).
+    Storing the residual in units of half an ulp is the method of FlashOptim (2026).
     """
 
     kind: Literal["split_float"] = "split_float"
@@ -70,7 +70,7 @@ class SplitFloat(Format):
 
 
 def _within(x: Tensor) -> Tensor:
-    """Return x with finite numbers clamped to the range of bfloat16, beyond which rounding would make them infinite."""
+    """Return x with finite numbers clamped to the range of bfloat16. Rounding would make larger numbers infinite."""
     return x if _plain(x) else torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
 
 
@@ -80,9 +80,10 @@ def _plain(x: Tensor) -> bool:
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """Return x in bfloat16, halves to even.
+    """Return x rounded to the nearest bfloat16, ties to even.
 
-    In a traced program it is computed in integers: a compiler removes the conversion to bfloat16 and back.
+    In a traced program the rounding is computed with integers, because a compiler would remove a conversion to bfloat16
+    and back.
     """
     if not torch.compiler.is_compiling():
         return x.to(torch.bfloat16)
@@ -93,13 +94,17 @@ def _nearest(x: Tensor) -> Tensor:
 
 
 def _stochastic(x: Tensor, uniform: Uniform) -> Tensor:
-    """Return x in bfloat16: a random number below 2^16 is added to its bits, and the lower half is cut off."""
+    """Return x rounded stochastically to bfloat16: a random number below 2^16 is added to the bits of x, and the lower
+    half of the bits is cut off.
+    """
     added = uniform(x, "rounding").mul_(65536).int()
     bits = (x.view(torch.int32) + added) & -65536
     return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
 
 
 def _half_ulp(high: Tensor) -> Tensor:
-    """Return ulp(h) / 2 in float32: 2^-8 times the power of two below |h|; one size for all subnormal h."""
+    """Return ulp(h) / 2 in float32: 2^-8 times the largest power of two <= |h|. It is the same number for all subnormal
+    h.
+    """
     exponent = high.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8

@@ -1,6 +1,7 @@
 """Linear formats: codes are equally spaced.
 
-Legend: Q the largest code, 127, 255 or 32767; -128 and -32768 are not used, so that the codes are symmetric.
+Legend: Q the largest code: 127, 255 or 32767. The codes -128 and -32768 are not used, so that signed codes are
+symmetric.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .base import Blockwise, largest_size
 
 
 class LinearFormat(Blockwise, ABC):
-    """round(z) with z = Q y: half to even or, stochastically, up with the probability that makes it unbiased."""
+    """round(z) with z = Q y, y a number divided by its scale: to nearest, ties to even, or stochastically without
+    bias.
+    """
 
     rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="How codes are rounded.")
 
@@ -36,17 +39,18 @@ class LinearFormat(Blockwise, ABC):
         return float(self.largest_code)
 
     def rounded(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        """Return y rounded to whole numbers, which may be done in place."""
+        """Return y rounded to whole numbers. y may be overwritten."""
         if self.draws and uniform is not None:
-            below = y.floor()  # floor(y + u) would sometimes raise whole numbers, because the sum is rounded
+            below = y.floor()  # not floor(y + u), which sometimes raises whole numbers, because the sum is rounded
             return below.add_(1 - uniform(y, "rounding") <= y - below).clamp_max_(self.largest_code)
         return y.round_()
 
 
 class _Signed(LinearFormat, ABC):
-    """bucket = max |x| / Q; buckets "column" is the scheme of JAX's Distributed Shampoo (`quantization_utils`).
+    """Signed codes with bucket = max |x| / Q, the difference of two adjacent decoded values.
 
-    There the maximum is over the first axis, with one bucket for each column, and the bucket itself is stored.
+    `buckets: column` is the scheme of Distributed Shampoo in JAX (`quantization_utils`): the maximum is over the first
+    axis, each column has one bucket, and the bucket is stored as the scale.
     """
 
     buckets: Literal["row", "column"] = Field(
@@ -56,9 +60,12 @@ class _Signed(LinearFormat, ABC):
     @model_validator(mode="after")
     def _columns_have_one_scale(self) -> Self:
         if self.buckets == "column" and self.scale == "double":
-            raise ValueError("scale: cannot be combined with buckets 'column', got 'double'")
+            raise ValueError("scale: 'double' cannot be combined with buckets 'column'; remove one of the two")
         if self.buckets == "column" and self.block_size != type(self).model_fields["block_size"].default:
-            raise ValueError(f"block_size: cannot be combined with buckets 'column', got {self.block_size}")
+            raise ValueError(
+                f"block_size: {self.block_size} cannot be combined with buckets 'column', which have no blocks; remove "
+                "one of the two"
+            )
         return self
 
     @property
@@ -98,15 +105,17 @@ class _Signed(LinearFormat, ABC):
 def _as_bytes(codes: Tensor) -> Tensor:
     """Return int8 codes as they are, and int16 codes `[..., n]` as bytes `[..., 2 n]` uint8.
 
-    gloo and NCCL gather no tensors of int16.
+    The backends gloo and NCCL cannot gather int16 tensors.
     """
     return codes if codes.dtype == torch.int8 else codes.contiguous().view(torch.uint8)
 
 
 class Int8(_Signed):
-    """8 bits a number and sign: k max |x| / 127, k = -127 ... 127 (as 8-bit Muon, Gupta et al. 2025).
+    """8 bits for a signed number: code k = -127 ... 127 stands for k max |x| / 127 (as in 8-bit Muon, Gupta et al.
+    2025).
 
-    With buckets "column" and exact diagonals this is how JAX's Distributed Shampoo keeps momenta.
+    max |x| is over a block or column. With `buckets: column` and `exact_diagonal` this is the storage of momenta in
+    Distributed Shampoo in JAX.
     """
 
     kind: Literal["int8"] = "int8"
@@ -117,9 +126,10 @@ class Int8(_Signed):
 
 
 class Int16(_Signed):
-    """16 bits a number and sign: k max |x| / 32767, k = -32767 ... 32767.
+    """16 bits for a signed number: code k = -32767 ... 32767 stands for k max |x| / 32767.
 
-    With buckets "column" and exact diagonals this is how JAX's Distributed Shampoo keeps statistics and roots.
+    max |x| is over a block or column. With `buckets: column` and `exact_diagonal` this is the storage of statistics and
+    roots in Distributed Shampoo in JAX.
     """
 
     kind: Literal["int16"] = "int16"

@@ -20,24 +20,27 @@ from ..formats.codebook_formats import Int4
 
 
 def unit_size(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (A / s, s) with s `[N]` the largest entry. For a zero matrix s is 0 and A / s is 0."""
+    """Return (A / s, s) with s `[N]` the largest |entry| of each matrix. For a zero matrix both are 0."""
     size = a.abs().amax((-2, -1))
     return a / per_block(torch.where(size > 0, size, 1.0), a), size
 
 
 def folded_shape(d: int) -> tuple[int, int]:
-    """Return the shape of the rectangle that the strictly lower triangle of a d x d matrix fills; see
-    `lower_places`."""
+    """Return the shape of the rectangle that holds the folded strictly lower triangle of a d x d matrix; see
+    `lower_places`.
+    """
     return d // 2, d - 1 + d % 2
 
 
 @cached_tensors(maxsize=64)
 def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the places of the strictly lower triangle in the flat d x d matrix, and those of the d x d entries in it.
+    """Return (places, entries) for the strictly lower triangle of a d x d matrix, folded to a rectangle, both int32.
+    places: for each entry of the flat rectangle, its index in the flat matrix. entries: for each entry of the flat
+    matrix, its index in the flat rectangle; outside of the triangle the index is arbitrary.
 
-    Both are int32, in the order of the rectangle that the triangle is folded to. Entries outside of the triangle have
-    any place. Row k of the rectangle is the k-th longest row of the triangle, then the k-th shortest. A format that
-    works along rows sees complete rows, of which two share at most one block: rows of factors differ in size.
+    Row k of the rectangle is the k-th longest row of the triangle, followed by the k-th shortest row. The rectangle has
+    complete rows of the triangle, so that two of them share at most one block of a format that works along rows. This
+    matters because rows of Cholesky factors differ in size.
     """
     height, width = folded_shape(d)
     k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
@@ -49,10 +52,10 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cached_tensors(maxsize=64)
 def upper_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the places of the upper triangle in the flat d x d matrix, and those of the d x d entries in it, both
-    int32.
+    """Return (places, entries) for the upper triangle of a d x d matrix, read row by row, both int32.
 
-    The triangle is read row by row. Entries below it have the places of their mirror images.
+    places: for each entry of the triangle, its index in the flat matrix. entries: for each entry of the flat matrix,
+    its index in the triangle; an entry below the diagonal has the index of its mirror image.
     """
     row, column = torch.triu_indices(d, d, dtype=torch.int64, device=device)
     return _places(row, column, d)
@@ -65,8 +68,9 @@ def _places(row: Tensor, column: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
-    """Return the entries of x `[N, k]` at places `[p]`, as `[N, p]`. A single row is indexed as a vector, which is
-    faster."""
+    """Return the entries of x `[N, k]` at the column indices `places` `[p]`, as `[N, p]`. If N = 1 the row is indexed
+    as a vector, which is faster.
+    """
     return x.reshape(-1).index_select(0, places)[None] if len(x) == 1 else x.index_select(1, places)
 
 
@@ -77,7 +81,9 @@ def strictly_lower(x: Tensor) -> Tensor:
 
 
 def lower_triangular(diagonal: Tensor, below: Tensor) -> Tensor:
-    """Return the lower triangular matrices `[N, d, d]` of a diagonal `[N, d]` and a folded triangle."""
+    """Return the lower triangular matrices `[N, d, d]` with a diagonal `[N, d]` and a folded strictly lower triangle
+    `below`.
+    """
     n, d = diagonal.shape
     full = at_places(below.flatten(1), lower_places(d, below.device)[1]).reshape(n, d, d).tril_(-1)
     full.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
@@ -85,9 +91,10 @@ def lower_triangular(diagonal: Tensor, below: Tensor) -> Tensor:
 
 
 class Structure(Quantizer, ABC):
-    """A quantizer of matrices around another quantizer.
+    """A quantizer of matrices of one kind. An inner quantizer stores the entries that the structure does not keep
+    exactly.
 
-    Tensors beside those of the inner format have the dtype of the matrix.
+    Tensors that the structure stores itself, such as an exact diagonal, have the dtype of the matrix.
     """
 
     inner: Quantizer = Field(
@@ -99,14 +106,18 @@ class Structure(Quantizer, ABC):
 
     @abstractmethod
     def shape_error(self, slot: Slot) -> str | None:
-        """Return the reason why the slot has not the shape or role of this structure's matrices; None if it has."""
+        """Return the reason why the shape or role of the slot is not that of this structure's matrices. None: both
+        fit.
+        """
 
     def codebook_id(self) -> str:
         return self.inner.codebook_id()
 
 
 def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int = 1) -> str | None:
-    """Return the reason why a slot is not a square matrix of one of the roles; None if it is."""
+    """Return the reason why a slot is not a square matrix with one of the roles, or None if it is. what: name of such
+    matrices in the text. least: smallest number of rows.
+    """
     square = len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least
     if square and slot.role in roles:
         return None
@@ -128,8 +139,9 @@ def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
 def encode_under(
     encode: Callable[..., Encoded], prefix: str, x: Tensor, before: Encoded | None, uniform: Uniform | None
 ) -> Mapping[str, Tensor]:
-    """Return x encoded by an inner format, under a prefix. The prefix also separates the random numbers of two such
-    tensors."""
+    """Return x encoded by an inner format, with tensor names under a prefix. The prefix also makes the random numbers
+    of two tensors independent.
+    """
 
     def draw(like: Tensor, purpose: str) -> Tensor:
         assert uniform is not None
@@ -140,7 +152,9 @@ def encode_under(
 
 
 def replaced_where(ok: Tensor, encoded: Encoded, before: Encoded | None) -> Encoded:
-    """Return the new tensors in rows where ok `[N]`, and the tensors before in other rows, if there are any."""
+    """Return the tensors of `encoded` in rows where ok `[N]` is True, and those of `before` in all other rows. If
+    `before` is None, return `encoded`.
+    """
     if before is None or (may_branch_on_values(ok) and bool(ok.all())):
         return encoded
     return {name: torch.where(per_block(ok, tensor), tensor, before[name]) for name, tensor in encoded.items()}

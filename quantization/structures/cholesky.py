@@ -26,13 +26,15 @@ from .base import (
 
 
 class Cholesky(Structure):
-    """C = chol(A + eps |A| I);  stored: diag(C) exact, Q(C + E) below it;  decoded: A = D D^T
+    """C = chol(A + eps |A| I);  stored: diag(C) exact, Q(C + E) below the diagonal;  decoded: D D^T
 
-    E <- b E + (1 - b) (C + E - D(Q(C + E)))  is the error that was made so far, strictly lower as well and coded the
-    same way; b is `error_feedback`. A is semi-definite by construction. Each triangle is folded to a rectangle without
-    gaps, so that C and E together take the codes of one matrix and share no block. |A| is the largest entry of A
-    `[N, d, d]`. Of a zero matrix C and E are 0. A matrix that has no factor is tried again with a larger ridge, and
-    keeps what was stored before if that fails too.
+    A `[N, d, d]` is the matrix, and |A| its largest entry. Q quantizes with the inner format. D is the decoded factor:
+    diag(C) on the diagonal, and the decoded Q(C + E) below it. E, the accumulated quantization error, is strictly lower
+    triangular and quantized like C:  E <- b E + (1 - b) (C + E - D)  below the diagonal, with b = error_feedback.
+
+    D D^T is positive semi-definite by construction. Each triangle is folded to a rectangle without gaps, so that C and
+    E together take as many codes as one full matrix, and share no block. For a zero matrix C and E are 0. If the
+    factorization fails, it is repeated with a larger ridge; if that fails too, the stored tensors are not changed.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
@@ -42,7 +44,7 @@ class Cholesky(Structure):
         default=None,
         ge=0,
         lt=1,
-        description="decay of the error that is fed back; 0 = all of the last error; default: no feedback",
+        description="decay b of the error that is fed back; 0: E is the last error; default: no feedback",
     )
 
     def shape_error(self, slot: Slot) -> str | None:

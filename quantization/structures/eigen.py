@@ -15,12 +15,13 @@ from .base import Structure, encode_under, replaced_where, square_shape_error, u
 
 
 class Eigen(Structure):
-    """P = qr(A V),  l = diag(P^T A P),  stored: l exact and Q(P^T);  decoded: A = V Diag(l) V^T  (Algorithm 1)
+    """P = qr(A V),  l = diag(P^T A P);  stored: l exact, and Q(P^T);  decoded: V Diag(l) V^T  (Algorithm 1)
 
-    V is the basis that was stored before, rectified by Bjorck steps (see `orthogonal`); the identity at the start. Only
-    the part of A that is diagonal in P is stored: the basis follows A from one writing to the next, so that a slowly
-    moving average is what it is meant for. The trace of A is stored exactly. l < 0, which only rounding makes, becomes
-    0. A zero matrix keeps its basis, a matrix that is not finite keeps all that was stored before. A `[N, d, d]`.
+    A `[N, d, d]` is the matrix; Q quantizes with the inner format. V is the decoded basis of the last encoding,
+    rectified by Bjorck steps (see `orthogonal`), and the identity at the start. Only the part of A that is diagonal in
+    P is stored. The basis follows A by one power step for each encoding, so the structure suits averages that change
+    slowly. The trace of A is stored exactly. Negative l, which only rounding makes, become 0. For a zero matrix the
+    basis is not changed; for a matrix that is not finite no stored tensor is changed.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic",)
@@ -43,7 +44,7 @@ class Eigen(Structure):
         return replaced_where(ok, encoded, before)
 
     def _basis(self, x: Tensor, before: Encoded | None) -> Tensor:
-        """Return V `[N, d, d]` as it was stored."""
+        """Return V `[N, d, d]`, decoded from the last encoding, or the identity if there is none."""
         if before is None:
             return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
         return self._vectors(before, Slot(tuple(x.shape[1:]), role="statistic"), x.dtype)

@@ -1,4 +1,4 @@
-"""The diagonal stored as it is, the rest encoded (Distributed Shampoo in JAX; Wang et al. 2024, arXiv:2405.18144)."""
+"""The diagonal stored exactly, the rest encoded (Distributed Shampoo in JAX; Wang et al. 2024, arXiv:2405.18144)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .base import Structure, encode_under, square_shape_error, without_prefix
 
 
 class ExactDiagonal(Structure):
-    """A = Diag(a) + D(Q(A - Diag(a)))  with a = diag(A) `[N, d]` exact, Q and D the inner format
+    """A = Diag(a) + D(Q(A - Diag(a)))  with a = diag(A) `[N, d]` exact;  Q encodes and D decodes with the inner format
 
-    A format that scales each row on its own gives back a matrix that is not symmetric; `symmetrize` takes the mean of
-    the two triangles, which also halves the variance of the rounding. An inner format that
+    A format with a scale for each row decodes a symmetric matrix as one that is not symmetric. `symmetrize` replaces it
+    by the mean of the matrix and its transpose, which also halves the variance of rounding errors. An inner format that
     stores one triangle is symmetric already.
     """
 
@@ -32,7 +32,7 @@ class ExactDiagonal(Structure):
     def _symmetrize_matters(self) -> Self:
         if self.inner.symmetric and not self.symmetrize:
             kind = getattr(self.inner, "kind", "")
-            raise ValueError(f"symmetrize: has no effect with the symmetric inner format '{kind}', got false")
+            raise ValueError(f"symmetrize: false has no effect with the symmetric inner format '{kind}'; remove it")
         return self
 
     @property

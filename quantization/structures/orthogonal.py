@@ -16,11 +16,12 @@ from .base import Structure, encode_under, without_prefix
 
 
 class Orthogonal(Structure):
-    """V = D(Q(V^T))^T, then `rectify` times  V <- 3/2 V - 1/2 V V^T V  (Bjorck)
+    """V = D(Q(V^T))^T,  then `rectify` times  V <- 3/2 V - 1/2 V V^T V  (Bjorck)
 
-    V `[N, d, r]`, r <= d. Its transpose is what is coded: a block of the inner format is a piece of one column of V.
-    One step takes the symmetric half of the rounding error away and leaves the half that is a rotation. A V that would
-    come back with singular values above sqrt 3, from which the steps do not converge, is stored scaled down.
+    V is `[N, d, r]`, r <= d. Q encodes and D decodes with the inner format. The transpose is encoded, so that a block
+    of the inner format is a piece of one column of V. One Bjorck step removes the symmetric half of the quantization
+    error, and leaves the half that is a rotation. The steps do not converge from singular values above sqrt 3; a V that
+    would be decoded with such values is scaled down before it is stored.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("basis",)

@@ -16,15 +16,16 @@ from .base import at_places, encode_under, square_shape_error, upper_places, wit
 
 
 class Symmetric(Quantizer):
-    """The upper triangle `[N, d (d + 1) / 2]` of `[N, d, d]`, row by row: half the bytes.
+    """The upper triangle `[N, d (d + 1) / 2]` of a symmetric matrix `[N, d, d]`, row by row: half the bytes.
 
-    The lower triangle becomes its mirror image; its own numbers are lost. Without an inner format nothing is rounded.
-    An inner format sees the triangle as a single row, whose blocks continue from one row of the matrix to the next.
+    The lower triangle is decoded as the mirror image of the upper one; its own numbers are not stored. Without an inner
+    format nothing is rounded. An inner format receives the triangle as a single row, whose blocks may continue from one
+    row of the matrix to the next.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["symmetric"] = "symmetric"
-    inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: as it is")
+    inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: unchanged")
 
     def unsupported(self, slot: Slot) -> str | None:
         problem = square_shape_error(slot, self.roles, "symmetric matrices")
@@ -38,7 +39,7 @@ class Symmetric(Quantizer):
         return self._stored(at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0]), before, uniform)
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return `encode` of x with zeros on its diagonal, without a copy of x."""
+        """Return the encoding of x with its diagonal replaced by zeros, without a copy of x."""
         d = x.shape[-1]
         there, back = upper_places(d, x.device)
         upper = at_places(x.flatten(1), there).index_fill_(1, back[:: d + 1].long(), 0.0)

@@ -1,7 +1,7 @@
 """Optimizers composed from interchangeable parts: declare a recipe, get a `torch.optim.Optimizer`.
 
-The first public name that is asked for imports the library, and torch with it; the help of the command line asks for
-none.
+The library, and torch with it, is imported when a public name is read for the first time. The help of the command line
+reads none, and is therefore fast.
 """
 
 from importlib import import_module
@@ -68,7 +68,9 @@ _HOMES = ("optimizers", "preconditioners", "component", "signals", "slots", "ste
 
 
 def __getattr__(name: str) -> object:
-    """A public name, or a module of the library; each is asked for here once."""
+    """Return a public name, or a module of the library, and store it in the package, so that this function runs once
+    for each name.
+    """
     if name in __all__:
         homes = [vars(import_module(f"eigengraft.{home}")) for home in _HOMES]
         found = next(home[name] for home in homes if name in home)

@@ -1,12 +1,12 @@
-"""`python -m eigengraft` is the command `eigengraft`; torchrun starts it so."""
+"""`python -m eigengraft` runs the command `eigengraft`. torchrun starts the command in this way."""
 
 import os
 import sys
 
 
 def command_line() -> None:
-    """Run the command line; where its libraries are missing, say what installs them."""
-    # `bench step` asks torch's profiler, which prints lines of its own.
+    """Run the command line. If a library that it needs is missing, exit with the command that installs it."""
+    # `bench step` uses torch's profiler, which logs lines of its own; this level silences them.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         from eigengraft.experiments.cli.main import main

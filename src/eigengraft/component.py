@@ -32,10 +32,10 @@ _FAMILIES: dict[str, type[Component]] = {}
 
 
 def plain(value: Any) -> Any:
-    """Return data of other libraries as Python's own: mappings as dicts, sequences as lists, numbers of numpy as
+    """Convert data of other libraries to plain Python data: mappings to dicts, sequences to lists, numbers of numpy to
     numbers.
 
-    Nodes of Hydra are such mappings and sequences. Any other value is returned as it is.
+    Hydra's nodes, for example, are mappings and sequences of their own types. Any other value is returned unchanged.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -114,10 +114,13 @@ class Component(BaseModel, metaclass=ComponentType):
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """Kind and field that a bare number most likely stands for in this family, for the error about the number."""
+    """(kind, field) that a bare number most likely stands for in this family. The error about a bare number suggests
+    it.
+    """
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Advice about fields that users look for here and that belong elsewhere, by name; "." stands for every dotted
-    path."""
+    """Advice for errors about fields that users expect in this component but that belong elsewhere, by name of the
+    field. The key "." stands for every dotted path.
+    """
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -236,10 +239,11 @@ class Component(BaseModel, metaclass=ComponentType):
         return found
 
     def state_meaning(self) -> Mapping[str, Any]:
-        """Return the fields that decide what the numbers in slots mean, beside the names and shapes of slots.
+        """Return the fields on which the meaning of the numbers in slots depends, by name.
 
-        A checkpoint is refused if one of these values differs: a sum in place of a mean, a statistic of another tensor.
-            All other fields are settings: the state remains valid, and steps after the load use the new values.
+        A checkpoint is refused if the value of such a field differs, for example a field that chooses between a sum and
+        a mean, or the tensor that a statistic observes. All other fields are settings: the state remains valid, and
+        steps after the load use the new values.
         """
         return {}
 
@@ -254,9 +258,9 @@ class Component(BaseModel, metaclass=ComponentType):
         return validated(type(self), {**own, **aliased}, type(self).__name__)
 
     def declaration(self, short: bool = False) -> dict[str, Any]:
-        """Return the fields as plain data, in the order in which one would write them.
+        """Return the fields as plain data, with `kind` and `name` first.
 
-        Fields that are None by default and have no value are left out.
+        Fields that are None, and None by default, are left out.
 
         short: True to leave out every field that has its default, also in the components inside this one. A component
             that is nothing but its kind is then the bare kind.
@@ -297,7 +301,9 @@ def _register(cls: type[Component]) -> None:
     for base in cls.__mro__[1:]:
         for name in vars(cls):
             if getattr(vars(base).get(name), "__final__", False):
-                raise TypeError(f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden")
+                raise TypeError(
+                    f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden; rename it"
+                )
     kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
     if not isinstance(kind, str):
         raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")
@@ -311,7 +317,7 @@ def _register(cls: type[Component]) -> None:
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise TypeError(
             f"{cls.__name__}: kind '{kind}' of family '{cls.family_name}' already belongs to "
-            f"{known.__module__}.{known.__qualname__}"
+            f"{known.__module__}.{known.__qualname__}; choose another kind"
         )
     cls.members[kind] = cls
 

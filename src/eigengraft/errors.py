@@ -22,7 +22,7 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def name_some(names: Sequence[str], most: int) -> str:
-    """Return at most `most` names as they stand in a sentence, and how many more there are."""
+    """Return at most `most` names separated by commas, followed by "and <n> more" if there are more."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

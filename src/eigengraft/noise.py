@@ -1,4 +1,4 @@
-"""Random numbers of a block: a function of (seed, step, stream, place in the block) and of nothing else.
+"""Random numbers of a block: a function of (seed, step, stream, index in the block) and of nothing else.
 
 The generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and uses SplitMix64
 (Steele, Lea & Flood 2014, section 4). It has no state and uses no global generator. A number does not depend on how
@@ -28,7 +28,7 @@ _SECOND = _signed(0x94D049BB133111EB)
 def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0) -> Tensor:
     """Return numbers `[N, *shape]`, uniform in [0, 1).
 
-    Every multiple of 2^-p is equally likely, with p the precision of `dtype` in bits.
+    Every multiple of 2^-p in [0, 1) is equally likely, with p the precision of `dtype` in bits.
 
     seeds, step: int64 `[N]`.
     stream: number of the purpose of the numbers; each purpose has a stream of its own.
@@ -39,10 +39,11 @@ def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dt
 
 
 def normal(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0) -> Tensor:
-    """Return standard normal numbers `[N, *shape]` (Box & Muller 1958): sqrt(-2 log u) cos(2 pi w), none beyond 6.7.
+    """Return standard normal numbers `[N, *shape]` by sqrt(-2 log u) cos(2 pi w) (Box & Muller 1958), at most 6.7 in
+    size.
 
-    u and w are the halves of one word. They are the same on every device; log and cos may differ in the last place of
-    float64 from one device to another.
+    u and w are the two halves of a random word, scaled to (0, 1]. The words are the same on every device; log and cos
+    may differ between devices in the last digit of float64.
 
     seeds, step, stream: see `uniform`.
     """
@@ -60,9 +61,9 @@ def words(seeds: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return the finalizer of SplitMix64 of x, a bijection.
+    """Return x after the finalizer of SplitMix64, a bijection.
 
-    One flipped bit of x flips each bit of the result in half of all cases.
+    If one bit of x is flipped, each bit of the result flips in half of all cases.
     """
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND

@@ -1,4 +1,5 @@
-"""Numerics: guards against overflow, underflow, division by zero, and bits that depend on a place in memory.
+"""Numerics: guards against overflow, underflow, division by zero, and results whose bits depend on an address in
+memory.
 
 Also fake tensors and DTensors, numbers of the host on a device, and operations on many tensors in few kernels.
 """
@@ -39,7 +40,7 @@ def fake_mode(x: object) -> FakeTensorMode | None:
 def has_values(x: Tensor) -> bool:
     """Return True if a tensor has numbers.
 
-    Fake tensors have none. Under `torch.compile` every tensor but a fake one counts as having numbers.
+    Fake tensors have none. Under `torch.compile` every tensor except a fake one counts as having numbers.
     """
     if isinstance(x, FakeTensor):
         return False
@@ -99,16 +100,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def may_branch_on_values(x: Tensor) -> bool:
     """Return True if the host may read values of x at no cost.
 
-    It may not on a device, which it would wait for, in a traced graph, which would break, and for fake tensors, which
-    have no values.
+    The result is False on a device, which the host would wait for, in a traced graph, which would break, and for fake
+    tensors, which have no values.
     """
     return x.is_cpu and may_wait_for_values(x)
 
 
 def may_wait_for_values(x: Tensor) -> bool:
-    """Return True if the host may read values of x where a wait for the device is worth it.
+    """Return True if the host may read values of x, possibly after waiting for the device.
 
-    Costly iterations check for convergence so.
+    Costly iterations use this function before they check for convergence.
     """
     return has_values(x) and not torch.compiler.is_compiling()
 
@@ -119,7 +120,7 @@ def per_block(values: Tensor, like: Tensor) -> Tensor:
 
 
 def finite_blocks(x: Tensor) -> Tensor:
-    """Return for each block, `[N]`, whether all its entries are finite.
+    """Return bool `[N]`, True for blocks whose entries are all finite.
 
     On a CPU the sum of all entries is computed first: if it is finite, no entry is inf or nan. Otherwise every entry is
         checked.
@@ -130,20 +131,25 @@ def finite_blocks(x: Tensor) -> Tensor:
 
 
 def known_to_hold(ok: Tensor) -> bool:
-    """Return True if all of ok `[N]` are True; False also if the host would have to wait for a device."""
+    """Return True if all of ok `[N]` are True. Return False also if the host would have to wait for a device to
+    know.
+    """
     return may_branch_on_values(ok) and bool(ok.all())
 
 
 def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
-    """Return x where ok `[N]` and `other` elsewhere; on a CPU x itself if all blocks are ok."""
+    """Return x in blocks where ok `[N]` is True, and `other` elsewhere. On a CPU x itself is returned if all are
+    True.
+    """
     if known_to_hold(ok):
         return x
     return torch.where(per_block(ok, x), x, other)
 
 
 def tiny(dtype: torch.dtype) -> float:
-    """Return the floor below which a scale counts as 0. Its reciprocal is finite in `dtype`, with a factor of 16 to
-    spare."""
+    """Return the number below which a scale counts as 0: 16 times the smallest normal number, so that its reciprocal is
+    finite in `dtype`.
+    """
     return torch.finfo(dtype).tiny * 16
 
 
@@ -174,11 +180,12 @@ def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def to_power(x: Tensor, exponent: float) -> Tensor:
-    """Return x^e entry by entry, rounded once from float64; for spectra and other small tensors.
+    """Return x^exponent entry by entry, computed in float64 and rounded once. Use it for spectra and other small
+    tensors.
 
     On a CPU torch's pow rounds the last entries of a tensor differently if they do not fill a vector register. A
-    block's result would then depend on the other blocks of its stack. In float32 the rounding from float64 removes the
-    difference. In float64 ones are appended that fill the last register.
+    block's result would then depend on the other blocks of its stack. For float32 the rounding from float64 removes the
+    difference. For float64 ones are appended to x, so that the last register is full.
     """
     if exponent == 1:
         return x
@@ -229,7 +236,7 @@ def identity_like(a: Tensor) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B of each pair of a stack, `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
+    """Return the products A B of stacks `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
 
     On a CPU torch uses another kernel, with another rounding, for a stack of one pair with one row or column. Such a
     pair is computed twice, so that no result depends on the number of pairs. Iterations for inverse roots would amplify
@@ -241,10 +248,10 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return function(*tensors), entry by entry, of tensors of one shape.
+    """Return function(*tensors) for an entry-wise function and tensors of one shape.
 
-    On a CPU torch rounds the last entries differently if they do not fill a vector register. They are computed once
-    more in full registers, so that no entry depends on its place in a tensor.
+    On a CPU torch rounds the last entries differently if they do not fill a vector register. Such entries are computed
+    again in full registers, so that no entry depends on its index in the tensor.
     """
     found = function(*tensors)
     if not (may_branch_on_values(found) and found.is_contiguous()):
@@ -259,7 +266,9 @@ def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 _REGISTERS = 32
 """Largest number of float32 entries that a CPU kernel processes at once: two registers of AVX-512."""
 _LINE = 64
-"""Bytes of a cache line. If a matrix begins inside one, LAPACK uses other instructions, which round differently."""
+"""Bytes of a cache line. If a matrix does not begin at the start of a line, LAPACK uses other instructions, which round
+differently.
+"""
 
 
 def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
@@ -269,9 +278,10 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
     function on a copy of each matrix alone, so that no result depends on its place in the stack. LAPACK computes one
     matrix at a time in any case. Results have the strides that a single call would give them.
 
-    Products are not computed through this function. Some of them depend on the place in the last bits, too (measured
-    with MKL on AVX-512): products with a few columns on an odd number of rows; in float64 if a matrix has an odd number
-    of entries; in float32 with sides from 8 to 11. `products` makes those with one column independent of it.
+    Products are not computed through this function, although the last bits of some products depend on the address, too
+    (measured with MKL on AVX-512): products of few columns and an odd number of rows, float64 matrices with an odd
+    number of entries, and float32 matrices with sides from 8 to 11. `products` removes the dependence for products with
+    one column.
     """
     sizes = {math.prod(stack.shape[1:]) * stack.element_size() % _LINE for stack in stacks}
     if stacks[0].device.type != "cpu" or sizes == {0} or len(stacks[0]) == 0:
@@ -313,7 +323,9 @@ def multiplied_in_float32(x: Tensor) -> bool:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting for the device. On the CPU it stays what it is."""
+    """Copy a tensor of the host to a device without waiting for the device. If the device is the CPU, return the tensor
+    itself.
+    """
     if device.type == "cuda" and values.is_cpu and has_values(values):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -322,7 +334,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 def kept_on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor on a device.
 
-    The tensor is made once for equal numbers: do not write to it.
+    The tensor is cached and shared by all calls with equal numbers: do not write to it.
     """
     if device.type == "cpu":
         return torch.from_numpy(values)
@@ -337,7 +349,7 @@ def _kept(values: bytes, device: torch.device) -> Tensor:
 def number_like(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a number or a tensor as a tensor of the dtype and on the device of `like`.
 
-    A number of the host, which a 0-d tensor on the CPU is too, is filled in there by a kernel instead of copied.
+    A number of the host, or a 0-d tensor on the CPU, is written to the device by a kernel instead of a copy.
     """
     copied = isinstance(value, Tensor) and (value.ndim or not value.is_cpu or like.is_cpu or not has_values(value))
     if isinstance(value, Tensor) and copied:
@@ -372,14 +384,15 @@ def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Ten
 
 
 _SMALL = 4096
-"""Largest tensor, in entries, that is copied in less time than a kernel of its own takes."""
+"""Largest tensor, in entries, whose copy into a joint tensor takes less time than a separate kernel for it."""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply all tensors by one number, in place, as `torch._foreach_mul_` does.
 
-    On a CPU `_foreach_mul_` turns a Python number into a tensor once for each of its tensors, which takes twice as long
-    as the product of a small tensor. Here the number is turned into a tensor once, if that rounds it alike.
+    On a CPU `_foreach_mul_` converts a Python number to a tensor once for each of its tensors, which takes twice as
+    long as the product of a small tensor. This function converts the number once, for dtypes in which the result is the
+    same.
     """
     first = tensors[0]
     narrow = first.is_cpu and first.dtype in (torch.float32, torch.float64)
@@ -406,7 +419,7 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def norms_by_dtype(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (indices, norms `[n]`) for each dtype in which norms are computed; a few kernels in all.
+    """Yield (indices, norms `[n]`) for each dtype in which norms are computed. All norms together take a few kernels.
 
     dtypes: dtype of each norm; None: the dtype that each tensor is computed in.
     order: 2 for Frobenius norms, inf for largest sizes of entries.
@@ -421,8 +434,9 @@ def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dty
     """Return True if the sum of squares of each tensor is known to be finite in the dtype that the tensor is computed
     in.
 
-    False if the host would have to wait for a device, and if small tensors, whose norms are computed together, overflow
-    together. Fake tensors on a CPU, which have no numbers, count as finite.
+    The result is False if the host would have to wait for a device. It may be False for small tensors whose squares are
+    finite, because their norms are computed jointly and the joint norm may overflow. Fake tensors on a CPU count as
+    finite.
 
     most: function of (entries, dtype, device) of a tensor that returns how many such tensors may be copied at once.
     """
@@ -451,10 +465,11 @@ def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.de
 
 
 def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
-    """Indices of the values that do not round to their partner; all of them where asking would wait for a device.
+    """Return the indices of tensors in `values` that do not round to their counterpart in `rounded`. If the host would
+    have to wait for a device, return all indices.
 
-    values, rounded: n tensors of the same shapes, the second in fewer bits. Small tensors of one shape are compared
-    together, and all of them are returned if one differs.
+    values, rounded: n tensors each, with the same shapes; `rounded` has fewer bits. Small tensors of one shape are
+    compared together, and the indices of all of them are returned if one differs.
     """
     if not all(map(may_branch_on_values, rounded)):
         return list(range(len(rounded)))
@@ -475,8 +490,9 @@ def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors in 16 bits are equal. Large ones are compared as 64-bit numbers, in a sixth of the
-    time."""
+    """Return True if two tensors of 16-bit numbers are equal. Large tensors are compared as 64-bit numbers, which takes
+    a sixth of the time.
+    """
     if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
         x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
     return torch.equal(x, y)
@@ -493,7 +509,7 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
     v `[N, d, r]`, r <= d. Singular values in (0, sqrt 3) converge to 1; after one step none is above 1. V is scaled
     down first if its singular values might reach sqrt 3, by the bound |V|_2^2 <= 1 + |E^4|_F^(1/4) with E = V^T V - I.
 
-    safe: True if singular values are known to be below sqrt 3, so that the bound is not computed.
+    safe: True if the caller knows that singular values are below sqrt 3. The bound is then not computed.
     """
     if steps == 0:
         return v
@@ -506,7 +522,9 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """Return c `[N]`, at most 1, such that singular values of c V are below sqrt 3; c = 1 if the bound allows it."""
+    """Return c `[N]`, at most 1, such that singular values of c V are below sqrt 3. c is 1 if the bound shows that V
+    needs no scaling.
+    """
     return _made_safe(v)[2]
 
 

@@ -1,7 +1,7 @@
 """Schedules of numbers over a run: a field of type float of a component may hold one instead of a constant.
 
-A schedule is one segment, or several that follow each other. The learning rate and the weight decay have no schedule
-here: they are in the optimizer's `param_groups`, where the schedulers of torch change them.
+A schedule is one segment, or several that follow each other. The learning rate and the weight decay cannot have such a
+schedule: they are in the optimizer's `param_groups`, where the schedulers of torch change them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Segment(BaseModel):
 
     linear:     from + x (to - from)
     cosine:     from + (1 - cos(pi x)) / 2 (to - from)
-    half_life:  exp(1 / ((1 - x) / ln from + x / ln to)), the half-life of a decay in (0, 1) goes linearly (AdEMAMix,
-                Pagliardini et al. 2024, arXiv:2409.03137, appendix A.1)
+    half_life:  exp(1 / ((1 - x) / ln from + x / ln to)), with which the half-life of a decay in (0, 1) is linear in x
+                (AdEMAMix, Pagliardini et al. 2024, arXiv:2409.03137, appendix A.1)
 
-    Step t of the run, 1 at the first, has x = t / steps. After the last segment of a schedule the number keeps the last
-    `to`.
+    Step t = 1, 2, ... of the run has x = t / steps. After the last segment of a schedule the number keeps its last
+    value, `to`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
@@ -76,7 +76,7 @@ NO_POWER = (
     "b^t is the product of t equal factors, but b is scheduled and changes from step to step: keep the product of its "
     "values in a slot, as `momentum` does, or declare the field among the class's `constants`"
 )
-"""The error of a power of a scheduled number."""
+"""The error text for a power of a scheduled number."""
 
 
 class Scheduled(float):
@@ -90,9 +90,9 @@ class Scheduled(float):
 
 
 def read_schedule(value: Any) -> Schedule | None:
-    """Return the schedule that a declaration stands for, or None if the declaration is something else.
+    """Return the schedule that a declaration stands for, or None if the declaration is not a schedule.
 
-    value: a segment, a mapping with the key `from`, or a non-empty list of them.
+    value: a segment, a mapping with the key `from`, or a non-empty list of segments and such mappings.
     """
     parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
     if not parts or not all(
@@ -171,9 +171,10 @@ class Schedulable(Component):
 
     @classmethod
     def _schedule(cls, name: str, given: Any) -> Schedule | None:
-        """Return the schedule that is given for a field; None if `given` is no schedule, or the field cannot have one.
+        """Return the schedule that is given for a field, or None if `given` is not a schedule or the field is not of
+        type float.
 
-        Raises ValueError for a schedule with a fault, and for one of a field in `constants`.
+        Raises ValueError for an invalid schedule, and for a schedule of a field in `constants`.
         """
         field = cls.model_fields.get(name)
         if field is None or field.annotation not in (float, float | None):
@@ -210,11 +211,12 @@ def component_at(component: C, step: int, total_steps: int | None) -> C:
 
 
 def with_numbers(component: C, number: Callable[[Schedule], Any]) -> C:
-    """Return a component with other values in place of its scheduled numbers, and of those of components inside it.
+    """Return a component whose scheduled numbers, and those of components inside it, are replaced by numbers from
+    `number`.
 
     A component without schedules is returned as it is.
 
-    number: returns the value of a schedule. It is called in the same order for equal components.
+    number: function that returns the value for a schedule. It is called in the same order for equal components.
     """
     fields = {name: getattr(component, name) for name in type(component).model_fields}
     found = {name: _inside(value, number) for name, value in fields.items()}

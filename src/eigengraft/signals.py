@@ -1,4 +1,4 @@
-"""Signals: everything that stages and constraints may ask for beside the gradient."""
+"""Signals: values that stages and constraints may request beside the gradient."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Signal:
     extent: shape of the value. "step": one number; "parameter": one number for each parameter; "entry": one number for
         each entry of a parameter; "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or
         outputs, `[*batch, n, n]` for a batch of matrices, of which a block receives its own rows and columns;
-        "outputs": one number for each of equally many outputs of a parameter, such as heads, for constraints alone;
-        "partner": a tensor `[p, r]` of the other factor of a product, the shared axis last, for parameters that the
-        view `pairs` shows as `[q, r]`.
+        "outputs": one number for each of several groups of equally many outputs of a parameter, such as heads; only
+        constraints may request it; "partner": a tensor `[p, r]` of the other factor of a product, the shared axis last,
+        for parameters that the view `pairs` shows as `[q, r]`.
     about: meaning of the value.
-    reduce: how numbers are combined that several ranks provide, or several calls of `provide` before a step.
-    by: the function that provides the signal beside `optimizer.provide`, for errors; "" if there is none.
+    reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
+    by: the function that provides the signal, for errors. "": only `optimizer.provide` does.
     """
 
     name: str
@@ -101,9 +101,9 @@ for _signal in (
 ):
     register_signal(_signal)
 PARTNER = frozenset(name for name, signal in _SIGNALS.items() if signal.extent == "partner")
-"""Names of the signals that are about the other factor of a product."""
+"""Names of the signals with values of the other factor of a product."""
 SIDES: Mapping[str, MatrixSide] = {"input_matrix": "inputs", "output_matrix": "outputs"}
-"""The side of a parameter that a signal's matrix is over, by the extent of the signal."""
+"""The side of a parameter that a signal's matrix belongs to, by the extent of the signal."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Request:
         which a refresh may be due; "first": the first step of an optimizer; "if_given": none. A step without a required
         signal raises an error. At other steps the signal is in the context if it was provided: `name in
         context.signals`.
-    interval: number of steps between two required ones, with "always".
+    interval: with "always", the number of steps from one step that requires the signal to the next.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Request:
 
 
 class Asks(Protocol):
-    """A stage or a constraint, as far as signals are concerned."""
+    """A stage or a constraint: the part of its interface that requests signals."""
 
     @property
     def requests(self) -> tuple[Request, ...]: ...
@@ -153,22 +153,26 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
     """Raise ValueError for a request of an unknown signal, or of a signal of the wrong extent.
 
     stages: every stage with its path. Stages cannot request signals with outputs.
-    constraints: every constraint with its path. Constraints can request signals with outputs alone.
+    constraints: every constraint with its path. Constraints can request no other signals.
     """
     known, stages = known_signals(), list(stages)
     for path, asks in stages:
         for name in sorted(name for name in requested(asks) if name in known):
             if known[name].extent == "outputs":
-                raise ValueError(f"{path}: a stage cannot request the signal '{name}', which is for constraints alone")
+                raise ValueError(
+                    f"{path}: a stage cannot request the signal '{name}', which is for constraints only; remove it"
+                )
     for path, asks in constraints:
         for name in sorted(name for name in requested(asks) if name in known):
             if known[name].extent != "outputs":
-                raise ValueError(f"{path}: a constraint cannot request the signal '{name}', which is for stages alone")
+                raise ValueError(
+                    f"{path}: a constraint cannot request the signal '{name}', which is for stages only; remove it"
+                )
     for path, stage in [*stages, *constraints]:
         for name in sorted(requested(stage) - known.keys()):
             hint = did_you_mean(name, known)
             raise ValueError(
-                f"{path}: requires the signal '{name}', which nobody provides ({', '.join(sorted(known))}){hint}"
+                f"{path}: requires the unknown signal '{name}' (there are: {', '.join(sorted(known))}){hint}"
             )
 
 

@@ -1,9 +1,10 @@
-"""State: slots, which a component declares, and the way in which a component reaches them.
+"""State: slots, which a component declares, and the object by which a component reads and writes them.
 
 A component declares slots (`Slot`) and never allocates. The optimizer allocates each slot once for a whole stack, as
 `[N, *shape]`, under a key (`StateKey`). Every stage receives a `State`: `state[name]` loads a slot, and `state[name] =
-value` writes it back. Between the two a component may work in place. A component does not know which rows it sees: all
-of them, a slice that is due for a refresh, the rows that have a gradient, or the rows of a mask of finite gradients.
+value` writes it back. Between loading and writing back a component may change the slot in place. A component does not
+know which rows of the stack its state contains: all rows, a slice that is due for a refresh, the rows that have a
+gradient, or the rows with finite gradients.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .errors import ContractError
 from .numerics import copy_blocks, per_block
 
 FORMAT = "format"
-"""Part of a coded slot that holds the number of its format (`Quantizer.format`)."""
+"""Name of the part of a quantized slot that holds the number of its format (`Quantizer.format`)."""
 AVERAGING = "averaging"
-"""Stage of the keys of averaged iterates, which belong to a parameter and to no block."""
+"""Stage in the keys of averaged iterates, which belong to a parameter and not to a block."""
 PARTNER_STAGE = "partner"
-"""Stage of the keys of tensors that a parameter keeps for its partner, the other factor of a product."""
+"""Stage in the keys of tensors that a parameter stores for its partner, the other factor of a product."""
 
 
 class StateKey(NamedTuple):
@@ -35,7 +36,7 @@ class StateKey(NamedTuple):
     block: number of the block in the parameter; None: the tensor belongs to the parameter, and the text has no block.
     stage: dotted path of a stage or constraint, or "averaging"; "" for `step`, the count of gradients seen.
     slot: name of the slot.
-    part: name of one of the tensors that a coded slot is stored in; "" for a slot that is stored as it is.
+    part: name of one of the tensors that a quantized slot is stored in; "" for a slot that is not quantized.
 
     >>> StateKey.parse("0/update.shampoo/root.1/codes")
     StateKey(block=0, stage='update.shampoo', slot='root.1', part='codes')
@@ -96,21 +97,22 @@ class Slot:
 
     shape: shape per block, without the stack axis.
     fill: initial value, or "identity" for a matrix (its first columns if it is tall).
-    role: what the slot is for; storage is chosen by the role. "failures" counts how often in a row a block's root or
-        basis could not be computed: an int32 of shape (), which the optimizer reads after refreshes.
-    frame: how the slot follows a change of basis R = Q_old^T Q_new of its frame. "vector": it is rotated. "square": it
-        is transported by the Hadamard square, v <- (R*R)^T v on each axis. "row" and "column": the same for squares
-        without the last and without the last but one axis. "none": it does not change.
+    role: purpose of the slot, by which a recipe chooses its storage. A slot with role "failures" counts how often in a
+        row a block's root or basis could not be computed. It is an int32 of shape (), which the optimizer reads after
+        refreshes.
+    frame: how the slot is transported when the basis of its frame changes by R = Q_old^T Q_new. "vector": rotated by R.
+        "square": by the Hadamard square, v <- (R*R)^T v on each axis. "row": as "square", for a slot without the
+        block's last axis. "column": as "square", for a slot without the last but one axis. "none": not changed.
     dtype: dtype of the slot; None: the dtype that the block is computed in.
     axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix without a
         frame: the axis that the matrix is a factor of, by which a basis is paired with its statistic.
     scale: factor of the initial identity.
-    sensitive: True if the size of every update depends on the slot. Such a slot is never coded by its role.
-    decay: b, if the slot is the running mean or sum of squared gradients of its frame, in which the k-th last gradient
-        has the weight b^k. None: the slot is something else.
+    sensitive: True if the size of every update depends on the slot. Such a slot is never quantized because of its role.
+    decay: b, if the slot is a running mean or sum of squared gradients in its frame, whose weights fall by b with each
+        step. None: the slot is something else.
     total: True if stages read `context.total`, the sum of the slot over all blocks of all parameters as the step began.
     step_size: True if the stage multiplies its direction by the slot, of shape (), as by a learning rate of its own.
-        Weight decay beside the update is then multiplied by the slot too.
+        Decoupled weight decay is then multiplied by the slot too.
     """
 
     shape: tuple[int, ...]
@@ -136,9 +138,11 @@ class Slot:
 
 
 Encoded = Mapping[str, Tensor]
-"""Tensors `[N, ...]` that a coded slot is stored in, by name."""
+"""Tensors `[N, ...]` that a quantized slot is stored in, by name."""
 Uniform = Callable[[Tensor, str], Tensor]
-"""(like `[N, ...]`, purpose) -> numbers in [0, 1) of its shape and dtype, for stochastic rounding."""
+"""A function (like `[N, ...]`, purpose) -> random numbers in [0, 1) with the shape and dtype of `like`, for stochastic
+rounding.
+"""
 
 
 class Codec(Protocol):
@@ -203,11 +207,11 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Storage:
-    """Encoded slots of a stack, and the counters behind the random numbers of the selected rows.
+    """Encoded slots of a stack, and the counters from which the random numbers of the selected rows are computed.
 
     encoded: the encoded slots, by key.
-    counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends on
-        the seed, the step, the slot and the place in the slot alone. None: rounding is to nearest.
+    counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends only
+        on the seed, the step, the slot and the index in the slot. None: values are rounded to nearest.
     watch: observer of the ways in which stages use their state; None: there is none.
     """
 
@@ -228,7 +232,9 @@ class Storage:
         return replace(self, counters=sliced)
 
     def uniform(self, key: str) -> Uniform | None:
-        """Return the random numbers for stochastic rounding of one slot; None where rounding is to nearest."""
+        """Return the function that draws random numbers for stochastic rounding of one slot, or None if values are
+        rounded to nearest.
+        """
         counters = self.counters
         if counters is None:
             return None
@@ -242,7 +248,7 @@ class Storage:
 
 
 _STORAGE_STREAM = 1 << 33
-"""Number of the first stream of noise that belongs to storage; smaller ones belong to stages."""
+"""Number of the first stream of noise that belongs to storage. Smaller stream numbers belong to stages."""
 
 
 class State:
@@ -334,7 +340,7 @@ class State:
             copy_blocks(self._select(target), value)
 
     def decoded(self, name: str) -> Tensor | None:
-        """Return the decoded slot `[n, *shape]` if a codec stores it; None if the slot is stored as it is."""
+        """Return the decoded slot `[n, *shape]` if a codec stores it, or None if the slot is not encoded."""
         return self._load(name) if self.coded(name) else None
 
     def coded(self, name: str) -> bool:
@@ -375,7 +381,9 @@ class State:
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
 
     def unwritten(self) -> Self:
-        """Return this state with writes that are dropped; the states of stages inside it write as before."""
+        """Return a copy of this state whose writes are dropped. The states of stages inside it, made by `scope`, still
+        write.
+        """
         own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)
         own.written = False
         return own

@@ -21,10 +21,11 @@ _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 """Fields that belong to one step or one stack. A program that is traced for many steps must not read them."""
 
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
-"""Function of steps `[N]` that returns, `[N]`, whether something holds at each step."""
+"""Function of steps `[N]` that returns bool `[N]`, True for steps at which a condition holds."""
 TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)
-"""Step at which questions are answered while a program is traced: late in a run, with no interval due. A prime that is
-one more than twice a prime: neither it nor the step before is a multiple of any number from 3 to 500,000."""
+"""Step for which conditions are evaluated while a program is traced: late in a run, with no interval due. The number p
+is a prime, and (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a multiple of any number from 3 to 500,000.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,20 @@ class StepContext:
 
     steps: `[N]`, number of updates of each block, with this one: 1 at the first update. It is 0 while priming, when
         stages with `timing: lagged` see their first gradient and nothing is updated.
-    phases: `[N]` in [0, 1), place in a refresh interval at which each block is due.
+    phases: `[N]` in [0, 1), the fraction of a refresh interval after which each block is due.
     param_ids: `[N]`, number of the parameter that each block belongs to. Each matrix of a view counts as a parameter.
     device: device of the stack.
-    seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
+    seeds: `[N]`, a number computed from the parameter's name and the block's key, the same in every run and on every
+        rank.
     signals: the requested signals that were provided, and the totals of slots, by name.
     first: True during the first refresh of a block.
-    due: spans of these rows whose refresh is due, by the id of the stage. Each cadence is asked once a step.
+    due: spans of these rows whose refresh is due, by the id of the stage. They are computed once for each stage and
+        step.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
-    numbers: function that returns numbers that depend on the step, 0-d, while a chain is traced. None: they are
-        computed here.
+    numbers: while a chain is traced, a function that returns the numbers that depend on the step, as 0-d tensors. None:
+        the context computes them itself.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
-    questions: questions that `holds` was asked while a chain is traced.
+    questions: conditions that `holds` received while a chain is traced.
     """
 
     steps: NDArray[np.int64]
@@ -64,18 +67,18 @@ class StepContext:
         """Raise ContractError for a field that a traced program must not read, and AttributeError for unknown names."""
         if name in _OF_A_STEP and self.__dict__.get("numbers") is not None:
             raise ContractError(
-                f"`context.{name}` cannot be read here: a compiled program would keep its value for all steps; use "
-                "`context.step`, `context.holds` or `context.per_block`"
+                f"`context.{name}` cannot be read while a step is traced, as the program would keep its value for all "
+                "steps; use `context.step`, `context.holds` or `context.per_block`"
             )
         raise AttributeError(f"a StepContext has no attribute '{name}'")
 
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
-        """Return whether something holds at the steps of the blocks: True for all, False for none, else `[N]`.
+        """Return True if a condition holds at the steps of all blocks, False if it holds for none, else bool `[N]`.
 
-        A compiled program is made for the steps at which every question has the answer of a late step (`TYPICAL_STEP`).
-        Other steps run without it.
+        A compiled program is used for steps at which every condition has the same result as at a late step
+        (`TYPICAL_STEP`). Other steps run without the program.
 
-        question: function of steps `[N]` that returns the answers, `[N]`.
+        question: the condition, a function of steps `[N]` that returns bool `[N]`.
         """
         if self.numbers is not None:
             self.questions.append(question)
@@ -85,12 +88,14 @@ class StepContext:
 
     @cached_property
     def priming(self) -> bool:
-        """True if this is the first gradient of lagged stages, which make statistics of it while nothing is updated."""
+        """True if this is the first gradient of lagged stages: they accumulate statistics from it, and nothing else is
+        updated.
+        """
         return self.numbers is None and self.uniform == 0  # lagged chains are not traced while they prime
 
     @cached_property
     def uniform(self) -> int | None:
-        """The step, if all blocks are at the same one; else None."""
+        """The step if all blocks are at the same step, else None."""
         alike = len(self.steps) == 1 or (self.steps == self.steps[0]).all()
         return int(self.steps[0]) if alike else None
 
@@ -142,15 +147,16 @@ class StepContext:
     def signal(self, name: str) -> Tensor | float:
         """Return a signal that a stage declared.
 
-        It is a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks of c inputs, `[N, c, c]`, as the signal's
-        extent says. Raises ContractError for a signal that is not there.
+        The value is a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks with c inputs, `[N, c, c]`, depending
+        on the signal's extent. Raises ContractError for a signal that was not requested or not provided.
         """
         try:
             return self.signals[name]
         except KeyError:
             known = ", ".join(sorted(self.signals)) or "none"
             raise ContractError(
-                f"signal '{name}': not there, because the traits of the stage do not request it (there are: {known})"
+                f"signal '{name}': not available, because the traits of the stage do not request it, or it was not "
+                f"provided (there are: {known}); add `Request('{name}')` to Traits.signals"
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
@@ -181,7 +187,9 @@ class StepContext:
         return self._changed(sums=sums)
 
     def _changed(self, **fields: object) -> Self:
-        """Return a context of the same rows with other fields. It shares the values that were computed of the steps."""
+        """Return a context of the same rows with other fields. It shares the values that were already computed from the
+        steps.
+        """
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, **fields)
         return changed
@@ -204,6 +212,8 @@ class StepContext:
 
 @cached_tensors(maxsize=64)
 def _uniform_correction(beta: float, step: int, exponent: float) -> Tensor:
-    """Return (1 - beta^step)^exponent, 0-d, made once for all stacks of a step. Do not write to it."""
+    """Return (1 - beta^step)^exponent as a 0-d tensor. The tensor is cached and shared by all stacks: do not write to
+    it.
+    """
     weights = 1 - beta**step
     return torch.tensor(math.sqrt(weights) if exponent == 0.5 else weights**exponent, dtype=torch.float64, device="cpu")

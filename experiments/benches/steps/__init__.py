@@ -1,1 +1,3 @@
-"""Steps of whole optimizers: cases, sets of parameters, rounds, the floor, a loop by hand, processes of ranks."""
+"""Steps of complete optimizers: candidates, sets of parameters, rounds of measurement, the floor, and processes of
+ranks.
+"""

@@ -1,4 +1,6 @@
-"""Candidates of the bench of steps: recipes of this library, and optimizer classes of others, by their place."""
+"""Candidates of the bench of steps: recipes of this library, and optimizer classes of other libraries by module and
+name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class StepCase(Component):
     """A recipe with overrides, or a peer: an optimizer class "module:Class" or "file.py:Class" with options.
 
     "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. Candidates
-    of the same `maths` are compared with each other.
+    with the same `maths`, the name of their algorithm, are compared with each other.
     """
 
     recipe: str | None = Field(default=None, description="shipped name or YAML file")
@@ -34,8 +36,8 @@ class StepCase(Component):
     switches: dict[str, Any] = Field(
         default={}, description="attributes of modules that are set before the class is called: module:name = value"
     )
-    maths: str = Field(default="", description="what is computed; default: the recipe, or the class")
-    name: str | None = Field(default=None, description="what tables call it; default: the recipe, or the class")
+    maths: str = Field(default="", description="name of the algorithm; default: the recipe, or the class")
+    name: str | None = Field(default=None, description="name in tables; default: the recipe, or the class")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -52,7 +54,7 @@ class StepCase(Component):
         return self.name or self.recipe or str(self.peer)
 
     def kind_of_maths(self) -> str:
-        """Return the name of the maths by which candidates are compared."""
+        """Return the name of the algorithm. Only candidates with the same algorithm are compared."""
         return self.maths or self.label()
 
     @property
@@ -77,7 +79,7 @@ class StepCase(Component):
         if where.endswith(".py"):
             path = Path(where).resolve()
             if not path.is_file():
-                raise RecipeError(f"peer: '{where}' is not a file; give the path of an existing one")
+                raise RecipeError(f"peer: '{where}' is not a file; give the path of an existing file")
             sys.path.insert(0, str(path.parent))
             where = path.stem
         module = importlib.import_module(where)
@@ -90,7 +92,7 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """Return a recipe with the maths of the peers, for one process.
+    """Return a recipe that computes the algorithm of the peers, for one process.
 
     Nothing is split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of an
     interval.
@@ -104,7 +106,7 @@ _EIGENBASIS, _SHAMPOO = "update.eigenbasis", "update.graft.direction.shampoo"
 
 
 def _heavyball(name: str, maths: str) -> StepCase:
-    """Return a class of HeavyBall with the same maths, not compiled."""
+    """Return the case of a class of HeavyBall with the same algorithm, not compiled."""
     options = {"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precond_dim": 1024, "merge_dims": False}
     return StepCase(
         peer=f"heavyball:{name}",

@@ -44,7 +44,7 @@ class StepWork(NamedTuple):
     traffic: float = 0.0
 
     def plus(self, other: StepWork) -> StepWork:
-        """Return the sum of both."""
+        """Return the sum of this work and another."""
         return StepWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -72,12 +72,14 @@ class MachineRates(NamedTuple):
         return cls(2 * order**3 / product, 2 * source.nbytes / copied)
 
     def milliseconds(self, work: StepWork) -> float:
-        """Return the least time of a step with this work: that of its operations or of its traffic, the longer."""
+        """Return the least time of a step with this work: the longer one of the time for its operations and the time
+        for its traffic.
+        """
         return 1e3 * max((work.flops + work.refresh) / self.flops, work.traffic / self.traffic)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Return the seconds of one run, the least of RATE_REPEATS.
+    """Return the seconds of one run, the minimum of RATE_REPEATS measurements.
 
     On a device several runs are launched before the host waits, so that launches and the wait take no extra time.
     """
@@ -120,7 +122,7 @@ def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
     statistics = sum(float(block[axis]) * n for axis in axes) / stage.statistic.interval
     if (
         stage.statistic.needs_power is not None
-    ):  # the contribution of each axis is of the gradient whitened on all others
+    ):  # the contribution to each axis is computed from the gradient whitened along all other axes
         statistics += sum(2.0 * block[other] * n for axis in axes for other in axes if other != axis)
     there_and_back = 2 if isinstance(stage, Eigenbasis) else 1
     products = sum(2.0 * there_and_back * block[axis] * n for axis in axes)
@@ -136,12 +138,13 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
-    sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0  # diag(Q^T A Q); a power step has it
+    # diag(Q^T A Q), which a power step computes anyway
+    sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
     return solver + sums + (2 * d**3 + moved if slots else 0.0)
 
 
 def _moved(stage: Eigenbasis) -> tuple[str, ...]:
-    """Return the frames of the slots that products bring to a new basis."""
+    """Return the frames of the inner slots that a refresh transports by products."""
     return {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
 
 

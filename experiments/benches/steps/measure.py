@@ -95,16 +95,16 @@ def take_turns(
 def _free_activations() -> None:
     """Free one large tensor, as training does in every step.
 
-    From then on glibc keeps freed memory. Before, it may return pages after each step and request them in the next one.
-    That costs one contender, a different one in every process, up to a seventh of its step.
+    After this, glibc keeps freed memory. Otherwise glibc may return pages after each step and request them in the next
+    step, which costs one contender, a different one in every process, up to a seventh of its step.
     """
     torch.empty(_ACTIVATIONS, dtype=torch.uint8)
 
 
 _ACTIVATIONS = (32 << 20) - 8192
-"""Size of that tensor in bytes.
+"""Size in bytes of the tensor that `_free_activations` frees.
 
-It is just below the largest size from which glibc learns how much memory to keep (M_MMAP_THRESHOLD in mallopt(3)).
+The size is just below the largest one from which glibc learns how much memory to keep (M_MMAP_THRESHOLD in mallopt(3)).
 """
 
 
@@ -147,7 +147,9 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
 
 
 def step_times(times: Sequence[float], interval: int) -> StepTimes:
-    """Return the times of steps that repeat every `interval`, from the median of each place over intervals."""
+    """Return the times of `interval` consecutive steps. The costs of steps repeat with this period, and each time is
+    the median over the measured periods.
+    """
     places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
     steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)
     refresh = sum(max(0.0, own - steady) for own in places)
@@ -204,7 +206,7 @@ def operators(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
 
 
 class KernelTotals(NamedTuple):
-    """Number of kernels that a CUDA device ran, and the sum of their milliseconds without the gaps between them."""
+    """Number of kernels that a CUDA device ran, and the sum of their milliseconds, without the gaps between kernels."""
 
     kernels: int
     milliseconds: float

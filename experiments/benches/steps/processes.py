@@ -34,7 +34,7 @@ def efficiency_of(alone: float, ranks: int, path: float) -> float:
 
 @dataclass(frozen=True)
 class RankJob:
-    """Steps of one recipe that every rank takes.
+    """A job of the ranks: steps of one recipe, which every rank runs.
 
     recipe: the recipe as JSON text.
     shapes: shapes of the parameters, by name.
@@ -76,7 +76,7 @@ def busy_times(jobs: Sequence[RankJob], ranks: int) -> list[BusyTimes]:
 
 
 def answer(ours: Connection) -> list[list[float]]:
-    """Return the times that a rank has measured. Raise RecipeError if it has failed or ended."""
+    """Return the times that a rank has measured. Raise RecipeError if the rank has failed or ended."""
     try:
         found: list[list[float]] | str = ours.recv()
     except EOFError:
@@ -88,7 +88,8 @@ def answer(ours: Connection) -> list[list[float]]:
 
 def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
     """Run all jobs as one rank and send the times. This is the main function of a process."""
-    warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")  # this waiting is measured
+    # the bench measures how long ranks wait, so that the warning is no news
+    warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")
     try:
         torch.set_num_threads(1)
         if ranks > 1:

@@ -1,4 +1,4 @@
-"""Searches: what all kinds declare, the trials that they see, their results, and the values that a field may have."""
+"""Searches: the fields that all kinds share, trials, results, and the values that a field may have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Values = dict[str, Any]
 def distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
     """Return the seeds. Raises ValueError if a seed is repeated."""
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be distinct, got {list(seeds)}")
+        raise ValueError(f"seeds must be distinct, got {list(seeds)}; remove the repeated ones")
     return seeds
 
 
@@ -233,7 +233,7 @@ def read_space(space: Any, interval: type[Component]) -> Any:
     found: dict[str, Any] = {}
     for path, values in space.items():
         if not re.fullmatch(r"[\w.]+", str(path)):
-            raise ValueError(f"{path!r} is not the dotted path of a field")
+            raise ValueError(f"{path!r} is not the dotted path of a field, such as update.rms.beta")
         if isinstance(values, (list, tuple)):
             found[path] = _choices(path, list(values))
         elif isinstance(values, (Mapping, Component)):

@@ -1,4 +1,4 @@
-"""The runs that come before the study's own: next runs of searches, and timed runs for cells of equal seconds."""
+"""The runs that precede the study's own runs: runs of searches, and timed runs for cells of equal seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _CellSearch:
 
     def left(self) -> list[PlannedRun]:
         """Read all completed trials and return the runs to do next. An empty list means that the search is complete."""
-        # Each turn adds the scores of some values, until a value has no score yet or the search wants no more.
+        # Each iteration adds the trials of some values, until runs of a value are missing or the search ends.
         while wanted := self.tuning.next(self.experiment, self.trials):
             ended: dict[str, Trial | None] = {trial_name(trial.values): trial for trial in self.trials}
             new = {name: values for values in wanted if (name := trial_name(values)) not in ended}
@@ -87,7 +87,9 @@ class _CellSearch:
         return experiment if limits is None else experiment.replace(callbacks=(*experiment.callbacks, limits))
 
     def _trial(self, values: Values, runs: Sequence[PlannedRun]) -> Trial | None:
-        """Return the trial of these runs, None while a run has not ended. A failed run makes the trial diverged."""
+        """Return the trial of these runs, or None while a run has not ended. If a run failed, the trial counts as
+        diverged.
+        """
         scores, seconds, stopped, curves = [], 0.0, [], {}
         for planned in runs:
             if planned.directory in self.failed:
@@ -135,7 +137,10 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
     refuse_changed(timed, directory)
     for run in timed:
         if run.directory in failed:
-            raise RecipeError(f"equal: a timed run failed, see {run.directory}.error.txt; without it steps are unknown")
+            raise RecipeError(
+                f"equal: a timed run failed, see {run.directory}.error.txt; without its time the steps of "
+                "the cell cannot be chosen"
+            )
     if left := unfinished(timed, directory):
         return left, study
     seconds = [{name: _step_seconds(directory / run.directory) for name, run in runs.items()} for runs in rounds]

@@ -142,7 +142,7 @@ class Random(Sampled):
 
 
 class TPE(Sampled):
-    """x = argmax l(x) / g(x), l and g the densities of good and of other trials (Bergstra et al. 2011), by Optuna.
+    """x = argmax l(x) / g(x), with l the density of good trials and g of all others (Bergstra et al. 2011), by Optuna.
 
     Needs Optuna: `pip install eigengraft[search]`. Trials that successive halving stopped count as worse than others.
     """

@@ -1,4 +1,5 @@
-"""Leases of runs: of all workers of a study, on one machine or many, one worker at a time trains a run.
+"""Leases of runs, by which a run is trained by only one worker at a time, however many workers and machines a study
+has.
 
 A worker holds the lease `number` of a run while it trains the run. Creating a lease either succeeds or finds that the
 lease exists, so that one of several workers succeeds. The lease is removed when the run has ended or failed. The lease
@@ -72,7 +73,8 @@ class Leases(ABC):
             return
         with self.created(own) as created:
             if created and any(number != own and self.alive(number) for number in self.numbers()):
-                self.remove([own])  # leases were removed meanwhile, and two workers counted differently
+                # leases were removed meanwhile, and another worker has one with another number: give this one up
+                self.remove([own])
                 created = False
             if not created:
                 yield 0
@@ -133,7 +135,7 @@ class FileLeases(Leases):
                 if _is_locked(stream.fileno()):
                     return True
                 if stream.read() == platform.node() and sys.platform != "win32":
-                    return False  # on this machine an unlocked lease is one of a dead worker
+                    return False  # on this machine, an unlocked lease belonged to a worker that died
             return _age(lease) < STALE
         except FileNotFoundError:
             return False

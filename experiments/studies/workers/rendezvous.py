@@ -79,10 +79,13 @@ def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[
         rendezvous.publish(run)
         try:
             if number > ATTEMPTS:
-                raise RuntimeError(f"the processes of {number - 1} attempts died")
+                raise RuntimeError(
+                    f"the processes of {number - 1} attempts died, for instance for lack of memory; "
+                    "give the same command again"
+                )
             return train(load_experiment(config), directory, _throttled(report))
         except Exception:
-            with suppress(OSError):  # the disk may be full, as the error that is raised says
+            with suppress(OSError):  # the disk may be full; the error that is raised tells the user
                 write_text(fault, traceback.format_exc())  # before other workers see that the run is free
             raise
         finally:

@@ -1,8 +1,8 @@
 """Blocks of parameters: matrices of a parameter, after small axes are merged and long ones split.
 
-`Blocking` is the rule that a recipe declares (Shi et al. 2023, section 3.3). It covers a parameter with grids of equal
-blocks (`BlockGrid`). Matrices that are whole axes of the parameter are cut into even grids. Matrices that are sections
-or heads of the parameter, or are stored transposed, are cut by `divided_grids`.
+`Blocking` is the rule that a recipe declares (Shi et al. 2023, section 3.3). The rule covers a parameter with grids of
+equal blocks (`BlockGrid`). A matrix that consists of full axes of the parameter is cut by `_even`. A matrix that is a
+section or a head of the parameter, or is stored transposed, is cut by `divided_grids`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def boxes_of_run(
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Yield the boxes that cover the entries start <= i < stop of flattened axes, in order.
 
-    Each is (first i, box start, box stop). There are at most 2k - 1 boxes for k axes.
+    Each result is (first i of the box, start of the box, stop of the box). There are at most 2k - 1 boxes for k axes.
 
     lengths: lengths of the axes that were flattened.
     """
@@ -107,7 +107,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a block that is a box of its parameter too.
+    """A box of entries of a block that is also a box in the parameter.
 
     start: first index of the piece of the first block, along each axis of the parameter.
     lengths: lengths along the axes of the parameter.
@@ -123,17 +123,16 @@ class Piece:
 class BlockGrid:
     """An even grid of equal blocks of one parameter.
 
-    The parameter is in a shape in which blocks are made of boxes: small axes are merged, or an axis is divided into
-        equal groups.
+    The parameter is reshaped to `merged`, so that each block consists of boxes.
 
-    merged: that shape.
+    merged: shape of the parameter with small axes merged, or with an axis divided into equal groups.
     count: number of blocks along each axis of the parameter.
     step: distance of neighbouring blocks along each axis of the parameter.
-    pieces: the boxes that a block is made of.
-    joined: for each axis of a block, the axes of the parameter that it is made of, the last one fastest. A block has
-        length 1 along the axes that are in none of them, such as one of experts.
+    pieces: the boxes that the first block consists of.
+    joined: for each axis of a block, the axes of `merged` that it is flattened from, the last one fastest. A block has
+        length 1 along axes of `merged` that are not in `joined`, such as an axis of experts.
     keys: number of each block among all blocks of the parameter, in row-major order of the grid.
-    matrices: number of the matrix of the parameter that each block belongs to, in the same order.
+    matrices: number of the matrix of the parameter that each block belongs to, in the order of `keys`.
     """
 
     merged: Numbers
@@ -146,7 +145,7 @@ class BlockGrid:
 
     @classmethod
     def single(cls, shape: Numbers) -> BlockGrid:
-        """Return the grid of one block that is a parameter of that shape."""
+        """Return the grid of a parameter of that shape that is a single block."""
         zeros, axes = (0,) * len(shape), tuple((axis,) for axis in range(len(shape)))
         return cls(shape, (1,) * len(shape), shape, (Piece(zeros, shape, zeros),), axes, (0,), (0,))
 
@@ -159,12 +158,12 @@ class BlockGrid:
 
     @cached_property
     def is_parameter(self) -> bool:
-        """True if the only block is the parameter, reshaped."""
+        """True if the grid has one block, which is the full parameter, reshaped."""
         axes = [axis for own in self.joined for axis in own]
         return len(self.pieces) == 1 and self.pieces[0].lengths == self.merged and axes == sorted(axes)
 
     def block(self, index: int) -> BlockGrid:
-        """Return the grid of one block of this grid."""
+        """Return a grid that contains one block of this grid. index: position of the block in `keys`."""
         at = [int(i) for i in np.unravel_index(index, self.count)]
         shift = [i * step for i, step in zip(at, self.step, strict=True)]
         moved = tuple(
@@ -175,23 +174,24 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return the pieces of all blocks as views of x, which has the merged shape: `[*count, *lengths]` each.
+        """Return for each piece a view `[*count, *lengths]` of x, with that piece of all blocks. x has the shape
+        `merged`.
 
-        The lengths are in the order of `joined`; axes in none of its entries are left out.
+        The lengths are in the order of `joined`; axes that are not in `joined` are left out.
         """
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
         """Return the pieces of blocks `[n, *shape]`, in the shapes that `in_parameter` returns.
 
-        They are views if `blocks` is contiguous.
+        The results are views if `blocks` is contiguous.
         """
         return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
 
     def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return cut(x), which are views of x.
+        """Return cut(x), a list of views of x.
 
-        The layout of each view is kept by the strides of x, so that one operation makes a view the next time.
+        The layout of each view is cached by the strides of x, so that the next call makes each view by one operation.
         """
         key, start = (cut.__name__, x.stride()), x.storage_offset()
         if key not in self._layouts:
@@ -248,11 +248,10 @@ class Span:
 
 @dataclass(frozen=True)
 class EqualMatrices:
-    """Equal matrices of one parameter.
+    """Equal matrices of one parameter, evenly spaced along some of its axes.
 
-    lattice: (count, step) from one matrix to the next, by axis of the parameter.
-    axes: for each axis of the first matrix, the spans of axes of the parameter that it is made of, the last one
-        fastest.
+    lattice: by axis of the parameter, (number of matrices, distance from one matrix to the next) along it.
+    axes: for each axis of the first matrix, the spans of the parameter that it is flattened from, the last one fastest.
     """
 
     lattice: Mapping[int, tuple[int, int]]
@@ -270,7 +269,7 @@ class Tiles:
 
     first: number of the first tile.
     boxes: the boxes of the first tile: (first index in the tile, {axis of the parameter: (start, length)}).
-    lattice: (count, step) from one tile to the next, by axis of the parameter.
+    lattice: by axis of the parameter, (number of tiles, distance from one tile to the next) along it.
     """
 
     first: int
@@ -337,7 +336,7 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
 
 
 def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
-    """Yield the tiles of one axis of a block; equal tiles together if they are evenly spaced along one axis."""
+    """Yield the tiles of one axis of a block. Equal tiles are one result if they are evenly spaced along one axis."""
     lengths = tuple(span.length for span in spans)
     for first, count, start, length in equal_runs(math.prod(lengths), side):
         even = len(spans) == 1 and spans[0].axis not in equal.lattice
@@ -411,8 +410,10 @@ class Blocking(Component):
         ge=1,
         description="merge adjacent axes while their product is at most this; default: none",
     )
-    merge_from: Literal["last", "first"] = Field(default="last", description="the axis that merging begins at")
-    min_axes: int = Field(default=1, ge=1, description="merging stops when so many axes are left")
+    merge_from: Literal["last", "first"] = Field(
+        default="last", description="whether merging starts at the last or the first axis"
+    )
+    min_axes: int = Field(default=1, ge=1, description="merging stops when this number of axes is left")
 
     @model_validator(mode="after")
     def _merges(self) -> Self:
@@ -427,7 +428,7 @@ class Blocking(Component):
     def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape after merging.
 
-        With merging, axes of length 1 vanish. A scalar is a vector of length 1.
+        If `merge` is set, axes of length 1 are removed. The shape of a scalar becomes (1,).
         """
         if self.merge is None or 0 in shape:
             return shape or (1,)
@@ -446,7 +447,8 @@ class Blocking(Component):
         return hash((self.size, self.merge, self.merge_from, self.min_axes))
 
     def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
-        """Return the grids of equal blocks that cover a parameter of that shape. Each of its matrices is cut alone.
+        """Return the grids of equal blocks that cover a parameter of that shape. Each matrix of the parameter is cut
+        separately.
 
         An empty parameter has no grids.
         """
@@ -463,7 +465,7 @@ def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[
 
 
 def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
-    """Yield the grids of matrices that are whole axes of a parameter."""
+    """Yield the grids of matrices that consist of full axes of a parameter."""
     batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
     merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]
     grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))

@@ -1,9 +1,9 @@
-"""Sums over parameters: the values of `context.parameter_sum`, also for parameters with blocks in several stacks.
+"""Sums over the blocks of parameters, for `context.parameter_sum`, also if the blocks are in several stacks.
 
 The chain of a stack is a plain function. If all blocks of its parameters are in the stack, a sum is an `index_add`.
-Stacks that share parameters run side by side instead, each in a greenlet of this thread. A sum switches to the caller,
-which adds the numbers of all stacks as soon as each stack has arrived at its sum, and switches back. Threads would need
-locks for that. Generators would make a generator of every function between the sum and the step.
+Stacks that share parameters run concurrently, each in a greenlet of this thread. A call of a sum switches to the
+caller. When every stack has reached its sum, the caller adds the numbers of all stacks and switches back. Threads would
+need locks for that. With generators, every function between the step and the sum would have to be one.
 
 A context manager must not be open across a sum: other stacks run before the sum returns.
 """
@@ -33,8 +33,8 @@ ParameterSum = Callable[[Tensor], Tensor]
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
     """Run a computation on each of the stacks that share parameters, and return the results.
 
-    Numbers are added in the order of stacks and rows. An exception of one run ends the others. Raises ContractError
-    unless all stacks compute equally many sums.
+    Numbers are added in the order of stacks and rows. An exception in one run ends all runs. Raises ContractError
+    unless all stacks compute the same number of sums.
 
     runs: the computation of each stack, which receives the function that computes its sums.
     param_ids: for each stack `[N]`, the number of the parameter that each block belongs to.
@@ -70,7 +70,7 @@ def _end(workers: Sequence[greenlet]) -> None:
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Return for each stack the sums over the blocks of the same parameter; every block has its parameter's sum."""
+    """Return for each stack a tensor `[N]`, in which each block has the sum over all blocks of its parameter."""
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)
     parameters, index = parameter_index(ids, added.device)
@@ -87,9 +87,9 @@ def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
 
 
 def parameter_index(param_ids: NDArray[np.int64], device: torch.device) -> tuple[int, Tensor]:
-    """Return the number of parameters, and the index of each block's parameter among them, `[N]` on a device.
+    """Return the number of distinct parameters, and the index of each block's parameter among them, `[N]` on a device.
 
-    The tensor is made once for equal numbers.
+    The tensor is cached for equal `param_ids`.
 
     param_ids: `[N]`, number of the parameter that each block belongs to.
     """

@@ -2,7 +2,7 @@
 
 Signals over the inputs or outputs of a parameter are matrices; `side_blocks` gathers the parts that belong to blocks.
 
-Legend: a parameter has B matrices along its batch axes, of n inputs or n outputs each; a block has c of these.
+Legend: a parameter has B matrices along its batch axes, each with n inputs (or outputs); a block has c of the n.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from .blocks import BlockGrid
 from .views import Matrices
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
-"""Largest tensor of a stack, in bytes. A step needs memory for a few such tensors: decoded slots and products.
+"""Largest size of a stack's tensor, in bytes. A step needs memory for a few such tensors: decoded slots and products.
 
-On a CPU several of them must fit into a cache, but fewer stacks take less time in Python. With 2 MiB steps of mid-size
-models take 0.96 of their time with 1 MiB (measured). With 4 MiB they take 0.98 of that, but 1.1 times as long in a
-process that has freed nothing larger, such as training: glibc then returns the pages and requests them again. A device
-runs faster with fewer and larger kernels.
+On a CPU several of these tensors must fit into a cache, but with larger stacks there are fewer of them, which saves
+time in Python. Measured for mid-size models, a step with 2 MiB takes 0.96 times as long as with 1 MiB. A limit of 4 MiB
+saves another 2 %. But in a process that never frees a larger tensor, such as training, glibc then returns memory pages
+and requests them again, and a step takes 1.1 times as long. A device runs faster with fewer and larger kernels.
 """
 
 
 ALIGNMENT = 16
-"""Alignment of a stack's address, in bytes. At other addresses products of small matrices add in another order. MKL
-with AVX-512 does so for sides of at most 11 in float32."""
+"""Alignment of a stack's address, in bytes. At other addresses products of small matrices may add in another order. MKL
+with AVX-512 does so in float32 for sides of at most 11.
+"""
 
 
 def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -52,7 +53,7 @@ def blocks_that_fit(size: int, numbers: int, dtype: torch.dtype) -> int:
 
 
 def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tuple[int, int]]:
-    """Return ranges (start, stop) of nearly equal length, at most `most`, that blocks are split into.
+    """Split blocks into ranges (start, stop) of nearly equal length, with at most `most` blocks each.
 
     param_ids: position of the parameter that each block belongs to.
     together: True if all blocks of a parameter must be in one range, which may then be longer.
@@ -97,12 +98,14 @@ class Stack:
 
     @cached_property
     def of_parameters(self) -> bool:
-        """True if each block is a parameter as it is."""
+        """True if each block is a full parameter, reshaped."""
         return all(grid.is_parameter for _, grid in self.grids)
 
     @cached_property
     def matrix_ids(self) -> NDArray[np.int64]:
-        """`[N]`, number of the matrix that each block belongs to: of its parameter, or of one matrix of its view."""
+        """`[N]`, a number for the matrix that each block belongs to. It differs between parameters, and between the
+        matrices of one view.
+        """
         return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
 
     def select(self, active: NDArray[np.bool_]) -> Stack:
@@ -114,11 +117,11 @@ class Stack:
         return Stack(self.block, self.dtype, self.device, grids)
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the blocks of tensors, given by position, as `[N, *block]`.
+        """Return the blocks of tensors, given by the position of their parameter, as `[N, *block]`.
 
-        The result may be a view of the only tensor: do not write to it. A tensor at an unaligned address is copied. The
-            views of buckets that `DistributedDataParallel(..., gradient_as_bucket_view=True)` puts into `grad` can be
-            such tensors.
+        If the stack has a single block, the result may be a view of its tensor: do not write to the result. A tensor at
+            an unaligned address is copied. The views of buckets that `DistributedDataParallel(...,
+            gradient_as_bucket_view=True)` puts into `grad` can be such tensors.
         """
         if self.of_parameters:
             held = (tensors[param_id] for param_id in self._positions)
@@ -158,12 +161,12 @@ class Stack:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether a tensor starts where matrix products of it round as those of a fresh tensor."""
+    """Return True if a tensor is aligned as a new tensor is, so that its matrix products have the same rounding."""
     return x.storage_offset() * x.element_size() % ALIGNMENT == 0
 
 
 MatrixSide = Literal["inputs", "outputs"]
-"""The side of a parameter that a matrix `[n, n]` is over: columns of the parameter are inputs, rows are outputs."""
+"""The side of a parameter that a matrix `[n, n]` belongs to: its inputs (columns) or its outputs (rows)."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ class SideMatrix:
     """A matrix over the inputs, or over the outputs, of one parameter.
 
     value: `[n, n]`, or `[*batch, n, n]`.
-    index: for each entry of the parameter, in its shape, the row of `[B n, n]` of its input or output; a view.
+    index: a view in the shape of the parameter. It has for each entry of the parameter the row of `value` as `[B n, n]`
+        that belongs to the entry's input or output.
     side: inputs or outputs.
     """
 
@@ -187,11 +191,15 @@ class SideMatrix:
         """
         wanted = side_shape(shape, matrices, side)
         if tuple(value.shape) != wanted:
-            raise ValueError(f"a tensor of shape {wanted} is required for {shape}, got {tuple(value.shape)}")
+            raise ValueError(
+                f"a tensor of shape {wanted} is required for a parameter of shape {shape}, got {tuple(value.shape)}"
+            )
         return cls(value, side_index(shape, matrices, side, value.device), side)
 
     def blocks(self, own: Tensor) -> Tensor:
-        """Return the rows and columns of k blocks, `[k, c, c]`. own: entries of `index`, `[k, c]`."""
+        """Return for each of k blocks the rows and columns of the matrix that belong to the block, `[k, c, c]`. own:
+        the entries of `index` for the blocks' inputs or outputs, `[k, c]`.
+        """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
 

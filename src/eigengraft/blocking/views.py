@@ -1,9 +1,10 @@
 """Views: rules that say which entries of a parameter form a matrix.
 
-A parameter is divided by its view before it is cut into blocks. Two parameters whose product is one matrix, such as the
-factors of LoRA, are a pair. A factor knows its partner by name. The second half of the file finds what the modules of a
-model say about their parameters: convolutions, fused projections, heads, experts. Modules are recognised by their
-structure and the names of their attributes, never by the names of classes. No library of models is imported.
+A parameter is divided into matrices by its view before it is cut into blocks. Two parameters whose product is one
+matrix, such as the factors of LoRA, are a pair. Each factor has the name of its partner. The second half of the file
+finds what the modules of a model say about their parameters: convolutions, fused projections, heads, experts. Modules
+are recognised by their structure and the names of their attributes, never by the names of classes. No library of models
+is imported.
 
 Legend of attention: h heads of queries, g of keys and values, d the length of a head.
 """
@@ -32,7 +33,9 @@ PAIR_NAMES = (
     ("lora_down", "lora_up"),
     ("lora_embedding_A", "lora_embedding_B"),
 )
-"""Parts of dotted names by which a pair is recognised: of the factor `[r, n]`, and of the factor `[m, r]`."""
+"""Parts of dotted names by which a pair is recognised: (part in the name of the factor `[r, n]`, part in the name of
+the factor `[m, r]`).
+"""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,12 @@ class Factor:
     partner: str
 
     def tall(self, partner: Tensor) -> Tensor:
-        """Return the partner with the shared axis last, as a view: `[m, r]` for B, `[n, r]` for A."""
+        """Return the partner as a view with the shared axis last: `[m, r]` if the partner is B, `[n, r]` if it is A."""
         return partner if self.side == "inputs" else partner.mT
 
 
 def named_factor(name: str | None) -> Factor | None:
-    """Return the factor that a qualified name stands for; None if it is not the name of a factor."""
+    """Return the factor that a qualified parameter name stands for, or None if it is not the name of a factor."""
     parts = [] if name is None else name.split(".")
     for inputs, outputs in PAIR_NAMES:
         if inputs in parts:
@@ -63,7 +66,8 @@ def named_factor(name: str | None) -> Factor | None:
 
 
 def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the matrices `[p_i, r]` at N positions as `[N, p, r]`; shorter ones are filled up with zeros.
+    """Return the matrices `[p_i, r]` at N positions as `[N, p, r]`, with p the largest p_i. Shorter matrices are filled
+    up with zeros.
 
     matrices: the matrices, by position.
     """
@@ -76,9 +80,9 @@ def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype
 
 
 KERNEL = 16
-"""Longest kernel of a convolution, in entries of an axis, where no module is known. A tensor whose axes after the
-second are at most this long counts as a convolution's weight. Kernels of 7 to 13 are in use, and no batch of matrices
-this small."""
+"""Longest axis of a convolution's kernel, if the module is not known. A tensor whose axes after the second are at most
+this long counts as the weight of a convolution. Kernels of 7 to 13 are in use, and matrices in batches are larger.
+"""
 
 
 class View(Component, ABC, family="view"):
@@ -88,15 +92,15 @@ class View(Component, ABC, family="view"):
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
         """Return the matrices of a parameter of that shape. Raises ValueError if the rule does not fit the parameter.
 
-        facts: what the modules of the model say about the parameter.
+        facts: facts about the parameter that follow from the modules of the model.
         """
 
 
 class Matrices(View):
     """A parameter `[*batch, m, n]` as matrices: one for each index of `batch`, each section of the outputs, each head.
 
-    m counts outputs and n inputs, as in torch.nn.Linear. Grafting, scale rules and blocking see each matrix as if it
-    were a parameter of its own. Without any field the parameter is one tensor.
+    m is the number of outputs and n of inputs, as in torch.nn.Linear. Grafting, scale rules and blocking treat each
+    matrix like a separate parameter. If no field is set, the parameter is one tensor.
     """
 
     kind: Literal["matrices"] = "matrices"
@@ -117,7 +121,9 @@ class Matrices(View):
         description="lengths of the parts of a fused projection, such as queries, keys and values, in one group",
     )
     groups: int = Field(
-        default=1, ge=1, description="how often the sections follow each other: 1, or once for each group of heads"
+        default=1,
+        ge=1,
+        description="how often the sections are repeated along the axis, such as once for each group of heads",
     )
     heads: int | Annotated[tuple[int, ...], Field(strict=False)] | None = Field(
         default=None,
@@ -129,7 +135,7 @@ class Matrices(View):
         if len(self.sections) == 1 or any(length < 1 for length in self.sections):
             raise ValueError(f"sections: at least two lengths of at least 1 are required, got {self.sections}")
         if self.groups > 1 and not self.sections:
-            raise ValueError(f"groups: there are no sections to repeat, got groups {self.groups}; set `sections`")
+            raise ValueError(f"groups: has no effect without sections, got {self.groups}; set `sections`")
         if self.side == "inputs" and not self.sections and not self.heads:
             raise ValueError("side: has no effect without sections or heads, got 'inputs'; set `sections` or `heads`")
         parts = max(len(self.sections), 1)
@@ -160,7 +166,7 @@ class Matrices(View):
         return self.batch if first else len(shape) - 1
 
     def parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the lengths of the sections in one group; the length of the axis if there are no sections."""
+        """Return the lengths of the sections in one group, or the length of the axis if there are no sections."""
         return self.sections or (shape[self.axis(shape)],)
 
     def matrix_axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -202,7 +208,7 @@ class Matrices(View):
         return dict(Counter(self.each(shape)))
 
     def each(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield the shape of each matrix of a parameter, outputs first, in the order of their numbers."""
+        """Yield the shape of each matrix of a parameter, outputs first, in the order in which matrices are numbered."""
         for part, head in zip(self.parts(shape), self.head_lengths, strict=True):
             lengths = {self.axis(shape): (head or part * self.groups)} if self.divides else {}
             matrix = tuple(lengths.get(axis, shape[axis]) for axis in self.matrix_axes(shape))
@@ -215,7 +221,7 @@ class ViewChoice(NamedTuple):
 
     matrices: which entries form a matrix.
     why: the reason; "" if there was nothing to decide.
-    decided: True if the matrices are more than a guess from the shape. Stages that need matrices refuse a guess.
+    decided: False if the matrices are only a guess from the shape. Stages that need matrices refuse a guess.
     """
 
     matrices: Matrices
@@ -223,7 +229,7 @@ class ViewChoice(NamedTuple):
     decided: bool = True
 
     def required_by(self, path: str | None, shape: tuple[int, ...]) -> Self:
-        """Return this choice. Raises ValueError if it is a guess and a stage needs matrices.
+        """Return this choice. Raises ValueError if the choice is a guess and a stage needs matrices.
 
         path: path of a stage that needs matrices; None: there is none.
         shape: shape of the parameter.
@@ -266,11 +272,12 @@ class ModuleFacts:
 
 
 class Batches(View):
-    """Tensors of three and more axes are batches of matrices, which are the last two axes.
+    """A rule for tensors of three or more axes: the last two axes are matrices, the others number a batch of matrices.
 
     Weights of convolutions are one tensor, which `blocking` merges. A convolution is recognised by its module. If only
     a shape is known, a tensor whose axes after the second are at most 16 long counts as a convolution. Stages that need
-    matrices refuse shapes that may be either: three axes with a short last one, or more than three without.
+    matrices refuse a shape that may be either: three axes with a short last axis, or more than three axes of which one
+    after the second is long.
     """
 
     kind: Literal["batches"] = "batches"
@@ -294,13 +301,15 @@ def _unknown(order: int) -> str:
 class Modules(View):
     """The matrices that follow from the modules of the model: fused projections, heads of attention, fused experts.
 
-    A module may have a method `parameter_views()` that returns {parameter name: matrices}. Others are recognised:
-    torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts and gated layers. Parameters of
-    all other modules are viewed as by `batches`.
+    A module may have a method `parameter_views()` that returns {parameter name: matrices}. Without it, these modules
+    are recognised: torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts, and gated
+    layers. Parameters of all other modules are viewed as by `batches`.
     """
 
     kind: Literal["modules"] = "modules"
-    heads: bool = Field(default=True, description="true: each head is a matrix; false: sections alone are")
+    heads: bool = Field(
+        default=True, description="true: each head is a matrix; false: each section is one, with all its heads"
+    )
 
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
         if facts.convolution is None:
@@ -331,14 +340,14 @@ class Pairs(View):
             got = f"a parameter of shape {shape}" if facts.factor is None else f"one of shape {shape}"
             raise ValueError(
                 "view 'pairs': the parameter must be a matrix that is a factor of a product, by its name (lora_A, "
-                f"lora_B) or by `parameter_pairs()` of its module, got {got}; send others elsewhere by a route"
+                f"lora_B) or by `parameter_pairs()` of its module, got {got}; set another view in a route"
             )
         why = f"factor of {facts.factor.side}, with {facts.factor.partner}"
         return ViewChoice(Matrices(outputs="last") if facts.factor.side == "inputs" else Matrices(), why)
 
 
 class Whole(View):
-    """The parameter as one tensor, which `blocking` merges and splits. As a matrix it is m x the rest."""
+    """The parameter as one tensor, which `blocking` merges and splits. As a matrix it is the first axis x the rest."""
 
     kind: Literal["whole"] = "whole"
 
@@ -349,7 +358,7 @@ class Whole(View):
 def parametrized_layer(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
     """Return the layer that the parameters of a module belong to.
 
-    For a list of parametrizations it is the parametrized layer.
+    If the module is a list of parametrizations, this is the parametrized layer; else it is the module itself.
 
     modules: all modules of the model, by path.
     path: path of the module.
@@ -377,7 +386,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the weight of a layer inside a module if it is a matrix; if parametrized, the tensor of its shape."""
+    """Return the weight of the layer `name` inside a module if the weight is a matrix, else None. If the weight is
+    parametrized, return the parameter that it is computed from.
+    """
     weight = own_parameter(getattr(module, name, None), "weight")
     return weight if weight is not None and weight.ndim == 2 else None
 
@@ -386,7 +397,8 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
     """Return the parameter of a module under a name, or the one from which a parametrization or an older hook computes
     it.
 
-    Of several parameters it is the largest: with weight_norm the one of the directions. None if the module has none.
+    If a parametrization has several parameters, the largest is returned: with weight_norm the directions. Return None
+    if there is no such parameter.
     """
     if not isinstance(module, nn.Module):
         return None
@@ -412,13 +424,15 @@ SEPARATE = (
 )
 """Names of separate projections onto queries, keys and values."""
 SECTIONED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "to_qkv", "W_pack", "in_proj")
-"""Names of fused projections: all queries, then all keys, then all values."""
+"""Names of fused projections whose rows are all queries, then all keys, then all values."""
 INTERLEAVED = ("query_key_value", "linear_qkv")
-"""Names of fused projections onto queries, keys and values of the first group of heads, then of the next."""
+"""Names of fused projections whose rows are queries, keys and values of the first group of heads, then of the next
+group.
+"""
 
 
 def attention_matrices(module: nn.Module) -> FoundMatrices:
-    """Yield the matrices of the projections of an attention module; nothing for other modules.
+    """Yield the matrices of the projections of an attention module. For other modules yield nothing.
 
     Projections onto queries, keys and values have heads. The projection of the output is one matrix.
     """
@@ -450,8 +464,9 @@ def _multihead_attention(module: nn.MultiheadAttention) -> FoundMatrices:
 
 
 def _latent(module: nn.Module, h: int) -> FoundMatrices:
-    """Multi-head latent attention (DeepSeek-V2): heads of queries, and heads of keys and values made of latent
-    vectors."""
+    """Yield the matrices of multi-head latent attention (DeepSeek-V2): heads of queries, and heads of keys and values
+    that are computed from latent vectors.
+    """
     nope, rope = _number(module, "qk_nope_head_dim") or 0, _number(module, "qk_rope_head_dim") or 0
     values, rank = _number(module, "v_head_dim") or 0, _number(module, "kv_lora_rank") or 0
     for name in ("q_proj", "q_b_proj"):
@@ -497,7 +512,9 @@ def _sectioned(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
 
 
 def _interleaved(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
-    """GPT-NeoX and BLOOM: [q k v] for each head; Falcon and Megatron: [q ... q k v] for each group, or one group."""
+    """Yield the matrices of interleaved projections: [q k v] for each head in GPT-NeoX and BLOOM, [q ... q k v] for
+    each group of heads in Falcon and Megatron.
+    """
     for name in INTERLEAVED:
         weight = weight_of(module, name)
         if weight is None:
@@ -514,7 +531,9 @@ def _interleaved(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
 
 
 def _number(module: nn.Module, *names: str) -> int | None:
-    """Return the first of these attributes of a module, or else of its `config`, that is a positive whole number."""
+    """Return the first of the attributes `names` that is a positive whole number, of the module or else of its
+    `config`. Return None if there is none.
+    """
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
@@ -583,7 +602,7 @@ def _published(path: str, module: nn.Module) -> FoundMatrices:
     for name, fields in found.items():
         parameter = _reached(module, name)
         if not isinstance(parameter, nn.Parameter):
-            raise ValueError(f"{where}: '{name}' is not the name of a parameter of the module")
+            raise ValueError(f"{where}: '{name}' is not a parameter of the module; use a name of named_parameters()")
         matrices = fields if isinstance(fields, Matrices) else validated(Matrices, fields, f"{where}.{name}")
         try:
             matrices.require_fit(tuple(parameter.shape))
@@ -659,4 +678,4 @@ def _experts(module: nn.Module) -> FoundMatrices:
 
 
 RECOGNISED: tuple[Callable[[nn.Module], FoundMatrices], ...] = (attention_matrices, _gated_layer, _experts)
-"""Functions that recognise layouts of modules, in order. The first that yields a parameter decides."""
+"""Functions that recognise layouts of modules. For a parameter that several functions yield, the first one counts."""

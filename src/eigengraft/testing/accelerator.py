@@ -1,4 +1,5 @@
-"""A simulated accelerator: tensors that say `cuda:0` and compute on the CPU, with counts of what a device would do.
+"""A simulated accelerator: tensors whose device is `cuda:0` and that compute on the CPU, with counts of the work of a
+device.
 
     with accelerator("cuda") as run:
         model.to(run.device)
@@ -51,7 +52,7 @@ class LineCounts:
 
     waits: number of times that the host waited for the device.
     uploads, downloads: number of copies to and from the device, those without a wait included.
-    kernels: number of launched kernels, at least.
+    kernels: lower bound of the number of launched kernels.
     traffic: bytes of the tensors that kernels read and wrote.
     """
 
@@ -72,7 +73,7 @@ class DeviceCounts(LineCounts):
     """Work of the device that the code inside `with accelerator(...)` caused.
 
     device: device of the accelerator's tensors.
-    live: bytes that tensors on the device hold now, minus those at the start of the block.
+    live: bytes that tensors on the device hold now, minus the bytes at the start of the block.
     peak: the largest value of `live`.
     lines: the work of each line, by code, line number and operation.
     """
@@ -119,7 +120,10 @@ def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
     """
     device = _Device.current
     if device is not None and device.place.type != kind:
-        raise RuntimeError(f"accelerator: kind '{kind}' cannot be entered inside a block of kind '{device.place.type}'")
+        raise RuntimeError(
+            f"accelerator: kind '{kind}' cannot be entered inside a block of kind '{device.place.type}'; "
+            "leave that block first"
+        )
     with ExitStack() as stack:
         if device is None:
             device = stack.enter_context(_Device(kind))
@@ -161,7 +165,7 @@ class SimulatedTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, SimulatedTensor) or (value.shape, value.dtype) != (self.shape, self.dtype):
-            raise TypeError(f"data of {self!r}: a tensor of its device, shape and dtype is required, got {value!r}")
+            raise TypeError(f"data of {self!r}: must be a tensor with the same device, shape and dtype, got {value!r}")
         self.host, self._memory = value.host, value._memory
 
     def data_ptr(self) -> int:
@@ -204,7 +208,9 @@ class _Memory:
 
 
 class _Event:
-    """A replacement of `torch.cuda.Event` for copies to the host: it waits for work of the innermost block alone."""
+    """A replacement of `torch.cuda.Event` for copies to the host. It counts a wait only for work of the innermost
+    block.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._section: DeviceCounts | None = None
@@ -307,7 +313,7 @@ class _Device(TorchDispatchMode):
         return result
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
-        """Count a copy between host and device. Return True if the operation is one."""
+        """Return True if an operation is a copy between host and device, and count the copy."""
         own, given = tensors
         up = not own if name == "_to_copy" else isinstance(_tensors(args[:1])[0], SimulatedTensor) if given else False
         if name == "_to_copy":
@@ -348,7 +354,9 @@ class _Device(TorchDispatchMode):
 
 def _entered() -> _Device:
     if _Device.current is None:
-        raise RuntimeError("a tensor of a simulated accelerator is used outside of `with accelerator(...)`")
+        raise RuntimeError(
+            "a tensor of a simulated accelerator is used outside of `with accelerator(...)`; move it inside"
+        )
     return _Device.current
 
 

@@ -1,4 +1,6 @@
-"""The laws of cadences: spans inside of the stack, a first refresh of every block, and the declared interval."""
+"""The laws of cadences: spans are inside the stack, every block has one first refresh, and the interval is the declared
+one.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
 
 
 def a_block_is_due_by_its_own_step_and_phase_alone(case: CadenceCase) -> None:
-    """The spans are the same if they are requested twice, in a slice of the stack, and beside blocks at other steps."""
+    """The spans are the same if they are requested twice, in a slice of the stack, or in a stack whose other blocks are
+    at other steps.
+    """
     together = dict(case.history(1))
     whole, count = [3] * len(_PHASES), len(_PHASES)
     require(case.spans(whole, 1) == case.spans(whole, 1), "equal spans for equal steps are required, got others")

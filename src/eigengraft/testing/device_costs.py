@@ -1,4 +1,4 @@
-"""Waits and kernels of operations on a CUDA device, as far as they follow from names, shapes and strides.
+"""Waits and kernels of operations on a CUDA device, computed from names, shapes and strides.
 
 The simulated accelerator counts by these rules. Each one was read in torch's sources (2.13); kernels are lower bounds.
 """
@@ -24,12 +24,14 @@ ONE_DEVICE = {
     "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm",
     "_foreach_norm",
 }  # fmt: skip
-"""Operations that refuse a 0-d tensor of the host. Entry-wise operations receive it as a kernel argument."""
+"""Operations that refuse a 0-d tensor of the host. Entry-wise operations accept one, as a kernel argument."""
 
 INDEXING = {
     "index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_",
 }  # fmt: skip
-"""Operations that upload indices of the host. They wait for the number of entries of a mask."""
+"""Operations that upload indices of the host. With a mask as index the host waits for the number of selected
+entries.
+"""
 
 _NO_KERNEL = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh",
@@ -38,7 +40,7 @@ _NO_KERNEL = {
 _SEVERAL = {"sort": 4, "topk": 3, "eye": 2, "linalg_inv_ex": 4}
 _LOOPED = {"_linalg_eigh": 10, "linalg_eig": 10, "_linalg_svd": 10, "linalg_qr": 4, "geqrf": 1}
 _LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
-"""Kernels of one matrix, for decompositions that cuSOLVER computes matrix by matrix."""
+"""Number of kernels for one matrix, by decomposition that cuSOLVER computes matrix by matrix."""
 
 
 def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:

@@ -1,4 +1,4 @@
-"""The laws of quantizers, on a slot that the quantizer takes: a statistic, a basis or a second moment."""
+"""The laws of quantizers, on a slot that the quantizer can store: a statistic, a basis or a second moment."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
 
 
 def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
-    """A block in a stack is decoded as it is alone. 1e-5: encoding may compute products and eigenvectors."""
+    """A block is decoded to the same numbers in a stack and alone. The tolerance is 1e-5, because encoding may compute
+    products and eigenvectors.
+    """
     slot, x = case.example()
     stacked = case.quantizer.encode(x)
     everything = case.quantizer.decode(stacked, slot, _FLOAT32)
@@ -129,8 +131,9 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """A zero matrix in a stack is decoded as zero, at the start and in place of other numbers, with and without random
-    numbers."""
+    """A zero matrix in a stack is decoded as zero: when it is the first that is stored and when it replaces another
+    matrix, with and without random numbers.
+    """
     slot, x = case.example()
     zero = x.clone()
     zero[2] = 0.0
@@ -145,7 +148,9 @@ def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
 
 
 def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
-    """A matrix with such an entry is decoded with one, or as it was stored before. Other matrices are not affected."""
+    """A matrix with an entry that is not finite is decoded with such an entry, or as it was stored before. Other
+    matrices are not affected.
+    """
     slot, x = case.example()
     for value in (torch.nan, torch.inf, -torch.inf):
         for i, j in ((3, 3), (5, 2)):

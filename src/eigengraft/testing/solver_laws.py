@@ -15,7 +15,7 @@ from .laws import Law, LawError, require, require_close, the_declaration_survive
 from .samples import definite, rotation, standard_normal
 
 ROUNDING = 1e-10
-"""Relative tolerance in float64 for results that differ by some thousand roundings."""
+"""Relative tolerance in float64 for results that differ by some thousand rounding errors."""
 EQUAL = 1e-5
 """Relative tolerance in float64 of equal solvers. Iterations stop at 1e-6, and their ridge is in units of an estimate
 of the largest eigenvalue."""
@@ -59,7 +59,9 @@ def usual_exponent(solver: RootSolver) -> Fraction:
 
 
 def solve(solver: Solver, a: Tensor) -> Tensor:
-    """Return the result of a solver for a stack, from a cold start. A basis follows its matrix once."""
+    """Return the result of a solver for a stack, from the initial state. A basis solver is then called once more, for
+    another matrix.
+    """
     if isinstance(solver, PolarSolver):
         return solver.polar(a)
     if isinstance(solver, RootSolver):
@@ -100,7 +102,7 @@ def dtype_and_device_are_kept_and_nothing_is_written_to(case: SolverCase) -> Non
 
 
 def strided_and_expanded_stacks_are_taken(case: SolverCase) -> None:
-    """Whatever the strides, the same numbers give the same result."""
+    """The same numbers give the same result, for any strides."""
     a = definite()
     strided, expanded = torch.stack([a, -a], dim=-1)[..., 0], a[:1].expand(3, -1, -1)
     require_close(solve(case.solver, strided), solve(case.solver, a), ROUNDING, "a strided stack as a dense one")
@@ -126,7 +128,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
 
 
 def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
-    """Return solvers of other classes, or with other settings, that declare themselves equal to the checked one."""
+    """Return the solvers of other classes, or with other settings, whose `equal_to` accepts the checked solver."""
     if isinstance(case.solver, PolarSolver):
         return []
     members = [member for member in case.solver.members.values() if issubclass(member, (RootSolver, BasisSolver))]
@@ -135,8 +137,9 @@ def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
 
 
 def equal_solvers_compute_the_same(case: SolverCase) -> None:
-    """A solver that declares itself equal to this one has its results, up to rounding and the point at which it
-    stops."""
+    """A solver whose `equal_to` accepts this one has the same results, up to rounding and the tolerance at which
+    iterations stop.
+    """
     a = definite()
     for solver in _equals(case):
         name = getattr(solver, "kind", type(solver).__name__)
@@ -224,7 +227,8 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
 
 
 def a_root_undoes_its_matrix(case: SolverCase) -> None:
-    """A^-e A^e = I up to the ridge, whose unit, the size of A, is up to 60 times the smallest eigenvalue.
+    """A^-e A^e = I up to the ridge. The ridge is relative to the size of A, which is up to 60 times the smallest
+    eigenvalue.
 
     1e-2 allows for the residual of the solver, which is below its `max_error`. An exponent that a solver does not
     support is refused with a message.
@@ -259,8 +263,9 @@ def roots_come_with_a_report(case: SolverCase) -> None:
 
 
 def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
-    """Roots of diagonals are (a + r)^-e with the ridge r of a matrix: 60 times a relative eps. A bad row alone is
-    rejected."""
+    """Roots of diagonals a are (a + r)^-e, with the ridge r of a matrix; the tolerance is 60 times a relative eps. Only
+    a row that is not finite is rejected.
+    """
     a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), _root(case)
     exponent = usual_exponent(solver)
     root = solver.diagonal_root(a, exponent)

@@ -1,4 +1,4 @@
-"""A stage under test: a bench that drives it without an optimizer, and a case that declares its mathematics."""
+"""A stage under test: a bench that runs the stage without an optimizer, and a case that declares its properties."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StageBench:
     ) -> None:
         """Allocate the state.
 
-        quantizer: storage of every slot that it can store; None: no slot is coded.
+        quantizer: storage of every slot that the quantizer can store; None: no slot is quantized.
         path: path of the chain in keys and errors.
         """
         self.stage: Any = stage
@@ -104,7 +104,7 @@ class StageBench:
     def start(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Callable[[], Tensor], StepContext]:
-        """Prepare a step. Return the function that runs it, and its context. Arguments as of `step`."""
+        """Prepare a step. Return (function that runs the step, context of the step). Arguments are those of `step`."""
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.encoded, watch=self.watch)
@@ -146,7 +146,7 @@ class StageBench:
     def _signals(self, chosen: Any) -> dict[str, Tensor | float]:
         """Return every signal that the stage requests, and 1 for every total of a slot.
 
-        The signal of a block is the same alone as in a stack.
+        The signal of a block does not depend on the other blocks of the stack.
         """
         seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1} if "lr" in self.requested else {})
         size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), self.dtype)
@@ -180,13 +180,15 @@ class StageBench:
         return copied
 
     def repeated(self, times: int) -> StageBench:
-        """Return a fresh bench with the blocks of this one several times, for several gradients at once."""
+        """Return a bench with new state that contains the blocks of this one `times` times, to run several gradients at
+        once.
+        """
         many = StageBench(self.stage, self.block, self.blocks * times, self.dtype, self.quantizer, self.path)
         many.phases, many.seeds = np.tile(self.phases, times), np.tile(self.seeds, times)
         return many
 
     def only(self, block: int) -> StageBench:
-        """Return a fresh bench for one block of this one."""
+        """Return a bench with new state for one block of this one."""
         alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)
         alone.phases, alone.seeds = self.phases[block : block + 1], self.seeds[block : block + 1]
         return alone
@@ -257,7 +259,7 @@ class StageCase:
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
         """Return the directions of three blocks from fresh state for `gradients`, and the bench after them.
 
-        They are made once for each shape and dtype. Laws compare with them and do not step the bench.
+        Both are computed once for each shape and dtype, and shared by all laws, which must not step the bench.
         """
         out, _, bench = self._trajectory(block, dtype)
         return out, bench
@@ -284,7 +286,7 @@ class StageCase:
 
 @contextmanager
 def on(block: tuple[int, ...], what: str = "") -> Iterator[None]:
-    """Add to a LawError the shape of the blocks, and `what` else it was raised for."""
+    """Add the shape of the blocks, and the text `what`, to a LawError that is raised in the block."""
     where = f"on blocks of shape {block}" + (f", {what}" if what else "")
     try:
         yield

@@ -1,6 +1,6 @@
-"""The laws of stages: of the directions that a stage computes, and of the state that it keeps.
+"""The laws of stages: about the directions that a stage computes, and about its state.
 
-All state is in the slots, of one dtype, to the byte, and a checkpoint holds it.
+All state of a stage is in its slots and in checkpoints, and its size is reported to the byte.
 
 Tolerances, unless a law says otherwise: 1e-10 relative in float64, which allows thousands of roundings. Numbers that
 must be the same are compared bit for bit.
@@ -50,7 +50,7 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def a_stack_is_its_blocks(case: StageCase) -> None:
-    """The first and the last block of a stack get the directions that they get alone."""
+    """The first and the last block of a stack get the same directions as in a stack of one block."""
     for block in case.blocks:
         with on(block):
             given, (stacked, stack) = case.gradients(block), case.trajectory(block)
@@ -61,8 +61,9 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
 
 
 def blocks_without_a_gradient_wait(case: StageCase) -> None:
-    """A block that is left out of a step has the state that it had before. Rows are selected by index, and each has its
-    own step."""
+    """A block that is left out of a step keeps its state. Rows are selected by index, and each block has its own step
+    number.
+    """
     chosen = [torch.tensor(rows) for rows in ([0, 1, 2], [0, 2], [1], [2, 1], [0, 1, 2], [0], [0, 1], [1, 2])]
     for block in case.blocks:
         with on(block):

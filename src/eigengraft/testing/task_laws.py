@@ -50,7 +50,9 @@ def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
 
 
 def the_data_are_finite(case: TaskCase) -> None:
-    """Numbers of training batches, all examples held in memory, and all validation batches are finite."""
+    """All numbers of the first training batches, of examples held in memory, and of the validation batches are
+    finite.
+    """
     from eigengraft.experiments.tasks import Examples, data_fault
 
     data = case.task.load()
@@ -98,7 +100,9 @@ def batches_leave_the_global_generator_alone(case: TaskCase) -> None:
 
 
 def the_loss_is_a_mean_over_targets(case: TaskCase) -> None:
-    """The mean of the losses of two halves of a batch, weighted by targets, is the loss of the batch. 1e-4: float32."""
+    """The mean of the losses of two halves of a batch, weighted by targets, is the loss of the batch. The tolerance is
+    1e-4, for float32.
+    """
     inputs, targets = case.task.load().batch(0, 0)
     model, half = case.task.new_model(0).eval(), len(inputs) // 2
     require(half > 0, f"batches of two rows or more are required, got {len(inputs)}")
@@ -126,7 +130,9 @@ def the_loss_is_a_number_with_gradients(case: TaskCase) -> None:
 
 
 def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
-    """By the task's own loss, each target weighing the same, whatever the sizes of the batches. 1e-5: float32."""
+    """The metrics of `evaluate` are means of the task's loss in which every target has the same weight, for any sizes
+    of batches. The tolerance is 1e-5, for float32.
+    """
     data, model = case.task.load(), case.task.new_model(0)
     total, hits, count = 0.0, 0, 0
     for inputs, targets in data.evaluation():
@@ -144,7 +150,7 @@ def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
 
 
 def evaluation_repeats_and_leaves_the_model_training(case: TaskCase) -> None:
-    """The validation batches are the same every time."""
+    """Two evaluations of one model give the same metrics, and leave the model in training mode."""
     data, model = case.task.load(), case.task.new_model(0)
     one, two = case.task.evaluate(model, data, _CPU), case.task.evaluate(model, data, _CPU)
     require(one == two, f"the same metrics from the same weights are required, got {one} and {two}")
