@@ -102,7 +102,7 @@ def not_fused(
     reasons = {
         f"torch's fused kernels are not tried on the device '{device.type}'": device.type not in _DEVICES,
         "a single number has an owner where several ranks hold it": of_numbers,
-        "its weight decay is cautious, or acts after the update": decay.cautious or decay.after,
+        "its weight decay is cautious": decay.cautious,
         "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
         "its state is coded, or more than two moments": own.tensors.keys() != {*_slots(own, *moments)},
         "the device alone knows which gradients are usable": failure.detect == "device"
@@ -128,11 +128,16 @@ class GraphNumbers:
 
 
 class _Numbers(NamedTuple):
-    """The numbers of one call; lr: the learning rate, or the id of the tensor that holds it and a factor of that."""
+    """The numbers of one call.
+
+    lr: learning rate, or the id of the tensor that holds it and a factor of that tensor.
+    after: True if the parameters decay after their update. The kernel can only decay them before.
+    """
 
     lr: float | tuple[int, float]
     decay: float
     in_gradient: bool
+    after: bool
     step: int
     beta1: float
     beta2: float
@@ -252,11 +257,19 @@ class _Call:
             lr=lr,
             beta1=own.beta1,
             beta2=own.beta2,
-            weight_decay=own.decay,
+            weight_decay=0.0 if own.after else own.decay,
             eps=own.eps,
             amsgrad=False,
             maximize=False,
         )
+        if own.after and own.decay:
+            if isinstance(lr, Tensor):
+                # in float64, so that a captured step rounds as one whose rate is a number; foreach needs one dtype
+                dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+                kept = (1 - lr.to(torch.float64) * own.decay).to(dtype)
+            else:
+                kept = 1 - lr * own.decay
+            torch._foreach_mul_(parameters, kept)
 
 
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
@@ -339,7 +352,7 @@ class FusedStep:
         decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
         rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
         constants = adam.beta1, adam.beta2, adam.eps, adam.first.dtype
-        numbers = _Numbers(rate, decay, in_gradient, step, *constants)
+        numbers = _Numbers(rate, decay, in_gradient, scale.after, step, *constants)
         if numbers not in self._calls:
             self._calls[numbers] = _Call(numbers, lr if factor == 1 else lr * factor, adam.first.device)
         return self._calls[numbers]

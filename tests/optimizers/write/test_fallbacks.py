@@ -33,7 +33,7 @@ def test_adams_chain_says_why_it_is_not_fused() -> None:
     assert told("adamw", torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [(), (apart,), ()]
     ramp = {"from": 0.9, "to": 0.99, "steps": 5}
     for changes, why in (
-        ({"weight_decay": "cautious"}, "its weight decay is cautious, or acts after the update"),
+        ({"weight_decay": "cautious"}, "its weight decay is cautious"),
         ({"set": {"update.momentum.beta": ramp}}, "numbers of its stages are scheduled"),
         (
             {"storage": {"second_moment": {"kind": "int8", "min_elements": 1}}},

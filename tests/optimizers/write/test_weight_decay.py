@@ -75,6 +75,26 @@ def test_decay_after_the_update() -> None:
     torch.testing.assert_close(run(recipe, LRS), expected("decoupled", LRS, after=True), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("lr_as_tensor", [False, True])
+def test_adams_chain_is_fused_and_decays_after_the_update(lr_as_tensor: bool) -> None:
+    shapes = [(300, 70), (8, 5), (7,)]
+    make = torch.Generator().manual_seed(1)
+    ours, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    after = {"kind": "decoupled", "rate": RATE, "placed": "after"}
+    optimizer = Optimizer(ours, {"base": "adamw", "weight_decay": after}, lr=torch.tensor(0.1) if lr_as_tensor else 0.1)
+    assert [row.fallbacks for row in optimizer.routing_table()] == [(), (), ()]
+    adam = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0)
+    for _ in range(4):
+        for own, other in zip(ours, theirs, strict=True):
+            own.grad = torch.randn(own.shape, generator=make)
+            other.grad = own.grad.clone()
+        optimizer.step()
+        adam.step()
+        with torch.no_grad():
+            torch._foreach_mul_(theirs, 1 - 0.1 * RATE)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", sorted(WeightDecay.members))
 def test_a_group_has_its_own_rate(kind: str) -> None:
     got = run(plain({"kind": kind}), LRS, weight_decay=0.7)
