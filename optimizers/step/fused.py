@@ -263,6 +263,7 @@ class _Call:
             maximize=False,
         )
         if own.after and own.decay:
+            kept: float | Tensor
             if isinstance(lr, Tensor):
                 # in float64, so that a captured step rounds as one whose rate is a number; foreach needs one dtype
                 dtype = torch.promote_types(parameters[0].dtype, torch.float32)

@@ -91,8 +91,9 @@ def test_adams_chain_is_fused_and_decays_after_the_update(lr_as_tensor: bool) ->
         optimizer.step()
         adam.step()
         with torch.no_grad():
-            torch._foreach_mul_(theirs, 1 - 0.1 * RATE)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            torch._foreach_mul_([*theirs], 1 - 0.1 * RATE)
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", sorted(WeightDecay.members))
