@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -232,14 +231,22 @@ def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str
     own = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        values = re.findall(r"""(?:[^,\[{(\"']|\[.*?\]|\{.*?\}|\(.*?\)|".*?"|'.*?')+""", text) if equals else []
+        values = _values(text) if equals else []
         if len(values) < 2:
             own.append(override)
         elif path in Study.model_fields:
             own.append(f"{path}=[{text}]")
         else:
-            axes[path.removeprefix("base.")] = [parse_yaml(value, f"override '{override}'") for value in values]
+            axes[path.removeprefix("base.")] = values
     return axes, own
+
+
+def _values(text: str) -> list[Any]:
+    """Return the values that commas separate in an override, read as YAML; none if the text is not YAML."""
+    try:
+        return list(parse_yaml(f"[{text}]", "override"))
+    except RecipeError:
+        return []
 
 
 def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[str, Any]:

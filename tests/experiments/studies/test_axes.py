@@ -88,10 +88,16 @@ def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
 
 def test_several_values_of_an_override_are_an_axis() -> None:
     axes, own = split_axes(
-        ["lr=0.001,0.01", "base.task={kind: digits, width: 8}", "recipe=adamw,[rms],{base: soap, lr: 1}", "seeds=0,1"]
+        [
+            "lr=0.001,0.01",
+            "base.task={kind: digits, width: 8}",
+            "recipe=adamw,[rms],{base: soap, lr: 1}",
+            "seeds=0,1",
+            'axes.method.a={"recipe.update": [{"kind": "rms", "refresh": {"steps": 20}}, {"beta": 1}], "lr": 0.1}',
+        ]
     )
     assert axes == {"lr": [0.001, 0.01], "recipe": ["adamw", ["rms"], {"base": "soap", "lr": 1}]}
-    assert own == ["base.task={kind: digits, width: 8}", "seeds=[0,1]"]
+    assert own[:2] == ["base.task={kind: digits, width: 8}", "seeds=[0,1]"] and len(own) == 3
 
 
 def test_an_experiment_with_an_axis_is_a_study(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ RECIPES: dict[str, Any] = {
     "adam": ADAM,
     "l2": {"base": "sgd", "weight_decay": {"kind": "l2"}},
     "cautious": {"base": "lion", "weight_decay": {"kind": "cautious"}},
-    "decay after": {"base": "adamw", "weight_decay": {"kind": "decoupled", "placed": "after"}, "width_scaling": {}},
+    "decay after": {**ADAM, "weight_decay": {"kind": "decoupled", "placed": "after"}, "width_scaling": {}},
 }
 pytestmark = pytest.mark.slow
 
@@ -179,8 +179,10 @@ def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPa
     assert torch.equal(tensor, torch.full((1, 8), 2.0))
 
 
-def test_parts_that_a_program_would_freeze_are_refused() -> None:
-    recipe = {"base": "newton_muon", "compile": True}
+def test_signals_that_no_program_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {extent: shape for extent, shape in execution._SHAPES_OF_SIGNALS.items() if extent != "input_matrix"}
+    monkeypatch.setattr(execution, "_SHAPES_OF_SIGNALS", shapes)
+    recipe = {"base": "newton_muon", "compile": True, "set": {"update.inputs.statistic.interval": 1}}
     with refused(ValueError, "compile", "update.inputs", "activation_gram"):
         Optimizer([("w", nn.Parameter(normal(64, 64, seed=0)))], recipe)
 
