@@ -1,11 +1,11 @@
 """The diagnosis of a run from its directory: what went wrong, at which step, in which layer, why, and what to do.
 
 Three files say what happened. fault.json has the first value that was not finite, metrics.jsonl the loss and norms of
-layers over the run, and diagnostics.jsonl the norms of all layers at the end. Only the size of the initial outputs
-needs the task, which is loaded again if its data are on this machine. Nothing is trained, and no file is changed.
+layers over the run, and diagnostics.jsonl the norms of all layers at the end. Only the check of the initial outputs
+needs the task. The task is loaded for it if its data are on this machine. Nothing is trained, and no file is changed.
 
 The limits below separate the healthy runs of tests/experiments/test_doctor.py, and 19 short runs of five recipes on
-digits and text, from runs that went wrong. They are wide: a false alarm costs more trust than a missed fault.
+digits and text, from runs that went wrong. The limits are wide: a false alarm costs more trust than a missed fault.
 """
 
 from __future__ import annotations
@@ -28,25 +28,30 @@ from .training.experiment import Experiment, load_experiment
 from .training.train import isolated_run
 
 LARGE_STEP = 0.3
-"""Ratio of an update to its weight, for all layers together, from which the learning rate counts as too high.
+"""Ratio |update| / |weight| of all layers together at or above which the learning rate counts as too high.
 
-Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in first steps. A step of ratio 1 replaces the weights.
+Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in the first steps of a run. At ratio 1 an update is as large
+as the weights.
 """
 HEALTHY_STEP = 0.03
-"""Ratio of an update to its weight. If the median layer is below it, one layer with large updates is at fault alone."""
+"""Ratio |update| / |weight|. A layer with far larger updates is reported if the median of the other layers is below."""
 SMALL_STEP = 1e-6
-"""Ratio of an update to its weight, for all layers together, below which the learning rate counts as too low.
+"""Ratio |update| / |weight| of all layers together below which the learning rate of a stalled run counts as too low.
 
-Half a unit of the last place of float32 is 6e-8 of a number. A run of a thousand steps of this size changes 0.1 %.
+Rounding in float32 changes a number by up to 6e-8 of it. A thousand steps of ratio 1e-6 change the weights by at most
+0.1 %.
 """
 LEAST_FALL = 0.02
-"""Fraction of the first loss by which the loss of a run falls at least. A run that learns falls much further."""
+"""Fraction of the first loss. A run whose loss falls by less counts as stalled. Runs that learn exceed it by far."""
 EXPLODED = 10
-"""Factor by which the norm of an exploding layer grows, over its start and over the median growth of all layers."""
+"""Growth of a weight norm, over its first value and over the other layers' median growth, that counts as explosion."""
 EXPLODED_ALONE = 10
-"""Further factor for a run whose loss fell, as a layer with small initial weights grows in healthy runs too."""
+"""Factor by which EXPLODED is multiplied if nothing else is wrong with the run.
+
+A layer with small initial weights grows in healthy runs too.
+"""
 LARGE_START = 3
-"""Ratio of the first cross-entropy to that of a uniform guess from which initial weights count as too large."""
+"""Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
 FindingKind = Literal[FaultCause, "exploding layer", "dead layer", "stalled"]
 
@@ -119,10 +124,10 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
 class Finding:
     """One thing that went wrong in a run.
 
-    kind: its cause.
-    step: step at which it was seen; None: it is about the whole run.
+    kind: cause of the finding.
+    step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
-    text: a sentence with what was seen.
+    text: a sentence that describes the observation.
     """
 
     kind: FindingKind
@@ -143,10 +148,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found in a run. `print` shows it, and it is true if something was found.
+    """The findings of the doctor about a run. `print` shows them. A diagnosis without findings is false.
 
     directory: directory of the run.
-    findings: what went wrong, the first cause first; () if nothing was found.
+    findings: faults of the run, the first cause first; () if nothing was found.
     notes: checks that were not possible, with the reason.
     """
 
@@ -184,7 +189,7 @@ class Record:
 
     @classmethod
     def read(cls, directory: Path) -> Record:
-        """Read a directory. Raises RecipeError if it is not that of a run."""
+        """Read the directory of a run. Raises RecipeError for any other directory."""
         run = Run({}, 0, directory)
         if not run.config:
             runs = sorted(str(path.parent) for path in directory.glob("**/config.json"))[:3]
@@ -194,7 +199,7 @@ class Record:
         return cls(run, Fault(**fault) if fault else None)
 
     def numbers(self, column: str) -> list[float]:
-        """Return the values of a column of metrics, without rows that have none."""
+        """Return the values of a column of metrics, without rows that lack the column."""
         return [row[column] for row in self.run.rows if row.get(column) is not None]
 
     @property
@@ -213,14 +218,15 @@ class Record:
     def largest_step(self) -> float | None:
         """Largest measured ratio of an update to the weights; None if none was measured.
 
-        It is that of all layers together in a row, or the median over layers of their largest ratios if that is more.
+        This is the larger of two numbers: the largest ratio of all layers together in any row of metrics, and the
+        median over layers of each layer's largest ratio.
         """
         peaks = list(self.run.layers.get("update_ratio_peak", {}).values())
         return max([*self.numbers("update_ratio"), *([median(peaks)] if peaks else [])], default=None)
 
 
 def diagnose(directory: str | Path) -> Diagnosis:
-    """Return what went wrong in a run.
+    """Find the faults of a run from the files in its directory.
 
     Args:
         directory: directory of a run that has ended, was stopped, or still trains.
@@ -241,11 +247,14 @@ def diagnose(directory: str | Path) -> Diagnosis:
 
 
 _SYMPTOMS = ("learning rate", "stalled", "model")
-"""Kinds that a layer or the initial weights may explain. These are then checked, and findings about them come first."""
+"""Kinds of findings that may be symptoms of a faulty layer or of the initial weights.
+
+After a finding of this kind, layers and initial weights are checked too, and findings about them come first.
+"""
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
-    """Yield the fault that the run recorded. The sizes of steps decide between a model and its learning rate."""
+    """Yield the fault that the run recorded. If steps were large, a fault of the model counts as one of lr."""
     fault = record.fault
     if fault is None:
         return
@@ -257,8 +266,8 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 
 
 def _of_end(record: Record) -> Iterator[Finding]:
-    """Yield a finding about how the run ended, if it recorded no fault that ended it."""
-    if record.run.result.get("diverged") and record.fault is None:  # of an older version
+    """Yield a finding about how the run ended, unless a recorded fault has ended it."""
+    if record.run.result.get("diverged") and record.fault is None:  # older versions recorded no fault
         yield Finding("learning rate", record.run.result["steps"], "", record.run.result["diagnosis"])
     elif record.run.error and not record.run.result and record.fault is None:
         yield Finding("error", None, "", record.run.error.strip().splitlines()[-1])
@@ -279,9 +288,9 @@ def _step_size(record: Record) -> str:
 
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
-    """Yield the layer whose weights or updates were far larger than those of the others, if there is one.
+    """Yield the layer whose weights or updates were far larger than those of the other layers, if there is one.
 
-    sick: True if something else is wrong with the run. If not, only a layer that has grown far more is found.
+    sick: True if something else is wrong with the run. If False, the growth must be EXPLODED_ALONE times as large.
     """
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
@@ -310,7 +319,7 @@ def _of_others(record: Record, measure: str, name: str) -> float | None:
 
 
 def _or_infinite(value: float | None) -> float:
-    """Return the value of a measure in a row of metrics. None, for a value that is not finite, counts as infinity."""
+    """Return a measure of a row of metrics; infinity for None, which stands for a value that is not finite."""
     return math.inf if value is None else value
 
 
@@ -318,7 +327,7 @@ def _dead(record: Record) -> Iterator[Finding]:
     """Yield the layers without a gradient in all of at least two measured steps."""
     measured = sum(row.get("gradient_norm") is not None for row in record.run.rows)
     dead = [name for name, zeros in record.run.layers.get("zero_gradients", {}).items() if zeros == 1]
-    if not dead and not record.run.layers:  # a run that still trains or was stopped has only the smallest of each row
+    if not dead and not record.run.layers:  # without a table of layers: the run was stopped or trains
         rows = [row for row in record.run.rows if row.get("gradient_norm_smallest") is not None]
         found = {row["gradient_norm_smallest_layer"] for row in rows if row["gradient_norm_smallest"] == 0}
         dead = sorted(found) if len(found) == 1 and all(row["gradient_norm_smallest"] == 0 for row in rows) else []
@@ -356,7 +365,7 @@ def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
     """
     try:
         loss, classes = _initial_loss(load_experiment(dict(record.run.config)))
-    except Exception as error:  # whatever files of the user's own raise
+    except Exception as error:  # code of the user may raise any error
         notes.append(f"the initial outputs, as the task cannot be loaded: {error}")
         return
     guess = math.log(classes) if classes > 1 else math.inf

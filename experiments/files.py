@@ -19,7 +19,7 @@ from typing import Any
 from eigengraft.errors import RecipeError
 
 PARTIAL = ".partial"
-"""Suffix of a file that is being written. It is left behind only if the process is killed meanwhile."""
+"""Suffix of a file that is being written. Such a file remains only if the process is killed while it writes."""
 
 
 _LONGEST = 255
@@ -29,7 +29,7 @@ _LONGEST = 255
 def short_name(name: str, suffix: str = "") -> str:
     """Return `name` and `suffix` as the name of a file.
 
-    A name that is too long for a file system, or has a slash, is cut, and a hash keeps it apart from others.
+    A name that is too long for a file system, or has a slash, is cut. A hash of the whole name then makes it unique.
     """
     plain = name.replace("/", "-")
     if plain == name and len((name + suffix).encode()) <= _LONGEST:
@@ -56,7 +56,7 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__  # torch reports a failed write with an error of its own
+            cause = cause.__context__  # torch wraps the OSError of a failed write in its own error
         if cause is None:
             raise
         full = cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -77,7 +77,7 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(stream.fileno())
             temporary.replace(path)
     finally:
-        with suppress(OSError):  # on a file system that is read-only
+        with suppress(OSError):  # a read-only file system refuses the removal
             temporary.unlink(missing_ok=True)
 
 
@@ -111,10 +111,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, [] if there is no file. A last line without an end is left out.
+    """Return the objects in a file of JSON lines, [] if there is no file. An unfinished last line is left out.
 
     Raises:
-        RecipeError: another line is no JSON. The error names the file and the line.
+        RecipeError: a finished line is no JSON. The error names the file and the line.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     return [_parsed(path, line, f"line {number}") for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]

@@ -1,4 +1,4 @@
-"""Runs of other training loops in the form of run directories, so that reports compare them with all other runs.
+"""Run directories written by other training loops, so that reports can compare these runs with all other runs.
 
 with RunLog("runs/mine/seed-0", task="my text", steps=1000, lr=3e-4) as log:
     for step in range(1, 1001):
@@ -29,7 +29,7 @@ ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
 
 
 class RunLog:
-    """A run of your own training loop, written as the runs of this library are.
+    """A run of your own training loop, written in the format of this library's runs.
 
     Used as a context manager, the run is complete at the end of the block, unless the block raises.
 
@@ -41,7 +41,7 @@ class RunLog:
         seed: seed of the run.
         lr: peak of the learning rate. None: unknown.
         recipe: the optimizer, as a recipe, a mapping or a name.
-        settings: other settings, which the report shows where runs differ.
+        settings: other settings of the run. The report shows a setting if it differs between runs.
 
     Raises:
         RecipeError: the directory contains a complete run, or one with other settings.
@@ -137,7 +137,7 @@ def _number(name: str, value: Any) -> float | None:
     if value is None:
         return None
     try:
-        number = float(value)  # of a tensor with one element too
+        number = float(value)  # also accepts a tensor with one element
     except (TypeError, ValueError):
         raise ValueError(f"{name}: it must be a number, got {value!r}") from None
     return number if math.isfinite(number) else None
@@ -156,8 +156,8 @@ def import_run(
         file: the file. Rows of one step are joined, so that training and validation may have rows of their own.
         directory: directory of the run, see `RunLog`.
         task: name of the task.
-        columns: name in the file by the name of a column here, as `{"loss": "train/loss"}`. Other columns keep their
-            names. `step` and a loss are required.
+        columns: column of a run -> name of this column in the file, as `{"loss": "train/loss"}`. Other columns keep
+            their names. `step` and a loss are required.
         settings: `seed`, `lr`, `recipe` and other settings of `RunLog`.
 
     Returns:

@@ -44,7 +44,7 @@ class ComparisonRow:
 
     @property
     def comparable(self) -> bool:
-        """True if all runs, with those of the baseline, have one task and one provenance, as far as it was recorded."""
+        """True if all runs of this row and of the baseline have the same data, and no recorded provenance differs."""
         runs = [run for run in (*self.runs, *(self.baseline.runs if self.baseline else ())) if run.config]
         entries = {entry for run in runs for entry in run.provenance.items()}
         return len({run.data[0] for run in runs}) < 2 and len(entries) == len({name for name, _ in entries})
@@ -75,9 +75,9 @@ class ComparisonRow:
         return paired(self.finals, self.baseline.finals)
 
     def reached(self, axis: int) -> dict[int, float | None]:
-        """Return where each seed reaches the baseline's final metric of that seed, None for a seed that does not.
+        """Return seed -> where its run reaches the final metric of the baseline's run with that seed, or None.
 
-        axis: 0 for the step, 1 for the second.
+        axis: 0 for the step at which the metric is reached, 1 for the second.
         """
         levels = self.baseline.finals if self.baseline else self.finals
         found = {}
@@ -108,7 +108,8 @@ class ComparisonRow:
 
         Runs that diverged are separate lines of the curve. Returns None if there is nothing to draw.
 
-        drawn: metric that is drawn; None: the metric of the comparison, by which runs have diverged or not.
+        drawn: metric that is drawn; None: the metric of the comparison, which in any case decides which runs
+            have diverged.
         """
         drawn = drawn or self.metric
         fine = [run for run in self.runs if run.status(self.metric) != "diverged"]
@@ -144,8 +145,8 @@ class ComparisonPanel:
 
     @cached_property
     def best(self) -> ComparisonRow | None:
-        """Row with the best mean among rows of which all runs have ended and none diverged. None if rows are not
-        comparable.
+        """Row with the best mean among the rows whose runs have all ended without divergence. None if there is no such
+        row, or if rows are not comparable.
         """
         if not all(row.comparable for row in self.rows):
             return None

@@ -67,7 +67,7 @@ MEASURES = {
 }
 """Title of each measure, and True if its axis is logarithmic, in the order of the figure."""
 OF_CHAINS = ("update_rms", "cosine")
-"""Measures that all stages have. The figure shows those of whole chains only."""
+"""Measures that all stages have. The figure shows only their values for whole chains of stages."""
 
 
 def internals(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:

@@ -23,7 +23,7 @@ LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
 _HANDLE, _CHARACTER = 0.5, 0.075
-"""Widths in a legend in inches: of the line of an entry with its spaces, and of a character on average."""
+"""Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
 _TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
 
@@ -39,16 +39,16 @@ class LostRun:
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean over seeds with the smallest and the largest seed.
+    """The mean of a metric over seeds, with a band from the smallest to the largest value of a seed.
 
-    Runs that diverged are dotted lines, with a cross at the upper edge where they end.
+    Runs that diverged are drawn as dotted lines. A cross at the upper edge of the figure marks where such a run ends.
 
     label: text in the legend.
     style: number of the colour and the marker in all figures.
     x: abscissas.
     mean: mean over seeds.
-    low: smallest seed.
-    high: largest seed.
+    low: smallest value over seeds.
+    high: largest value over seeds.
     lost: runs that diverged.
     lost_label: text in the legend for these runs.
     """
@@ -155,8 +155,8 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
     """Set the range of the vertical axis to all values.
 
     falling: if True, the range of falling curves ends at the worst first value, and higher values are cut off.
-    logarithmic: whether the axis is logarithmic; None: it is if values span a wide range. Values that are not positive
-        have a linear axis.
+    logarithmic: True for a logarithmic axis, False for a linear one; None: logarithmic if values span a wide range. If
+        a value is not positive, the axis is always linear.
     """
     finite = [y for curve in curves for y in [*curve.low, *curve.high] if math.isfinite(y)]
     if not finite:
@@ -164,7 +164,7 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
     low, high = min(finite), max(finite)
     starts = [y for curve in curves for y in curve.high[:1] if math.isfinite(y)]
     ends = [y for curve in curves for y in curve.mean[-1:] if math.isfinite(y)]
-    if falling and starts and ends and max(starts) > max(ends):  # an accuracy rises
+    if falling and starts and ends and max(starts) > max(ends):  # not true of an accuracy, which rises
         high = max(starts)
     if low <= 0 or (high / low < 1.8 if logarithmic is None else not logarithmic):
         pad = 0.05 * (high - low) or 1.0

@@ -14,7 +14,7 @@ from .records import learning_rate
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 
 Tree = dict[str, "str | Tree"]
-"""A configuration as nested texts. Stages of a list have their names as keys, and "" has the whole chain as text."""
+"""A configuration as nested texts. Stages of a list have their names as keys, and the key "" has the whole chain."""
 
 FieldPath = tuple[str, str]
 """(panel, label) of a configuration."""
@@ -46,7 +46,7 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
 
 
 def _rows(path: str, nodes: Mapping[FieldPath, Tree]) -> Iterator[tuple[str, dict[FieldPath, str]]]:
-    """Yield the rows below one path. `nodes` has the tree at this path for every place, empty if there is none."""
+    """Yield the rows below one path. `nodes` has the tree at this path by (panel, label), empty if there is none."""
     present = {place: node for place, node in nodes.items() if node}
     shared, rows = [], []
     for key in dict.fromkeys(key for node in present.values() for key in node):
@@ -66,7 +66,7 @@ def _rows(path: str, nodes: Mapping[FieldPath, Tree]) -> Iterator[tuple[str, dic
 
 
 def _differ(found: Mapping[FieldPath, str], among: Mapping[FieldPath, object]) -> bool:
-    """Return True if in some panel the values differ, or only some places have a value."""
+    """Return True if in some panel the values differ, or only some labels have a value."""
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
 

@@ -32,8 +32,11 @@ ABSCISSAS: dict[Abscissa, str] = {
     "tokens": "training tokens",
     "flops": "training FLOPs",
 }
-"""Titles of axes. Tokens are the targets that were trained on, for images the images; FLOPs are 6 for each weight and
-target, without those of the optimizer."""
+"""Titles of axes.
+
+Tokens are the targets that were trained on: tokens of a text, or images. FLOPs are 6 for each weight and target; the
+work of the optimizer does not count.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,18 +148,18 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        """True if in a tenth of the rows the median step took 1.5 times as long as the median over rows."""
+        """True if other load slowed the run: in a tenth of the rows, the median step took 1.5 times that of the run."""
         found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
         return len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
 
     def seconds(self) -> list[float]:
         """Return the training seconds at every row, corrected for other load of the machine.
 
-        The seconds of each row, rare expensive steps included, are divided by the median step of the row and multiplied
-        by that of the run. All are NaN if a row has no seconds.
+        The seconds of each row, rare expensive steps included, are divided by the median step time of the row and
+        multiplied by the median step time of the run. All are NaN if a row has no seconds.
         """
         total, before, found = 0.0, 0.0, []
-        if any(row.get("seconds") is None for row in self.rows):  # runs of other loops may lack them
+        if any(row.get("seconds") is None for row in self.rows):  # runs of other training loops may lack seconds
             return [math.nan for _ in self.rows]
         for row in self.rows:
             own = row.get("step_ms")
@@ -255,7 +258,7 @@ class TunedCell:
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each field whose best value is at an end of the tried values, or one if all runs diverged."""
+        """A sentence for each field whose best value is at an end of the tried values; one if all runs diverged."""
         if self.best.mean is None:
             return [
                 "every value that was tried diverged or failed, so that none is the best; what went wrong is in tuning"
@@ -280,7 +283,7 @@ class Records:
     baseline: label of the baseline; empty: nothing is subtracted.
     runs: all runs.
     tuned: results of searches.
-    target: value whose steps are compared too; None: none.
+    target: value of the metric; the steps at which rows reach it are compared too; None: no target.
     equal: "steps" if the cells of the study have the steps that it sets, "seconds" if they train as long as the
         baseline.
     """
@@ -427,7 +430,7 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _joint(directory: Path) -> Records:
-    """Return the runs of all studies below a directory, without runs of searches, and the runs of no study.
+    """Return the runs of all studies below a directory, and the runs outside of studies. Runs of searches are left out.
 
     There is a panel for each combination of task, data and length of runs. There is no baseline, because no study
     declares one.
@@ -452,7 +455,7 @@ def _joint(directory: Path) -> Records:
     metrics = {manifest["metric"] for manifest in studies.values()}
     metric = METRICS[metrics.pop() if len(metrics) == 1 else "val_loss"]
     if not any(row.get("val_loss") is not None for run in runs for row in run.rows):
-        metric = TRAINING_LOSS  # loops of others may have nothing else
+        metric = TRAINING_LOSS  # other training loops may record no validation
     return Records(directory.name, "", metric, "run", "", _kept_apart(runs))
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT: tuple[Abscissa, ...] = ("steps", "seconds")
-"""Quantities along which metrics are drawn unless others are chosen. Seconds are left out where no run has them."""
+"""Quantities along which metrics are drawn by default. Seconds are left out if no run has recorded them."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Report:
     Args:
         directory: directory of a study or of runs, finished or not.
         baseline: label to compare with. None: the baseline of the study.
-        only: labels of the compared axis, or `axis=label` for another one, to leave out all other runs; patterns as
-            `soap*` select several. Empty: all runs.
+        only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
+            as `soap*` selects several labels. Empty: all runs.
         labels: texts that replace labels, by label.
         x: quantities along which metrics are drawn, of "steps", "seconds", "tokens" and "flops".
         width: width of figures in inches.
@@ -200,7 +200,7 @@ class Report:
         return found
 
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
-        """Return the figures of a panel: metric along each quantity, training loss along the first, and others."""
+        """Return the figures of a panel: metric along each quantity, training loss along the first one, and more."""
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]
         for metric, along in [*drawn, (TRAINING_LOSS, self.x[0])]:
@@ -220,7 +220,7 @@ class Report:
 
 
 def _recorded(records: Records, along: Abscissa) -> bool:
-    """Return True unless all runs that have started lack a quantity."""
+    """Return True if at least one run has recorded a quantity, or if a run has not started."""
     return any(not run.rows or run.abscissas(along) for run in records.runs)
 
 
@@ -269,8 +269,8 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """Return an empty comparison with the study's number of seeds, from which the page reads the |t| that is
-    significant.
+    """Return a comparison without values for the study's number of seeds. The page reads from it the smallest |t| that
+    is significant. None for a single seed.
     """
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None

@@ -15,9 +15,9 @@ from pydantic import Field
 from eigengraft.component import Component
 
 BOOTSTRAP_PAIRS = 8
-"""Smallest number of pairs that gets a bootstrap interval. Intervals of fewer pairs are much too narrow.
+"""Smallest number of pairs for which a bootstrap interval is computed. Intervals of fewer pairs are much too narrow.
 
-3 pairs, for instance, have only 10 different draws.
+3 pairs, for instance, have only 10 different resamples.
 """
 BOOTSTRAP_DRAWS = 10_000
 """Number of resamples of a bootstrap interval."""
@@ -34,11 +34,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences d over the `n` common seeds of two results: t = mean(d) sqrt(n) / spread(d), with n - 1 degrees.
+    """Differences d over the `n` common seeds of two results: t = mean(d) sqrt(n) / spread(d), with n - 1 degrees
+    of freedom.
 
     mean: mean difference.
     t: test statistic; None with fewer than two pairs, or if all differences are equal.
-    p: two-sided p of the hypothesis that the true difference is 0; None where t is None.
+    p: p-value of the two-sided test that the true difference is 0; None where t is None.
     half: half of the 95 % interval mean - half to mean + half; None where t is None.
     bootstrap: the interval of `bootstrap_interval`; None with fewer than `BOOTSTRAP_PAIRS` pairs or where t is None.
     """

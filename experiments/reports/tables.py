@@ -46,7 +46,12 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
 
 
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
-    """Return where the baseline's final value is reached, a mean over seeds, and how many seeds reach it if not all."""
+    """Return two texts: the mean step or second at which seeds reach the baseline's final value, and how many reach it.
+
+    The second text is empty if all seeds reach the value.
+
+    axis: 0 for the step, 1 for the second.
+    """
     found = row.reached(axis)
     hits = [value for value in found.values() if value is not None]
     if not hits:
@@ -61,13 +66,13 @@ _WORST = {
     "gradient_norm": "largest gradient at the end",
     "zero_gradients": "most steps with gradient 0",
 }
-"""Measure of layers -> title of its column in the table of worst layers, whose cells have the largest value."""
+"""Measure of layers -> title of its column in the table of worst layers. A cell has the largest value of any layer."""
 
 
 def worst_layers(panel: ComparisonPanel) -> list[list[tuple[str, str]]]:
     """Return a table of the worst layer of each measure: a row for each label, (value, layer) in a cell.
 
-    The first row has the titles, and the worst value is that of all seeds. [] if no run has recorded its layers.
+    The first row has the titles. A value is the largest over layers and seeds. [] if no run has recorded its layers.
     """
     rows = [[(row.title, ""), *(_worst(row, measure) for measure in _WORST)] for row in panel.rows]
     rows = [row for row in rows if any(value != _NONE for value, _ in row[1:])]
@@ -86,7 +91,7 @@ def _worst(row: ComparisonRow, measure: str) -> tuple[str, str]:
 
 
 def format_length(row: ComparisonRow) -> tuple[str, str]:
-    """Return mean steps, and mean training seconds corrected for other load of the machine."""
+    """Return two texts: the mean steps, and the mean training seconds corrected for other load of the machine."""
     ended = [run.seconds()[-1] for run in row.runs if run.result]
     return format_number(row.mean("steps"), 0), format_number(sum(ended) / len(ended) if ended else None)
 

@@ -9,7 +9,7 @@ A step takes t = 6 N T / m + max(F / f + H / m, B / b).
   each byte of state.
 - m, f, b: rates of the card, for products in bfloat16, for products in float32, and for bytes.
 
-It is a lower bound of the time. Kernels that wait for memory between two operations, launches, and decompositions,
+t is a lower bound of the real time. Kernels that wait for memory between two operations, launches, and decompositions,
 which run far below the rate of products, take longer. Nothing is run to compute it.
 """
 
@@ -81,7 +81,8 @@ def _numel(model: str) -> int:
 def _work(declared: str, model: str) -> tuple[float, float, float]:
     """Return (F, H, B) of a step with the recipe in a JSON text.
 
-    All layers are equal, so the numbers are linear in the layers. They follow from models of one and of two layers.
+    All layers are equal, so each number is linear in the number of layers. It is extrapolated from models of one and of
+    two layers.
     """
     recipe = load_recipe(json.loads(declared))
     (one, two), layers = (_planned(recipe, model, layers) for layers in (1, 2)), MODELS[model].layers
@@ -90,7 +91,7 @@ def _work(declared: str, model: str) -> tuple[float, float, float]:
 
 
 def _planned(recipe: Recipe, model: str, layers: int) -> tuple[float, float, float]:
-    """Return (F, H, bytes of state) of a model with that many layers."""
+    """Return (F, H, bytes of state) of a model with `layers` layers."""
     infos = _parameters(model, layers)
     found, half = plan(recipe, infos, (1,), "ddp"), _half_operations(recipe, infos)
     return float(found.work[0]) - half, half, float(found.state[0])

@@ -37,9 +37,9 @@ from .track import (
 DRAWN, BASELINE = 8, "adamw"
 """Number of best entries in the figure, and the entry that is always in it."""
 PUBLISHED = "published.yaml"
-"""File of a folder of a track with published rankings."""
+"""Name of the file with published rankings in the folder of a track."""
 RESAMPLES = 2000
-"""Number of resamples of the interval of a rank correlation."""
+"""Number of bootstrap resamples from which the interval of a rank correlation is computed."""
 EMPTY_PAGE = "# Track\n\n" + "\n".join(
     f"## {title}\n\n<!-- results: {name} -->\n<!-- end of results -->\n"
     for name, title in {
@@ -49,7 +49,7 @@ EMPTY_PAGE = "# Track\n\n" + "\n".join(
         "published": "Published rankings",
     }.items()
 )
-"""Page of a folder that has none: headings, and the markers of all tables."""
+"""Initial page of a folder without a page: headings, and the markers of all tables."""
 
 
 class Ranking(Component):
@@ -71,7 +71,8 @@ class Standing:
     """All entries of a folder with their scores, the best profile first.
 
     costs: model -> entry -> counted time of a step over AdamW's.
-    profiles: profile score by entry, of steps (""), and of counted cost at each model.
+    profiles: key -> entry -> profile score. The key is "" for scores of steps, and the name of a model for scores of
+        counted cost.
     """
 
     track: Track

@@ -1,4 +1,4 @@
-"""A track: its rules as data, its two tables of entries and of runs, and the scores of entries."""
+"""A track: its rules as data, its tables of entries and of runs, and the scores of entries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")
 ENTRIES_FILE, RESULTS_FILE = "entries.yaml", "results.csv"
-"""Files of a folder of a track: the recipe of each entry, and a row for each run."""
+"""Files in the folder of a track: the recipe of each entry, and a row for each run."""
 MADE = ("track", "date", "cpu", "device", "threads", "python", "torch", "eigengraft")
 """Columns of the provenance of a run: version of the rules, date, machine and versions."""
 RUN_COLUMNS = ("entry", "task", "seed", "lr", "edge", *RESULT_NUMBERS, "data", "curve", *MADE)
@@ -34,8 +34,8 @@ RUN_COLUMNS = ("entry", "task", "seed", "lr", "edge", *RESULT_NUMBERS, "data", "
 class TrackTask(Component):
     """One task of a track, and when a loss counts as reached.
 
-    A recipe has reached `target` at a step if (target - mean) sqrt(n) >= z sigma, for the mean of the validation losses
-    of n seeds at that step.
+    A recipe has reached `target` at a step if (target - mean) sqrt(n) >= z sigma. `mean` is the mean validation loss of
+    n seeds at that step, and z the number of standard errors that the track requires.
     """
 
     experiment: dict[str, Any] = Field(min_length=1, description="the task and the steps, as in an experiment file")
@@ -76,7 +76,7 @@ def find_entry(source: str, folder: Path) -> TrackEntry:
     if source in known:
         return TrackEntry(source, known[source])
     if Path(source).suffix not in (".yaml", ".yml"):
-        raw_recipe(source)  # an unknown name is refused here
+        raw_recipe(source)  # raises RecipeError for an unknown name
         return TrackEntry(entry_name(source), {"base": source})
     declared = read_yaml(source)
     alone = isinstance(declared, Mapping) and declared.get("base") in (None, *shipped_recipes())
@@ -248,7 +248,7 @@ class TaskScore:
     seconds: mean over runs of the training time up to that step.
     loss: mean of the losses at the last step; infinity if a run diverged.
     lr: learning rate that the search chose.
-    edge: "least" or "largest" if it is at that end of the tried values, else empty.
+    edge: "least" or "largest" if this learning rate is at that end of the tried values, else empty.
     """
 
     steps: float
@@ -287,7 +287,8 @@ def scores(track: Track, entries: Sequence[EntryRuns]) -> dict[str, dict[str, Ta
 def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str, dict[str, float]]:
     """Return entry -> task -> steps divided by the fewest of all entries, infinity if the target is not reached.
 
-    costs: cost of one step by entry, with which its steps are multiplied first; None: all steps cost the same.
+    costs: entry -> cost of one step, by which the steps of the entry are multiplied first; None: all steps cost the
+        same.
     """
     spent = {
         name: {task: one.steps * (1.0 if costs is None else costs[name]) for task, one in own.items()}
