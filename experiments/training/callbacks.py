@@ -73,8 +73,8 @@ class Callback(Component, ABC, family="callback"):
 
 
 class Patience(Callback):
-    """End the run when none of the last `evaluations` validation losses is better than the best before them, by
-    `least`.
+    """End the run when none of the last `evaluations` validation losses is lower, by at least `least`, than the best
+    validation loss before them.
     """
 
     kind: Literal["patience"] = "patience"

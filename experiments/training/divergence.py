@@ -1,7 +1,8 @@
 """The diagnosis of a run that diverged or got worse: the first value that went wrong, its place and its usual cause.
 
 A step that sees a value that is not finite leads to one search through batch, state, weights, loss, validation and
-gradients. A run does this search once, so that healthy steps cost nothing. `eigengraft doctor` reads its result.
+gradients. A run does this search once, at the step that failed, so that healthy steps cost nothing. `eigengraft doctor`
+reads its result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ batches is far smaller.
 """
 
 FaultPlace = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
-"""The kind of value that went wrong first; "error": none, but an error ended the run."""
+"""The kind of value that went wrong first; "error": no wrong value was detected, but an error ended the run."""
 FaultCause = Literal[
     "data", "validation data", "labels", "initialization", "learning rate", "precision", "failed root", "model", "error"
 ]
@@ -58,7 +59,7 @@ class Fault:
 
     @classmethod
     def of_error(cls, error: Exception, step: int) -> Fault:
-        """Return the fault of an error that no value explains."""
+        """Return the fault for an error that no detected value explains."""
         return cls("error", "error", step, "", f"{type(error).__name__}: {error}")
 
 
@@ -85,8 +86,9 @@ class Divergence:
     def fault(self) -> Fault:
         """Return the first value that is not finite, in the order batch, state, weight, loss, validation, gradient.
 
-        State comes before weights, as gradients that are not finite do not change it: state that is not finite makes
-        weights so, and not the other way round. All ranks must call this, and all receive the same fault.
+        State is checked before weights. Gradients that are not finite do not change state, so that state that is not
+        finite is the cause of such weights, and not their effect. All ranks must call this, and all receive the same
+        fault.
         """
         if text := data_fault(self.batch):
             text = f"the batch of step {self.step} has {text}; the data are at fault, another learning rate cannot help"
@@ -102,7 +104,7 @@ class Divergence:
         return self._of_gradient()
 
     def of_error(self, error: Exception, tolerated: int) -> Fault:
-        """Return the fault behind an error that ended a step or an evaluation of a single process.
+        """Return the fault that caused an error, which ended a step or an evaluation of a single process.
 
         tolerated: number of refreshes of a root that may fail in a row.
         """
@@ -175,9 +177,9 @@ class Divergence:
         return Fault("loss", "precision", self.step, "", text)
 
     def _loss_in_float32(self) -> float | None:
-        """Return the loss of the batch in float32 if the run computes in a lower precision and it is finite there.
+        """Return the loss of the batch in float32 if the run uses a lower precision and this loss is finite, else None.
 
-        Of several processes none computes it, as a layer's parameters may be on all of them.
+        Returns None on several processes too, because the parameters of a layer may be sharded over all of them.
         """
         low = [p for p in self.model.parameters() if p.is_floating_point() and p.element_size() < 4]
         if self.ranks.distributed or (self.gradients.precision is None and not low):

@@ -28,7 +28,7 @@ _COMPUTING = (
     *("blocking", "preconditioners", "quantization", "distributed", "optimizers"),
     *("experiments.tasks", "experiments.training"),
 )
-"""Packages of the library whose code affects the numbers of a run. Modules at the root of the library do too."""
+"""Packages of the library whose code affects the numbers of a run. Modules at the library's root affect them too."""
 
 
 def describe_provenance(data: Fingerprint, imports: Iterable[str] = ()) -> dict[str, Any]:

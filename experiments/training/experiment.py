@@ -184,7 +184,7 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
     else:
         raw = source.model_dump(mode="json") if isinstance(source, Experiment) else source
         data = {key: _plain(value) for key, value in raw.items()}
-    data.setdefault("schedule", "constant")  # so that an override may reach into it
+    data.setdefault("schedule", "constant")  # so that an override may set a field inside
     data.setdefault("parallel", "none")
     data["imports"] = [*_listed(data, "imports"), *imports]
     data["overrides"] = [*_listed(data, "overrides"), *recipes]
@@ -233,7 +233,7 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
     for override in overrides:
         first, dot, _ = _path(override).removeprefix("~").partition(".")
-        # a field that both have is a number in the experiment, so that a longer path means the field of the recipe
+        # A field of both the experiment and the recipe is a number in the experiment: a longer path means the recipe.
         if first in fields and not (dot and first in {"recipe", *of_recipe}):
             own.append(override)
         elif first == "recipe" or first in of_recipe:

@@ -38,8 +38,8 @@ def import_component(source: str) -> ModuleType:
 def imported_sources(sources: Iterable[str]) -> dict[str, str]:
     """Return the sha256 of every imported file and of the modules that it uses, by file or module name.
 
-    Modules of the same package are included, and modules that are neither installed nor part of the library, such as a
-    model in a file beside the task. A module that is imported inside a function is not found.
+    This includes modules of the same package, and modules that are neither installed nor part of the library, such as
+    a model in a file beside the task. Modules that are imported inside a function are not included.
     """
     found: dict[str, set[str]] = {}
     for source in sources:

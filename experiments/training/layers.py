@@ -1,7 +1,7 @@
 """Norms of layers during a run: columns of the metrics, and a table of all layers at the end.
 
-A layer is one parameter. Norms are computed in the first step and in steps with a row of metrics, and are read there
-once. Other steps have no additional operation.
+A layer is one parameter. Norms are computed in the first step and in steps with a row of metrics. Each such step
+reads all norms from the device at once. Other steps have no additional operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from eigengraft.optimizers.inspect.norms import NormWatch
 from .parallel import Ranks
 
 LAYER_MEASURES = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
-"""Measures of layers in a row of metrics: that of all layers together, the largest and smallest, and their layers."""
+"""Measures of layers.
+
+A row of metrics has five columns for each measure: its value over all layers together, the largest and the smallest
+value of a layer, and the names of these two layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Norms:
     first: float
 
     def measures(self) -> dict[str, float]:
-        """Return the measures that are defined: no ratio to a weight that is 0. Values that are NaN are infinite."""
+        """Return the measures that are defined. Ratios to a weight of norm 0 are left out; NaN counts as infinity."""
         ratio = self.update / self.weight if self.weight else None
         growth = self.weight / self.first if 0 < self.first < math.inf else None
         values = zip(LAYER_MEASURES, (self.weight, self.gradient, ratio, growth), strict=True)
@@ -91,7 +95,7 @@ class Layers:
         self._watch = NormWatch(self.parameters) if self.parameters else None
 
     def after(self) -> None:
-        """Measure the step that `before` prepared, if any. On several ranks all of them call this."""
+        """Measure the step that `before` prepared, if any. All ranks must call this."""
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -116,7 +120,7 @@ class Layers:
         self.record.add(self.last)
 
     def row(self, measured: bool) -> dict[str, Any]:
-        """Return the columns of a row of metrics. They are None if the step of the row was not measured."""
+        """Return the columns of a row of metrics. Measures of layers are None if the step was not measured."""
         columns: dict[str, Any] = {"failed_roots": self.failed_roots}
         layers = {name: own.measures() for name, own in self.last.items()} if measured else {}
         whole = _together(self.last.values()).measures() if layers else {}
@@ -130,7 +134,7 @@ class Layers:
         return columns
 
     def table(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and two of the run so far.
+        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and two over the run so far.
 
         update_ratio_peak: largest update_ratio of a measured step.
         zero_gradients: fraction of measured steps in which the gradient was missing or 0.

@@ -72,7 +72,7 @@ class Result:
 
 @dataclass
 class TrainedWork:
-    """What a run has trained on.
+    """The amount of training of a run so far.
 
     weights: number of trained weights.
     tokens: number of targets so far: tokens of a text, or images.

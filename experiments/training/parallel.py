@@ -55,8 +55,9 @@ class Ranks:
     def shard_batch(self, batch: Batch) -> tuple[Batch, float]:
         """Return this rank's rows of a batch of B rows, and the weight of the mean loss of these rows.
 
-        Rank r of R has the rows from floor(r B / R) on, with n_r of the n targets. Its weight is R n_r / n, so that the
-        mean over ranks of the weighted gradients is the gradient of the mean over the batch.
+        Rank r of R has the rows floor(r B / R) to floor((r + 1) B / R) - 1, with n_r of the n targets of the batch. Its
+        weight is R n_r / n, so that the mean over ranks of the weighted gradients is the gradient of the mean over the
+        batch.
         """
         rows = len(batch.inputs)
         if rows < self.size:
@@ -87,7 +88,7 @@ class Ranks:
             return [mine]
         found: list[Answer | None] = [None] * self.size
         dist.all_gather_object(found, mine)
-        return found  # type: ignore[return-value]  # all of them are filled
+        return found  # type: ignore[return-value]  # all entries are filled
 
     def on_first(self, act: Callable[[], Answer]) -> Answer:
         """Run `act` on rank 0 and return its result on every rank. A ValueError or OSError is raised on every rank."""
@@ -116,7 +117,7 @@ def is_first_process() -> bool:
 
 
 class Parallelism(Component, family="parallel"):
-    """A placement of parameters. Each rank computes the gradient of its rows of the batch, and a step uses the mean."""
+    """A placement of parameters. Each rank computes the gradient of its rows of the batch. A step uses their mean."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:

@@ -10,7 +10,7 @@ result.json        written last: the run is complete
 lock               locked while a process trains here
 
 A file is either complete or absent: it is written under a temporary name and then renamed. A checkpoint contains the
-    length of metrics.jsonl that it covers. A continued run drops later rows and computes the same ones again.
+length of metrics.jsonl that it covers. A continued run drops later rows and computes the same rows again.
 
 Checkpoints of several processes are directories in torch's distributed format. Any number of ranks can read them under
 any `parallel`: shards of parameters and state are saved by name with their offset in the full tensor. The last two
@@ -96,7 +96,7 @@ class RunDirectory:
         return read_rows(self.path / "diagnostics.jsonl")
 
     def rewind_fault(self, step: int) -> None:
-        """Remove the record of a fault after a step, from which the run continues. It is found again if it remains."""
+        """Remove the record of a fault after `step`, from which the run continues. A later fault is recorded anew."""
         fault = self.read("fault")
         if fault is not None and fault["step"] > step:
             (self.path / "fault.json").unlink()

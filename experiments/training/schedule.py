@@ -69,7 +69,8 @@ class Linear(LearningRateSchedule):
 class PowerDecay(LearningRateSchedule):
     """decay(t) = final + (1 - final) (1 - t^power)
 
-    With power 1 it is `linear`. A larger power keeps the learning rate high for longer, 1/2 lets it fall at once.
+    With power 1 it is `linear`. With a larger power the learning rate stays high for longer; with power 1/2 it falls
+    fastest at the start.
     """
 
     kind: Literal["power"] = "power"

@@ -113,7 +113,7 @@ class Trainer:
     def _recorded_errors(self, step: int, evaluation: bool = False) -> Iterator[None]:
         """Write the fault behind an error of a step, or of the evaluation after it, to fault.json, and raise it again.
 
-        On several ranks nothing is written: an error of one rank is found by its launcher.
+        On several ranks nothing is written, because the launcher reports the error of a rank.
         """
         try:
             yield
@@ -121,7 +121,7 @@ class Trainer:
             if not self.ranks.distributed:
                 try:
                     fault = self._divergence(step).of_error(error, self.experiment.recipe.failure.roots)
-                except Exception:  # such as an error of the data themselves: the first error says more
+                except Exception:  # the search for the fault failed; the first error says more
                     fault = Fault.of_error(error, step)
                 self.fault = None  # an error that ends the run matters more than a skipped gradient
                 self._note_fault(replace(fault, place="evaluation") if evaluation else fault)
@@ -156,7 +156,7 @@ class Trainer:
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
 
     def _count_skipped(self) -> None:
-        """Count the skipped updates that the host knows of. Those found on a device are counted a step later."""
+        """Count the skipped updates that the host knows of. Updates skipped on a device are counted a step later."""
         skipped = sum(param_set.skipped.total() for param_set in self.optimizer.param_sets)
         self.window.skipped, self.skipped = self.window.skipped + skipped - self.skipped, skipped
 
