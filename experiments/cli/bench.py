@@ -69,7 +69,8 @@ def _chosen(
     """Return the bench that the command line declares.
 
     options: fields that are given by options of their own.
-    only, more: declarations of candidates in place of those of the bench, and beside them.
+    only: declarations of candidates that replace the candidates of the bench.
+    more: declarations of candidates that are measured in addition.
     """
     from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
     from eigengraft.optimizers.recipe.overrides import apply_overrides
@@ -155,7 +156,7 @@ def _environment(device: Any) -> dict[str, Any]:
 
 
 def _print(title: str, columns: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None:
-    """Print a table. A file has no width, so each row has one line there."""
+    """Print a table. In a file or a pipe, which have no width, each row is one line."""
     table = RichTable(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")

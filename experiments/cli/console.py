@@ -95,7 +95,7 @@ def storage_table(optimizer: eigengraft.Optimizer) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print the table on standard output, in a file or a pipe as a YAML comment, so that the output is a recipe."""
+    """Print the table on standard output. In a file or a pipe it is a YAML comment, so that the output is a recipe."""
     if sys.stdout.isatty():
         Console().print(table)
         return

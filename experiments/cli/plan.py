@@ -25,7 +25,7 @@ DataParallel = Literal["ddp", "fsdp2", "hsdp"]
 WIDE = 200
 """Width of a table in a file or in Markdown, in characters."""
 NODE = 8
-"""Number of ranks that shard a parameter under hsdp, unless the mesh gives it."""
+"""Number of ranks that shard a parameter under hsdp, unless `--mesh` gives this number."""
 
 
 def plan_command(  # noqa: PLR0913  its arguments are the command's options
@@ -119,7 +119,7 @@ def _mesh(way: DataParallel, shards: tuple[int, ...], ranks: int) -> tuple[int, 
 
 
 MAX_ROWS = 16
-"""Largest number of ranks for which the table has a row for each."""
+"""Largest number of ranks for which the table has one row for each rank."""
 
 
 def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:

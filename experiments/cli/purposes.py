@@ -9,9 +9,9 @@ from typing import NamedTuple
 class Purpose(NamedTuple):
     """One group of a list.
 
-    title: purpose of its members.
-    when: situation in which one of them is needed.
-    members: their names, in the order in which they are printed.
+    title: purpose of the members.
+    when: situation in which a member is needed.
+    members: names of the members, in the order in which they are printed.
     """
 
     title: str
@@ -89,11 +89,11 @@ STAGES = (
 """Kinds of stages by purpose."""
 
 REST = Purpose("Others", "defined outside of the groups above", ())
-"""Group of the members that no purpose names, as those of imported files."""
+"""Group of the members that no purpose names, such as members that imported files define."""
 
 
 def by_purpose(purposes: Iterable[Purpose], names: Iterable[str]) -> Iterator[tuple[Purpose, list[str]]]:
-    """Yield the purposes that have members among `names`, each with these members. Members of none come last."""
+    """Yield the purposes that have members among `names`, each with these members. Names without purpose come last."""
     left = dict.fromkeys(names)
     for purpose in purposes:
         found = [name for name in purpose.members if name in left]

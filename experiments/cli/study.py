@@ -320,7 +320,7 @@ class StudyProgress:
         elif event.kind == "progress":
             self.progress.update(self.run_bars[key], completed=event.value.step, figures=_describe_tick(event.value))
         else:
-            if key in self.run_bars:  # not of another worker
+            if key in self.run_bars:  # runs of other workers have no bar
                 self.progress.remove_task(self.run_bars.pop(key))
             self.done += 1
             text = _describe_result(event.value) if event.kind == "done" else "[red]failed[/red]"

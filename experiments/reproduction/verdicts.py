@@ -1,6 +1,7 @@
 """Verdicts about claims: paired values over seeds, their interval, and tests corrected for all claims of a folder.
 
-Also steps to an equal loss, fitted to runs of several lengths with a learning rate schedule for each length.
+The ratio of steps to an equal loss is computed from fits to runs of several lengths, each with a learning rate schedule
+of its length.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .claims import CellPair, ClaimMetric, PaperClaim, Verdict
 from .results import ResultRow, StudyResults
 
 _EXPONENTS = (0.01, 4.0)
-"""Range of the exponent of a fit."""
+"""Range in which the exponent of a fit is searched."""
 
 
 class LossCurve(NamedTuple):
@@ -40,8 +41,8 @@ class LossCurve(NamedTuple):
 
 
 def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve:
-    """Return the power law of least squares. The exponent is searched in [0.01, 4]; floor and scale are linear given
-    it.
+    """Fit the power law by least squares. The exponent is searched in [0.01, 4]. For each exponent, floor and scale
+    follow from a linear fit.
 
     Raises ValueError for fewer than four lengths, one more than the law has parameters.
     """
@@ -114,7 +115,7 @@ def judge(claims: Mapping[str, PaperClaim], results: Mapping[str, StudyResults])
 
 
 def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
-    """Return the finding of one claim without correction. Its verdict is that of the mean, if there is a test."""
+    """Return the finding of one claim. Its p is not corrected; the verdict only says if the mean is inside."""
     ratio = claim.compare == "ratio"
     to, back = (_log, math.exp) if ratio else (float, float)
     values = _by_seed(claim, claim, results)
@@ -132,11 +133,11 @@ def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
 def interval_test(
     values: list[float], low: float, high: float, exact: bool = False
 ) -> tuple[float, float | None, float | None, Verdict]:
-    """Return the mean, half of its 95 % interval, p, and the verdict about the required interval [low, high].
+    """Return the mean, half the width of its 95 % interval, p, and the verdict about the required interval [low, high].
 
-    t is the distance of the mean from the nearest end in standard errors, and p = 2 P(T > t) with n - 1 degrees of
-    freedom. If the mean is inside the interval, the nearest end has the larger p of both ends. If a run diverged, the
-    verdict is undecided unless the values of all seeds are outside the interval.
+    t is the distance in standard errors of the mean from the nearest end of the required interval, and p = 2 P(T > t)
+    with n - 1 degrees of freedom. If the mean is inside the interval, the nearest end has the larger p of both ends. If
+    a run diverged, the verdict is undecided unless the values of all seeds are outside the interval.
 
     exact: True if the values are not random, so that no test is needed. Equal values of two or more seeds need no test
     either.

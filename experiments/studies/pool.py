@@ -1,7 +1,7 @@
-"""A pool of local processes. Each process does the next job when it is free, and its death costs only its own job.
+"""A pool of local processes. Each process does the next job when it is free. If a process dies, only its job is lost.
 
-`concurrent.futures` and joblib are not used: in both, the death of one process breaks the whole pool, so that the jobs
-of all other processes are lost too, and a process outlives a parent that was killed.
+`concurrent.futures` and joblib are not used. With these libraries, the death of one process breaks the whole pool, so
+that the jobs of all other processes are lost too. Their processes also outlive a parent that was killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 JobFunction = Callable[[Any, Callable[[Any], None]], Any]
 """A function `work(job, report)` that does one job in a worker process and returns its result.
 
-It may call `report(value)` any number of times.
+The function may call `report(value)` any number of times.
 """
 
 
@@ -30,7 +30,7 @@ class PoolEvent:
 
     job: number of the job.
     kind: "died" if its process died and the job is started again.
-    value: report of "progress", result of "done", reason of "failed" or "died"; None for "started".
+    value: reported value for "progress", result for "done", reason for "failed" and "died", None for "started".
     """
 
     job: int
@@ -76,8 +76,8 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int
     """Do all jobs in their order on `workers` processes, and yield their events. Leaving the iteration stops the
     processes.
 
-    A job whose process died is started again until it has had `attempts` attempts. A job that raised an error has
-    failed at once. `work` and the jobs are pickled and processes are spawned, so that a script that calls this function
+    A job whose process died is started again until it has had `attempts` attempts. A job that raised an error is not
+    started again. `work` and the jobs are pickled and processes are spawned, so that a script that calls this function
     needs `if __name__ == "__main__"`.
     """
     waiting = deque(range(len(jobs)))

@@ -23,9 +23,9 @@ class CellPreview:
     labels: label by axis.
     runs: number of runs, one for each seed.
     complete: number of runs that have a result.
-    tuning: largest number of runs of its search, 0 without a search.
+    tuning: largest number of runs that the search in the cell needs; 0 without a search.
     timing: number of timed runs that are not done yet.
-    seconds: expected time of one run, a guess to a factor of a few.
+    seconds: expected time of one run in seconds, accurate to a factor of a few.
     state_bytes: planned bytes of optimizer state.
     parameters: number of trainable entries of the model.
     """
@@ -58,7 +58,7 @@ class StudyPreview:
 
     @property
     def seconds(self) -> float:
-        """Expected time of these runs one after the other. Timed runs are counted as whole runs."""
+        """Expected seconds of all runs that are not done yet, one after the other. Timed runs count as whole runs."""
         runs = ((cell.runs - cell.complete + cell.tuning + cell.timing, cell.seconds) for cell in self.cells)
         return sum(count * seconds for count, seconds in runs)
 

@@ -164,7 +164,7 @@ def _awaited(rendezvous: Rendezvous, elsewhere: list[PlannedRun]) -> Iterator[tu
             if result is None and held:
                 continue
             if result is None and not fault.exists():
-                return  # its worker has died, and the pool does the run
+                return  # the worker that held the run has died; the pool does the run
             elsewhere.remove(run)
             yield (run, "failed", fault.read_text("utf-8")) if result is None else (run, "done", Result(**result))
         time.sleep(POLL if elsewhere else 0)
@@ -204,7 +204,7 @@ def complete_study(
         workers: number of processes. None: one for each core.
         watch: context manager that is entered for the runs of each phase; the function that it yields receives their
             events. None: events are dropped.
-        storage: URL of the database through which workers exchange results. None: they share `directory`.
+        storage: URL of the database through which workers exchange results. None: the workers share `directory`.
 
     Returns:
         The reason of every failed run by its directory.

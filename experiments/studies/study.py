@@ -180,7 +180,7 @@ class Study(Component):
         """
         from ..reports.report import Report
 
-        running = import_module(f"{__package__}.running")  # which imports this module
+        running = import_module(f"{__package__}.running")  # imported here, because it imports this module
         place = Path("runs") / short_name(self.name) if directory is None else Path(directory)
         failed = running.complete_study(self, place, workers)
         if failed:
@@ -190,7 +190,7 @@ class Study(Component):
 
     @property
     def compared(self) -> tuple[str, str]:
-        """Axis along which cells are compared, and the label of the cells that they are compared with."""
+        """Axis along which cells are compared, and the label of the baseline on this axis."""
         axis = next(iter(self.baseline), list(self.axes)[-1])
         return axis, self.baseline.get(axis, next(iter(self.axes[axis])))
 
@@ -201,8 +201,8 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     Args:
         source: path of a YAML file, name of a shipped study, mapping of fields, or study. Paths in a file are relative
             to the file.
-        overrides: changes of the study as `dotted.path=value`. Several values, as in `lr=0.001,0.01`, are an axis; with
-            one, the file may also be that of an experiment, which is then the base.
+        overrides: changes of the study as `dotted.path=value`. Several values, as in `lr=0.001,0.01`, are an axis. With
+            such an axis, the file may also be an experiment file, which becomes the base of the study.
 
     Returns:
         The validated study.

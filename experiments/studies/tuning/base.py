@@ -36,8 +36,8 @@ class Trial:
 
     values: values by dotted path.
     score: metric.sign * mean of the metric over seeds, so that lower is better; infinite if a run diverged or failed.
-    stopped: step at which successive halving stopped a run, whose metric there is then the score; None: all runs were
-        completed.
+    stopped: step at which successive halving stopped a run; the score is then the metric at this step. None: all runs
+        were completed.
     seconds: training seconds of all runs together.
     curves: seed -> evaluated step -> metric.sign * metric; None: not recorded.
     """
@@ -80,8 +80,8 @@ class Tuned:
 class Tuning(Component, ABC, family="tuning"):
     """A search for the best values of some fields, in every cell of a study separately.
 
-    Values are compared by the mean of the study's metric over `seeds`. The next trials follow from the completed trials
-    and from nothing else. A stopped study therefore continues the same search, with any number of processes.
+    Values are compared by the mean of the study's metric over `seeds`. The next trials depend on the completed trials
+    alone. A stopped study therefore continues the same search, with any number of processes.
     """
 
     seeds: tuple[int, ...] = Field(
@@ -197,7 +197,7 @@ class Range(Component):
 
     def value(self, fraction: float) -> float | int:
         """Return the value at a fraction of the way from `low` to `high`."""
-        if self.integer:  # every whole number has an equal share
+        if self.integer:  # so that every whole number has an equal share of the fractions
             low, high = self.low - 0.5, self.high + 0.5
             found = low * (high / low) ** fraction if self.log else low + (high - low) * fraction
             return int(min(max(round(found), self.low), self.high))

@@ -94,7 +94,7 @@ class CoordinateDescent(Tuning):
         for axis, (path, grid) in enumerate(self.space.items()):
             low, high = _moved(place, axis, -1) in points, _moved(place, axis, 1) in points
             ordered = isinstance(grid, RatioGrid) or all(isinstance(v, (int, float)) for v in grid)
-            if ordered and best.values[path] != 0 and not (low and high):  # nothing lies beyond 0
+            if ordered and best.values[path] != 0 and not (low and high):  # 0 is never an end
                 found[path] = "largest" if low else "least"
         return found
 

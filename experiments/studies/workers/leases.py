@@ -1,13 +1,13 @@
-"""Leases of runs, by which a run is trained by only one worker at a time, however many workers and machines a study
-has.
+"""Leases of runs: a run is trained by only one worker at a time, however many workers and machines a study has.
 
-A worker holds the lease `number` of a run while it trains the run. Creating a lease either succeeds or finds that the
-lease exists, so that one of several workers succeeds. The lease is removed when the run has ended or failed. The lease
-of a worker that died is not removed. The next worker creates the lease `number + 1`, and again only one worker can.
+A worker holds the lease `number` of a run while it trains the run. Creating a lease fails if the lease
+exists, so that exactly one of several workers succeeds. The lease is removed when the run has ended or failed. The
+lease of a worker that died is not removed. The next worker creates the lease `number + 1`, for which again only one
+worker succeeds.
 
-`FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used:
-they belong to `Study.optimize`, restart a dead trial as a new one, and so neither continue the checkpoint of a run nor
-cover runs outside a search.
+`FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used.
+These belong to `Study.optimize` and restart a dead trial as a new trial. A run would not continue from its checkpoint,
+and runs outside a search would have no heartbeat.
 """
 
 from __future__ import annotations
