@@ -46,14 +46,16 @@ def _default_storages() -> tuple[Quantizer, ...]:
 class BudgetBench(MatrixBench):
     """error = sqrt(1 - prod_i cos_i^2) <= bound,  cos_i = tr(X_i A_i Y_i) / sqrt(tr(X_i A_i X_i) tr(Y_i A_i Y_i))
 
-    Solvers x intervals x storages for each layer of a model, and the choice of least cost among those below the bound.
-    A_i is the present factor of axis i and Y_i = (A_i + r I)^-e its exact root, r = ridge lambda_max. X_i is the root
-    in use: that of the factor as it was `interval - 1` steps before, by a solver in float32, stored. cos_i is the
-    cosine of X_i G and Y_i G over gradients G with E[G G^T] = A_i, so that the error is the sine of the angle between
-    the directions. A common factor, which grafting removes, does not count. The factors are those of a run (`record`).
-    A `checkpoint` or a spectrum has no earlier factor, so only interval 1 can be measured with it.
+    Solvers x intervals x storages for each layer of a model, and the choice of least cost whose error is within
+    `bound`. A_i is the present factor of axis i and Y_i = (A_i + r I)^-e its exact root, where r is `ridge` times the
+    largest eigenvalue of A_i. X_i is the root in use: a solver computes it in float32 from the factor of `interval - 1`
+    steps before, and a storage encodes and decodes it. cos_i is the cosine of X_i G and Y_i G over gradients G with
+    E[G G^T] = A_i, so that the error is the sine of the angle between the directions. The error ignores a scalar factor
+    of the direction, which grafting removes. The factors are those of a run (`record`). A `checkpoint` or a spectrum
+    has no earlier factors, so only interval 1 can be measured with it.
 
-    The cost of a step is the time to solve and encode over the interval, plus the time to decode, or the bytes.
+    The cost is the time of a step or the stored bytes. The time of a step is the time to solve and encode, divided by
+    the interval, plus the time to decode.
     """
 
     kind: Literal["budget"] = "budget"
@@ -94,7 +96,9 @@ class BudgetBench(MatrixBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return layer -> for each axis the factor now and, for a run, as it was at the last root of each interval."""
+        """Return layer -> for each axis a list of factors: the present one, then for a run one for the last root of
+        each interval.
+        """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:
             last = max(self.steps, *self.intervals)
@@ -128,7 +132,7 @@ class BudgetBench(MatrixBench):
                 yield {"interval": interval, **self._stored(candidate, storage, interval, roots, given)}
 
     def _root(self, solver: RootSolver, a: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the root of a factor in float32, None if the solver rejects it, and the matrix that was solved."""
+        """Return (root, matrix): the damped factor in float32, and its root, None if the solver rejects the matrix."""
         damped = (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), torch.float32)
         found = solver.root(damped, self.exponent)
         usable = bool(found.ok.all()) and bool(found.value.isfinite().all())
@@ -142,7 +146,7 @@ class BudgetBench(MatrixBench):
         roots: Sequence[tuple[Tensor | None, Tensor]],
         given: LayerFactors,
     ) -> Row:
-        """Return the row of a layer whose roots are stored: its error, time and bytes, or why it cannot be measured."""
+        """Return the row of a layer with stored roots: error, time and bytes, or why nothing was measured."""
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
         for (root, damped), path in zip(roots, given.paths, strict=True):
             assert root is not None
@@ -161,13 +165,13 @@ class BudgetBench(MatrixBench):
         return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
 
     def squared_sine(self, x: Tensor, a: Tensor) -> float:
-        """Return the largest 1 - cos_i^2 of a stack of roots X in use, for the present factors A."""
+        """Return the largest 1 - cos_i^2 over the stacks `[N, d, d]` of decoded roots X and of present factors A."""
         y = inverse_power(a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype), float(self.exponent))
 
         def unit(z: Tensor) -> Tensor:
             return z / _squares(z, a).sqrt()[:, None, None]
 
-        apart = _squares(unit(x.double().cpu()) - unit(y), a)  # 2 - 2 cos, exact also if it is tiny
+        apart = _squares(unit(x.double().cpu()) - unit(y), a)  # 2 - 2 cos, accurate also for tiny angles
         return float((apart - apart.square() / 4).max())
 
     def _time(self, work: Any) -> float:
@@ -192,7 +196,7 @@ class BudgetBench(MatrixBench):
         )
 
     def choice(self, rows: BenchRows) -> Row | None:
-        """Return the row of least cost among those of a layer with an error of at most the bound, or None."""
+        """Return the row of least cost among the rows of a layer whose error is at most the bound, or None."""
         good = [row for row in rows if row["error"] <= self.bound]
         return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
 
@@ -239,7 +243,7 @@ class LayerFactors:
     """The factors of one layer.
 
     paths: for each axis the factors `[N, d, d]` in float64, the present one first.
-    times: measured milliseconds of a refresh and of a step, by solver, storage and shape.
+    times: (solver, storage, shape) -> measured milliseconds of one solve with its encoding, and of one decoding.
     """
 
     paths: Sequence[Sequence[Tensor]]
@@ -252,7 +256,11 @@ def _squares(z: Tensor, a: Tensor) -> Tensor:
 
 
 def _front(cost: str) -> view.LinePoints:
-    """Return the points (cost, error) of a candidate on its least accurate layer that no other row beats in both."""
+    """Return a function from the rows of a candidate to its Pareto front of (cost, error) on one layer.
+
+    The layer is the one on which the candidate's least error is largest. A row belongs to the front if no other row
+    beats it in both cost and error.
+    """
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []

@@ -15,7 +15,7 @@ Declaration = Mapping[str, Any]
 
 
 def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple[Declaration, ...]:
-    """Return the preferred declarations whose kind is registered, then every other member that needs no field."""
+    """Return the preferred declarations whose kind is registered, then every other member without required fields."""
     chosen = [declared for declared in preferred if declared["kind"] in family.members]
     kinds = {declared["kind"] for declared in chosen}
     others = [kind for kind in sorted(family.members) if kind not in kinds and _needs_no_field(family.members[kind])]

@@ -194,7 +194,8 @@ def _optimizer_state(path: str) -> Mapping[str, Any]:
 def _statistics(group: Mapping[str, Any]) -> set[str]:
     """Return the names "<stage path>/<slot>" of all slots of a saved recipe that hold statistics.
 
-    Slots depend on the block, which the state does not hold. Blocks of one to four axes have all slots that there are.
+    Slots depend on the number of axes of a block, which the state does not contain. Blocks of one to four axes together
+    have all slots that exist.
     """
     declared = json.loads(group["recipe"])
     declared.pop("schema", None)

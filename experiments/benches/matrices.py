@@ -38,12 +38,12 @@ class MatrixSource:
     spectrum: Spectrum | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that each row has of these matrices."""
+        """Return the fields that describe these matrices in each row."""
         return {"spectrum": self.name, "size": self.size}
 
 
 class OwnMatrices(Bench, ABC):
-    """A bench that also takes the gradients of a user's own run."""
+    """A bench that also accepts the gradients of a user's own run."""
 
     record: str | None = Field(
         default=None, description="run directory or experiment file; gradients of this run are used, a row a layer"
@@ -76,7 +76,7 @@ class OwnMatrices(Bench, ABC):
 
 
 class MatrixBench(OwnMatrices, ABC):
-    """A bench of components that take symmetric positive semi-definite matrices."""
+    """A bench of components that accept symmetric positive semi-definite matrices."""
 
     layer_field: ClassVar[str] = "spectrum"
 

@@ -105,10 +105,10 @@ class QuantizerBench(MatrixBench):
     A is the matrix, V its eigenvectors and l its eigenvalues. A quantizer stores A, V or the root in the first of
     `roles` that it accepts: structures for orthonormal columns store V. For a decoded basis W, B = W Diag(l) W^T with l
     exact. For the role root, read A^-e for A. If a quantizer is declared without a least size (`min_elements`), the
-    least size is 1. Each matrix is encoded `writings` times, each time over the codes of the time before, because
-    `eigen` is made for matrices that change slowly. With error feedback a single decoding, which is measured here, is
-    less accurate, and the mean over many decodings is more accurate. Times do not depend on the values, and are
-    measured once for each size and dtype.
+    least size is 1. Each matrix is encoded `writings` times. Each encoding starts from the codes of the previous
+    one, because `eigen` is made for matrices that change slowly. Error feedback makes a single decoding, which is
+    measured here, less accurate, and the mean over many decodings more accurate. Times do not depend on the values, and
+    are measured once for each size and dtype.
     """
 
     kind: Literal["quantizers"] = "quantizers"

@@ -47,10 +47,10 @@ class StatisticBench(OwnMatrices):
     """Statistics x layers x numbers of gradients, with gradients of a byte-level language model after a short training.
 
     S = L x R is the Kronecker product of a statistic's estimates, C the second moment over all training gradients. Gain
-    errors are those of S on gradients that no statistic has seen; S of uncoupled factors is scaled to the trace of C.
-    The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every` gradients from the
-    `start`-th on, because coupled statistics read the roots. With `record`, gradients are the leading `width` x `width`
-    entries of those of a run's layers.
+    errors are those of S on gradients that no statistic has seen. If the factors are not coupled, S is scaled to the
+    trace of C. The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every`
+    gradients from the `start`-th on, because coupled statistics read the roots. With `record`, gradients are the
+    leading `width` x `width` entries of those of a run's layers.
     """
 
     kind: Literal["statistics"] = "statistics"

@@ -48,7 +48,7 @@ def data_fault(batch: Batch) -> str:
 
 
 class LabelError(ValueError):
-    """Classes of a batch that the outputs of the model have no score for."""
+    """An error about classes in a batch for which the outputs of the model have no score."""
 
     def __init__(self, kind: str, targets: Tensor, classes: int) -> None:
         """kind: kind of the task. targets: classes, integers. classes: number of scores of each output."""

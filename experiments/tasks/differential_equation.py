@@ -29,8 +29,8 @@ class DifferentialEquation(Task):
     A physics-informed network (Raissi, Perdikaris & Karniadakis 2019, J. Comput. Phys. 378). r is the residual of the
     equation at points inside; w_i is `initial_weight`, w_b `boundary_weight`, u_0 the value at the start. The term with
     u_t exists only if the equation starts at rest. The term with w_b exists only if the equation is not periodic. All
-    points are new at every step. The validation loss is the relative error |u
-    - solution| / |solution| (Euclidean norms) on a grid of 33 times and 128 points along x.
+    points are new at every step. The validation loss is the relative error |u - solution| / |solution| (Euclidean
+    norms) on a grid of 33 times and 128 points along x.
     """
 
     kind: Literal["differential_equation"] = "differential_equation"
@@ -115,7 +115,7 @@ class Points(Dataset):
 
 @lru_cache(maxsize=8)
 def solution_on_grid(equation: Equation) -> tuple[Grid, Grid, Grid]:
-    """Return x, t and the solution [t, x] on the validation grid. A periodic x is without its last end."""
+    """Return x, t and the solution [t, x] on the validation grid. If x is periodic, its last end is left out."""
     x = np.linspace(*equation.x_range, GRID[1], endpoint=not equation.periodic)
     t = np.linspace(*equation.t_range, GRID[0])
     return x, t, equation.solution(x, t)

@@ -36,8 +36,8 @@ class Partials(NamedTuple):
 class Equation(Component, ABC, family="equation"):
     """residual(u, u_x, u_xx, ..., u_t, ..., x, t) = 0 on a rectangle, with conditions on its sides.
 
-    At the start of t, u is `initial`. At both ends of x, u is 0, unless the equation is periodic. An equation that does
-    not evolve is 0 on all four sides, and t is its second direction in space.
+    At the start of t, u is `initial`. At both ends of x, u is 0, unless the equation is periodic. For an equation that
+    does not evolve, u is 0 on all four sides, and t is a second direction in space.
     """
 
     x_range: ClassVar[tuple[float, float]] = (-1.0, 1.0)

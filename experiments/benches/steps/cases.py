@@ -146,6 +146,6 @@ STEP_CASES = (
     StepCase(recipe="adamw_8bit", maths="adamw_8bit"),
     StepCase(peer="torchao.optim:AdamW8bit", maths="adamw_8bit", name="torchao AdamW8bit"),
 )
-"""Default candidates. A peer that is not installed has a row that says so."""
+"""Default candidates. The row of a peer that is not installed contains the reason."""
 QUICK = len(STEP_CASES) - 2
 """Number of candidates of the quick run, without the last two, because torchao compiles its steps for minutes."""

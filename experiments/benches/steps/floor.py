@@ -26,7 +26,7 @@ from eigengraft.slots import Slot
 EIGH, QR = 9.0, 2 + 8 / 3
 """Operations, in units of d^3, of an eigendecomposition with vectors, and of one step A Q with a QR that forms Q."""
 RATE_REPEATS = 8
-"""Number of measurements of a rate, of which the fastest counts."""
+"""Number of measurements of a rate. The fastest measurement counts."""
 _READ_ONLY = ("root", "basis")
 """Roles of slots that steps between refreshes read and do not write."""
 

@@ -51,7 +51,8 @@ class StepTime(NamedTuple):
     """Milliseconds of one step.
 
     total: time from the call of `step` until the device has finished.
-    host: time until `step` returns. On a device, a value near `total` means that the host takes longer or waits.
+    host: time until `step` returns. On a device, a value near `total` means that the host is the slower
+        part, or waits for the device.
     device: time between two CUDA events around the step; None on a CPU.
     """
 
@@ -128,7 +129,7 @@ def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[
 
 
 def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
-    """Copy gradients into those of a contender's parameters, whose addresses stay."""
+    """Copy gradients in place into those of a contender's parameters, so that their addresses do not change."""
     for parameter, gradient in zip(contender.parameters, gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.dtype, copy=True)

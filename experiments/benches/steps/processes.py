@@ -88,7 +88,7 @@ def answer(ours: Connection) -> list[list[float]]:
 
 def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
     """Run all jobs as one rank and send the times. This is the main function of a process."""
-    # the bench measures how long ranks wait, so that the warning is no news
+    # the bench measures this waiting time itself, so the warning adds nothing
     warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")
     try:
         torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from eigengraft.errors import RecipeError, did_you_mean
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
-"""Number of gradients that are used in turn. With one, statistics would have rank one."""
+"""Number of gradients that are used in turn. With a single gradient, statistics would have low rank."""
 
 
 class ShapeSet(NamedTuple):
