@@ -313,7 +313,7 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
 
 
 def _of_others(record: Record, measure: str, name: str) -> float | None:
-    """Return the median of a measure at the end over all layers but one; None without other layers."""
+    """Return the median of a measure at the end over all layers except `name`; None if there are no other layers."""
     others = [value for layer, value in record.run.layers.get(measure, {}).items() if layer != name]
     return median(others) if others else None
 
@@ -324,7 +324,7 @@ def _or_infinite(value: float | None) -> float:
 
 
 def _dead(record: Record) -> Iterator[Finding]:
-    """Yield the layers without a gradient in all of at least two measured steps."""
+    """Yield a finding about layers whose gradient was missing or 0 in all measured steps, which are at least two."""
     measured = sum(row.get("gradient_norm") is not None for row in record.run.rows)
     dead = [name for name, zeros in record.run.layers.get("zero_gradients", {}).items() if zeros == 1]
     if not dead and not record.run.layers:  # without a table of layers: the run was stopped or trains
@@ -338,7 +338,7 @@ def _dead(record: Record) -> Iterator[Finding]:
 
 
 def _is_stalled(record: Record) -> bool:
-    """Return True if neither the training loss nor the validation loss has fallen over at least four rows."""
+    """Return True if neither training loss nor validation loss has fallen, and False for fewer than four rows."""
     evaluations, first, last = record.numbers("val_loss"), record.first_loss, record.last_loss
     if first is None or last is None or first <= 0 or len(record.numbers("loss")) < 4:
         return False
@@ -375,7 +375,7 @@ def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
 
 
 def _initial_loss(experiment: Experiment) -> tuple[float, int]:
-    """Return the loss of the first batch with the initial weights, and the number of classes; 0 for other losses."""
+    """Return the loss of the first batch with the initial weights, and the number of classes, 0 for other tasks."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
         inputs, targets = task.load().batch(experiment.seed, 0)

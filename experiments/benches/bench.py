@@ -45,7 +45,7 @@ class Problem:
 
 
 class Bench(Component, ABC, family="bench"):
-    """A bench: the measurement of each of some candidates on each of some problems.
+    """A bench: the measurement of every candidate on every problem.
 
     Laws: except for times, rows depend only on the declaration. A candidate that fails on a problem has a row with the
     reason.
@@ -120,7 +120,7 @@ class Bench(Component, ABC, family="bench"):
         return self
 
     def contenders(self) -> tuple[Any, ...]:
-        """Return the candidates, which each bench keeps in a field of its own name."""
+        """Return the candidates. The name of their field differs between benches (`candidate_field`)."""
         found: tuple[Any, ...] = getattr(self, self.candidate_field)
         return found
 

@@ -163,8 +163,9 @@ class StorageBench(Bench):
 
 
 def _slowest_first(name: str) -> Any:
-    """Return the points (rank, time / median time of an unquantized step) of the steps, slowest first, so that
-    refreshes are visible.
+    """Return a function from rows to the points (rank, time / median time of an unquantized step) of all steps.
+
+    Rank 1 is the slowest step, so that refreshes are visible.
     """
 
     def points(rows: Sequence[Row]) -> list[tuple[float, float]]:

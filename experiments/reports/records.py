@@ -105,7 +105,9 @@ class Run:
 
     @cached_property
     def diagnostics(self) -> list[dict[str, Any]]:
-        """Lines of diagnostics.jsonl, which runs have at their end, and before it if the experiment asks for them."""
+        """Lines of diagnostics.jsonl. A run writes them at its end, and during training if the experiment asks for
+        this.
+        """
         return read_rows(self.directory / "diagnostics.jsonl")
 
     @cached_property
@@ -197,7 +199,7 @@ class Run:
 
 
 def fault_file(run: Path) -> Path:
-    """Return the file beside the directory `run` in which a study records why the run failed."""
+    """Return the file beside the directory `run`. A study records in this file why the run failed."""
     return run.with_name(f"{run.name}.error.txt")
 
 

@@ -68,8 +68,8 @@ class ImageClassifier(Task, ABC):
 def image_batch(pixels: NDArray[Any], classes: NDArray[Any]) -> Batch:
     """Return images [N, 1, 28, 28] in uint8 and their classes.
 
-    pixels: [N, 28 * 28], in any shape.
-    classes: [N].
+    pixels: 28 * 28 values for each of the N images, in any shape.
+    classes: class of each image, [N].
     """
     images = torch.from_numpy(pixels.astype("uint8").reshape(-1, 1, SIDE_28, SIDE_28))
     return Batch(images, torch.from_numpy(classes.astype("int64")))

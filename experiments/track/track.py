@@ -259,7 +259,7 @@ class TaskScore:
 
 
 Scores = Mapping[str, Mapping[str, TaskScore]]
-"""TrackEntry -> task -> score."""
+"""Name of an entry -> name of a task -> score."""
 
 
 def score(task: TrackTask, z: float, runs: Sequence[TaskRun]) -> TaskScore:

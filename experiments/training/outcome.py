@@ -91,8 +91,8 @@ class TrainedWork:
 class MetricsWindow:
     """Losses, milliseconds and events of the steps since the last row of metrics.
 
-    skipped: updates of a parameter that were skipped, because its gradient was not finite.
-    clipped: steps in which `grad_clip` shortened the gradient.
+    skipped: number of updates of a parameter that were skipped because its gradient was not finite.
+    clipped: number of steps in which `grad_clip` shortened the gradient.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Diagnostics:
             self.directory.append_diagnostics({"step": step, **row} for row in kept)
 
     def finish(self, step: int, layers: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows about layers after the last step, without those that the table of this step has."""
+        """Write rows about layers after the last step. Rows that the table of this step already has are left out."""
         if self.writes:
             keys = ("parameter", "measure")
             known = {tuple(row[key] for key in keys) for row in self.directory.diagnostics() if row["step"] == step}

@@ -324,7 +324,7 @@ def _cause(error: Exception) -> str:
 
 
 def _on_terminate() -> Callable[[], None]:
-    """Make SIGTERM raise Terminated, and return the function that undoes it. Only the main thread receives signals."""
+    """Make SIGTERM raise Terminated; return a function that undoes this. Other threads than the main one do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 

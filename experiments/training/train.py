@@ -294,7 +294,7 @@ class Trainer:
         self._continue_fault()
 
     def _continue_fault(self) -> None:
-        """Read the fault of the steps that were made, if any."""
+        """Read the fault that was recorded up to the last checkpoint, if any. Later faults are dropped."""
 
         def read() -> dict[str, Any] | None:
             self.directory.rewind_fault(self.step)

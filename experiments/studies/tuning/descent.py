@@ -108,7 +108,7 @@ class CoordinateDescent(Tuning):
         return grid
 
     def _neighbours(self, point: Point, axis: int) -> list[Point]:
-        """Return the neighbours of a point along a field that exist."""
+        """Return the existing neighbours of a point along one field."""
         grid = list(self.space.values())[axis]
         beside = [_moved(point, axis, by) for by in (-1, 1)]
         return [one for one in beside if isinstance(grid, RatioGrid) or 0 <= one[axis] < len(grid)]

@@ -104,7 +104,7 @@ class Sampled(Tuning, ABC):
 
     @abstractmethod
     def draw(self, trials: Sequence[Trial], number: int) -> list[Values]:
-        """Return the next `number` of values, given the completed trials."""
+        """Return the values of the next `number` trials, given the completed trials."""
 
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
         number = min(self.together, self.trials - len(trials))

@@ -73,7 +73,7 @@ class Leases(ABC):
             return
         with self.created(own) as created:
             if created and any(number != own and self.alive(number) for number in self.numbers()):
-                # leases were removed meanwhile, and another worker has one with another number: give this one up
+                # leases were removed meanwhile, and another worker holds another lease: release this one
                 self.remove([own])
                 created = False
             if not created:
