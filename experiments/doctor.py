@@ -38,8 +38,8 @@ HEALTHY_STEP = 0.03
 SMALL_STEP = 1e-6
 """Ratio |update| / |weight| of all layers together below which the learning rate of a stalled run counts as too low.
 
-Rounding in float32 changes a number by up to 6e-8 of it. A thousand steps of ratio 1e-6 change the weights by at most
-0.1 %.
+Rounding in float32 changes a number by up to 6e-8 of its size. A thousand steps of ratio 1e-6 change the weights by at
+most 0.1 %.
 """
 LEAST_FALL = 0.02
 """Fraction of the first loss. A run whose loss falls by less counts as stalled. Runs that learn exceed it by far."""

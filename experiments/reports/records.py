@@ -346,8 +346,8 @@ def read_records(
     Raises ValueError if no run has started, or if an argument names a label that does not exist.
 
     baseline: label to compare with; None: the baseline of the study, and no baseline without a study.
-    only: labels of the compared axis, or `axis=label` for another one, whose runs are returned. Patterns as `soap*`
-        select several. Empty: all runs.
+    only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such as
+        `soap*` selects several labels. Empty: all runs.
     labels: texts that replace labels, by label.
     """
     manifest = read_object(directory / f"{MANIFEST}.json")
