@@ -115,7 +115,7 @@ def judge(claims: Mapping[str, PaperClaim], results: Mapping[str, StudyResults])
 
 
 def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
-    """Return the finding of one claim. Its p is not corrected; the verdict only says if the mean is inside."""
+    """Return the finding of one claim. p is not corrected. If there is a test, the mean alone decides the verdict."""
     ratio = claim.compare == "ratio"
     to, back = (_log, math.exp) if ratio else (float, float)
     values = _by_seed(claim, claim, results)
