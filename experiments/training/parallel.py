@@ -324,7 +324,7 @@ def _cause(error: Exception) -> str:
 
 
 def _on_terminate() -> Callable[[], None]:
-    """Make SIGTERM raise Terminated; return a function that undoes this. Other threads than the main one do nothing."""
+    """Make SIGTERM raise Terminated; return a function that undoes this. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 

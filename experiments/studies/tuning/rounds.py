@@ -122,10 +122,10 @@ TIMED_STEPS = 100
 def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> tuple[list[PlannedRun], Study]:
     """Return the timed runs that are not done yet, or, if there are none, the study with the steps of every cell set.
 
-    A cell has round(N r) steps. N is the number of steps of the cell's baseline. r is the median over rounds of s_b /
-    s, where s_b and s are the seconds per step of the baseline and of the cell. Only training seconds count, without
-    evaluation. The result depends on the runs in `directory` alone. Raises RecipeError if a timed run has failed,
-    diverged at once, or had other settings.
+    A cell has round(N r) steps. N is the number of steps of its baseline, and r the median of s_b / s over
+    rounds, where s_b and s are the seconds per step of the baseline and of the cell. Only training seconds count,
+    without evaluation. The result depends on the runs in `directory` alone. Raises RecipeError if a timed run has
+    failed, diverged at once, or had other settings.
 
     failed: directories of runs that failed.
     """
