@@ -1,15 +1,17 @@
 """Captured steps: the work of stacks on a device as graphs, which the host replays with one launch each.
 
-A piece is a list of stacks that share no parameter with stacks outside of it. Stacks without refreshes are one piece;
-every other piece leaves its graph in the steps in which rows of its own are due. Adam's chains run by a fused kernel
-(`fused.py`), all other stacks by their programs (`traced.py`). Numbers of both are inputs: they are in one tensor that
-is filled by one copy before each run.
+A piece is a list of stacks that share no parameter with stacks outside of it. All stacks without refreshes form one
+piece. A piece with refreshes runs without its graph in the steps in which a refresh of its rows is due. Adam's chains
+run by a fused kernel (`fused.py`), all other stacks by their programs (`traced.py`). Kernels and programs read the
+numbers of a step (rates, step counts) from one tensor, which one copy fills before each run.
 
-The protocol checks itself. The first step of a kind runs as it is, and fills caches. The operations of the second one
-are recorded, and again those of the third, which finds numbers that are no inputs. Then the third step is captured, and
-made from the same state as it is and by a replay: both must leave the same bits. Later steps of the kind are replayed.
-A step of another kind (a moved address, a missing gradient, a refresh) runs as it is, and the reason is kept. The check
-holds one copy of the state and the parameters of a piece for one step, and waits once for each tensor.
+The protocol checks itself. Steps with equal addresses and constants (`_Key`) are of one kind. The first step of a kind
+runs without a graph, and fills caches. The operations of the second and of the third step are recorded and compared: a
+difference shows a number that is a constant of the operations and no input. Then the third step is captured. It runs
+twice from the same state, without the graph and by a replay, and both runs must give the same bits. Later steps of the
+kind are replayed. A step of another kind, or with a missing gradient or a refresh, runs without the graph, and the
+reason is counted. The check holds one copy of the state and the parameters of a piece for one step, and synchronizes
+with the device once for each tensor.
 """
 
 from __future__ import annotations
@@ -38,28 +40,31 @@ from .traced import Program
 
 Body = Callable[[], None]
 Signature = list[tuple[Any, ...]]
-"""The operations of a run, with everything that enters them but values of tensors."""
+"""The operations of a run with their arguments; a tensor is represented by its shape, dtype and device type."""
 
 
 class Graph(Protocol):
-    """Recorded work of a device."""
+    """Recorded operations of a device."""
 
     def replay(self) -> None:
-        """Do the work again, on the same addresses."""
+        """Run the recorded operations again, on the same addresses."""
 
 
 class Capturer(Protocol):
-    """A way to record the work of a device."""
+    """Records the operations that a function launches on a device."""
 
     def warm_up(self, body: Body) -> None:
-        """Run what is to be captured once, so that it allocates and initializes what it keeps."""
+        """Run the function once before its capture, so that it allocates and initializes the memory that it keeps."""
 
     def capture(self, body: Body) -> Graph:
-        """Record the work; RuntimeError if that is not possible. It may have been done or not."""
+        """Record the operations of the function, which may run or not during the capture.
+
+        Raises RuntimeError if the operations cannot be captured.
+        """
 
 
 class CudaCapturer:
-    """CUDA graphs of a device, which need not be the current one."""
+    """Records CUDA graphs on a device, which need not be the current device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,21 +85,26 @@ class CudaCapturer:
 
 
 CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
-"""Ways to record the work of a device, by its type; the argument is the device."""
+"""By device type, the constructor of a capturer; its argument is the device."""
 
 CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
-"""Signals that a stack finds by itself at the same addresses, or as numbers of the step."""
+"""Names of signals that a captured step can read: they have the same address in each step, or are numbers of the step
+that are inputs of the graph."""
 
 ProgramNumbers = tuple[Tensor, list[Tensor]]
-"""The step of the blocks of a stack, int64 `[N]`, and the numbers of its program."""
+"""Inputs of a stack's program on the device: the step of each of its N blocks, int64 `[N]`, and the program's numbers.
+"""
 StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
-"""By number of a stack, its numbers on the device: of its program, or of a fused kernel."""
+"""By index of a stack, the numbers on the device that its program or its fused kernel reads."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
-"""Runs stacks in one step."""
+"""A function that runs one step of some stacks."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations, and holds the tensors that come from outside, whose addresses a graph keeps."""
+    """Records operations, and holds a reference to each input tensor that none of them made.
+
+    A graph keeps the addresses of these inputs, so their memory must not be freed.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,7 +132,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
-    """Record a run. Gradients, by address, are not held: a graph must not keep `zero_grad` from freeing them."""
+    """Record a run, and return the recorder.
+
+    gradients: addresses of the gradients. The recorder does not hold these tensors, so that `zero_grad` can free them.
+    """
     recorder = _Recorder()
     with recorder:
         run()
@@ -132,7 +145,10 @@ def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
 
 
 def difference(one: Signature, other: Signature) -> str | None:
-    """Say in what two recordings differ; None: in nothing but values of tensors."""
+    """Return a description of the first difference between two recordings; None if there is none.
+
+    Values of tensors are not compared.
+    """
     if len(one) != len(other):
         return f"{len(one)} operations in one step and {len(other)} in the next"
     for a, b in zip(one, other, strict=True):
@@ -142,7 +158,14 @@ def difference(one: Signature, other: Signature) -> str | None:
 
 
 class _Key(NamedTuple):
-    """The kind of a step: what a graph keeps."""
+    """The kind of a step: the addresses and constants that its graph keeps.
+
+    gradients, parameters, state: addresses of the tensors.
+    groups: for each parameter, the index of its group of equal rates, as bytes.
+    zeros: whether each rate of weight decay is 0; such a decay is left out of the graph.
+    decays: weight decays of the stacks that a fused kernel updates; the kernel takes them as constants.
+    mask: whether a mask of usable gradients is given.
+    """
 
     gradients: tuple[int, ...]
     parameters: tuple[int, ...]
@@ -153,7 +176,7 @@ class _Key(NamedTuple):
     mask: bool
 
     def changed(self, before: _Key) -> str:
-        """Say what a graph of another key does not fit any more."""
+        """Return a description of the first field in which this key differs from `before`, the key of a graph."""
         hint = " (`zero_grad(set_to_none=False)` keeps them)"
         moved = {"gradients": f"addresses of gradients{hint}", "parameters": "addresses of parameters"}
         moved |= {"state": "addresses of state", "groups": "param groups with equal rates"}
@@ -165,10 +188,10 @@ class _Key(NamedTuple):
 class CapturedStacks:
     """Stacks that are captured together, and their graph.
 
-    groups: the stacks, those in a list that step side by side.
-    programs: of each stack, by its number.
-    fused: numbers of the stacks that a fused kernel updates.
-    reason: why the piece is never captured; None: nothing is known.
+    groups: the stacks as lists; the stacks of one list step together.
+    programs: by index of a stack, its program; None if the stack has no program.
+    fused: indices of the stacks that a fused kernel updates.
+    reason: why the piece is never captured; None if no reason is known.
     """
 
     def __init__(
@@ -192,7 +215,7 @@ class CapturedStacks:
         self._capturer = CAPTURERS[self.device.type](self.device) if self.reason is None else None
 
     def unfit(self, step: Step, counts: NDArray[np.int64]) -> str | None:
-        """Return why this step is not one to capture or to replay; None: it is."""
+        """Return why this step can neither be captured nor replayed; None if it can be."""
         if not step.active[self._positions].all():
             return "a parameter has no gradient"
         for own in self.stacks:
@@ -215,7 +238,10 @@ class CapturedStacks:
     def step(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> str | None:
-        """Make a step that fits, by the graph if there is one. Return why a graph was left; None: none was."""
+        """Run a step for which `unfit` returned None, by the piece's graph if there is one for its kind.
+
+        Returns why a graph was dropped or could not be made, else None.
+        """
         key, before = self._key_of(step, held), self._key
         self._fill(step, counts)
         body = self._body(step, moved)
@@ -234,7 +260,7 @@ class CapturedStacks:
         return self.reason
 
     def _decays(self, rates: Rates) -> tuple[float, ...]:
-        """Return the decays of stacks that a fused kernel updates, which it takes from the host."""
+        """Return the decays of the stacks that a fused kernel updates; the kernel reads decays on the host."""
         paths = {own.path for own in self.stacks if own.number in self.fused}
         found = [scale for (path, _), scale in self._scales(rates).items() if path in paths]
         return tuple(float(x) for scale in found for x in (scale.alpha, scale.gradient_rate))
@@ -259,7 +285,7 @@ class CapturedStacks:
         )
 
     def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
-        """Copy the numbers of a step, and its mask, to where graphs read them."""
+        """Copy the numbers of a step, and its mask, to the tensors that graphs read."""
         values: list[float] = []
         for scale in self._scales(step.rates).values():
             values += (float(x) for x in (scale.lr, scale.shrink, scale.alpha, scale.rate))
@@ -273,7 +299,7 @@ class CapturedStacks:
             self._mask = step.mask.clone() if self._mask is None else self._mask.copy_(step.mask)
 
     def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
-        """The work of a step on numbers and masks that lie where `_fill` puts them."""
+        """Return a function that runs a step with the numbers and the mask that `_fill` stored."""
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         rates = replace(step.rates)
         dtype = torch.float64 if any(own.stack.dtype == torch.float64 for own in self.stacks) else torch.float32
@@ -310,7 +336,10 @@ class CapturedStacks:
         return body
 
     def _capture(self, body: Body, held: Sequence[Tensor], gradients: Collection[int]) -> str | None:
-        """Make this step, and a graph of it. Return why there can be none; None: there is one."""
+        """Run this step, capture it as a graph and check the graph.
+
+        Returns why no graph is kept; None if one is kept.
+        """
         assert self._capturer is not None and self._record is not None
         targets = [x for own in self.stacks for x in own.tensors.values()]
         targets += [held[at] for at in self._positions.tolist()]
@@ -342,7 +371,7 @@ class CapturedStacks:
 def _never(
     stacks: Sequence[StackState], recipe: Recipe, programs: Mapping[int, Program | None], fused: Collection[int]
 ) -> str | None:
-    """Return why stacks can never be captured; None: they may."""
+    """Return why the stacks can never be captured; None if no reason is known."""
     device = stacks[0].stack.device.type
     if device not in CAPTURERS:
         return f"there are no graphs of a device of type {device}"
@@ -371,7 +400,7 @@ def _restore(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Exchange the values of tensors, one after the other, so that one more tensor is held at a time."""
+    """Exchange the values of targets and values pair by pair, which needs memory for a copy of one tensor at a time."""
     for target, value in zip(targets, values, strict=True):
         kept = value.clone()
         value.copy_(target.detach())
@@ -379,15 +408,15 @@ def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are equal, nan included, read on the host."""
+    """Return True if two tensors have the same bits, so that equal nans are equal too. Synchronizes with the device."""
     bits = [own.detach().contiguous().reshape(-1).view(torch.uint8) for own in (x, y)]
     return torch.equal(*bits)
 
 
 class Graphs:
-    """The pieces of a parameter set, and why steps of them were not replayed.
+    """The pieces of a parameter set, and the reasons for which their steps ran without a graph.
 
-    left: how many steps of pieces were not replayed, by reason.
+    left: by reason, how many steps of pieces ran without a graph.
     """
 
     def __init__(
@@ -412,7 +441,10 @@ class Graphs:
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> list[Sequence[StackState]]:
-        """Make the steps of pieces that fit graphs, and return the stacks that are left, as they step together."""
+        """Run the step of each piece that can be captured or replayed.
+
+        Returns the stacks of all other pieces, which the caller must run; the stacks of one list step together.
+        """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:
             fixed = piece.reason
@@ -431,7 +463,7 @@ class Graphs:
             warn_user(f"graph: steps are launched one by one: {reason}")
 
     def lines(self) -> list[str]:
-        """Say how many stacks have a graph, and why steps were made without."""
+        """Return lines of a report: how many stacks have a graph, and why steps ran without one."""
         captured = sum(len(piece.stacks) for piece in self.pieces if piece.graph is not None)
         total = sum(len(piece.stacks) for piece in self.pieces)
         return [

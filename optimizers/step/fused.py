@@ -1,12 +1,12 @@
-"""Adam's chain by torch's fused kernels, which read and write every number once.
+"""Adam's chain by torch's fused kernels, which read and write each entry once.
 
-A chain of two stages that declare the first and the second moment of Adam (`Traits.moment`), whose update is written
-plainly into the parameter, is what `torch._fused_adam_` and `torch._fused_adamw_` compute. All parameters with the same
-numbers (rates, step, betas, eps) are updated by one call, whatever stacks hold their state.
+`torch._fused_adam_` and `torch._fused_adamw_` compute a chain of two stages that declare the first and the second
+moment of Adam (`Traits.moment`), if its update is written into the parameter without constraints or averaging. All
+parameters with the same numbers (rates, step, betas, eps) are updated by one call, whichever stacks hold their state.
 
-On a CPU these kernels round the last entries of a tensor, which fill no vector register, otherwise than the entries
-before them. A trajectory may not depend on how a parameter is divided between ranks. Tensors are therefore cut after
-the last multiple of 64 entries, and the rest of all tensors is updated in one padded buffer.
+On a CPU, the last entries of a tensor that do not fill a vector register are rounded differently from the entries
+before them. A trajectory must not depend on how a parameter is sharded over ranks. Tensors are therefore cut after the
+last multiple of 64 entries, and the ends of all tensors are updated in one padded buffer.
 
 A captured step (`capture.py`) takes the learning rate and the step from the device, and keeps the decay as a constant.
 """
@@ -36,23 +36,25 @@ from ..write.write import Rates, StepRates
 from .exchange import Step
 
 VECTOR = 64
-"""Entries that a CPU's kernel rounds alike come in multiples of this number, at most: vector registers hold fewer."""
+"""Unit, in entries, in which tensors are cut on a CPU. A CPU's kernel rounds all entries of a tensor alike if their
+number is a multiple of this one; vector registers hold at most so many entries."""
 _JOINED = 1 << 14
-"""Entries of a block below which a CPU updates a copy of a whole stack: one tensor of the call takes as long as the
-copy of so many entries."""
+"""Block size in entries. On a CPU, stacks of smaller blocks are updated as one joined copy: the cost of one more tensor
+in a call is about that of copying so many entries."""
 _PIECE = 1 << 18
-"""Entries of a piece of a parameter that is copied into another dtype on a CPU, so that the copy stays in a cache."""
+"""Number of entries of a parameter that a CPU copies into another dtype at a time, so that the copy stays in a cache.
+"""
 _DEVICES = ("cpu", "cuda")
-"""Devices whose fused kernels are known to compute this formula."""
+"""Device types whose fused kernels are known to compute this formula."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedAdam:
     """Adam's chain of one stack.
 
-    first, second: its moments m and v, `[N, *block]` each.
-    beta1, beta2, eps: constants of the formula.
-    factors: `[N]`, factor of the learning rate of each block; None: 1.
+    first, second: the moments m and v of the stack's N blocks, `[N, *block]` each.
+    beta1, beta2, eps: constants of Adam's formula.
+    factors: `[N]`, factor by which the learning rate of each block is multiplied; None: 1 for all.
     """
 
     first: Tensor
@@ -69,7 +71,7 @@ class FusedAdam:
 
 
 def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
-    """Return the moments that the stages of a stack declare, if they are Adam's chain."""
+    """Return the moments that the stages of a stack declare if the stages form Adam's chain, else None."""
     if len(own.rule.update) != 2 or own.rule.after_decay:
         return None
     first, second = (stage.cached_traits(own.stack.block).moment for stage in own.rule.update)
@@ -77,7 +79,7 @@ def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
 
 
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
-    """Return Adam's chain of a stack, of which nothing keeps a fused kernel."""
+    """Return Adam's chain of a stack for which `not_fused` gives no reason."""
     m, v = (own.tensors[name] for name in _slots(own, first, second))
     factors = None if own.width_factors is None else tuple(own.width_factors.tolist())
     return FusedAdam(m, v, first.beta, second.beta, second.eps, factors)
@@ -92,9 +94,12 @@ def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> list[str]:
 def not_fused(
     own: StackState, moments: tuple[FirstMoment, SecondMoment], recipe: Recipe, of_numbers: bool
 ) -> Iterator[str]:
-    """Why Adam's chain of a stack whose parameters may be updated in place is not what a fused kernel computes.
+    """Yield the reasons why no fused kernel can compute Adam's chain of a stack.
 
-    of_numbers: whether the parameters have no axis: where several ranks hold these, updates are sent between ranks.
+    The caller has checked that the parameters of the stack may be updated in place.
+
+    of_numbers: True if a parameter of the stack is 0-d. If several ranks hold such a parameter, one of them owns its
+        update and sends it to the other ranks.
     """
     rule, failure = own.rule, recipe.failure
     decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
@@ -117,9 +122,9 @@ def not_fused(
 class GraphNumbers:
     """The numbers of a stack that a captured step reads on the device.
 
-    lr: learning rate, 0-d, by group of equal rates: float32, on a CPU float64.
+    lr: by index of a group of equal rates, the learning rate, 0-d; float64 on a CPU, else float32.
     step: step of all blocks, 0-d float32.
-    rates: the same rates on the host. Decays are read from them, and are constants of the graph.
+    rates: the rates of the step on the host. The decays are read from here, and become constants of the graph.
     """
 
     lr: Mapping[int, Tensor]
@@ -128,10 +133,12 @@ class GraphNumbers:
 
 
 class _Numbers(NamedTuple):
-    """The numbers of one call.
+    """The numbers that all parameters of one call share.
 
-    lr: learning rate, or the id of the tensor that holds it and a factor of that tensor.
-    after: True if the parameters decay after their update. The kernel can only decay them before.
+    lr: learning rate; if a tensor holds the rate, the id of that tensor and the factor by which it is multiplied.
+    decay: weight decay.
+    in_gradient: True if the decay is added to the gradient.
+    after: True if the parameters decay after their update. The kernel can only decay them before its update.
     """
 
     lr: float | tuple[int, float]
@@ -154,11 +161,11 @@ class _Call:
     """Tensors that one call of a kernel updates.
 
     lr: learning rate.
-    step: step as a tensor, 0-d float32; None: it is made of the number.
-    entries: contiguous tensors of one dtype, which the kernel updates where they are.
-    copied: tensors of which parameter or gradient have another dtype or other strides: the kernel updates copies.
-    back: (parameter, copy that the kernel updates).
-    nbytes: size of the copies.
+    step: the step, 0-d float32; None: a tensor is made from `numbers.step`.
+    entries: tensors of one dtype and equal strides, which the kernel updates in place.
+    copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
+    back: pairs of a parameter and its copy; after the kernel the copy is written back.
+    nbytes: size of the copies in bytes. The call runs early when it exceeds a limit.
     """
 
     numbers: _Numbers
@@ -171,7 +178,7 @@ class _Call:
     nbytes: int = 0
 
     def add(self, parameter: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-        """Add one parameter, with its state."""
+        """Add one parameter with its gradient and its moments m and v."""
         if parameter.shape != m.shape:
             m, v = m.view(parameter.shape), v.view(parameter.shape)
         same_strides = parameter.stride() == m.stride() == gradient.stride()
@@ -186,7 +193,10 @@ class _Call:
             self._count(own[2])
 
     def add_stack(self, parameters: Sequence[Tensor], joined: Entries) -> None:
-        """Add the small parameters of a whole stack; joined: copies of them and their gradients, with their state."""
+        """Add the small parameters of a whole stack.
+
+        joined: copies of all its parameters and gradients, and the state m and v, `[N, *block]` each.
+        """
         rows, shape = joined[0].unbind(), joined[0].shape[1:]
         pairs = zip(parameters, rows, strict=True)
         self.back += [(own, row if own.shape == shape else row.view(own.shape)) for own, row in pairs]
@@ -199,7 +209,7 @@ class _Call:
             self.run()
 
     def run(self) -> None:
-        """Update the tensors, and forget them."""
+        """Update the tensors that were added, and remove them from the call."""
         if self.copied:
             self._copy()
         ends = self._cut_ends() if self.device.type == "cpu" else []
@@ -225,7 +235,7 @@ class _Call:
         self.back += zip(parameters, ours, strict=True)
 
     def _cut_ends(self) -> list[Entries]:
-        """Cut the entries that fill no multiple of `VECTOR` off the tensors, and return them."""
+        """Cut each tensor after its last multiple of `VECTOR` entries, and return the ends that were cut off."""
         kept, ends = list[Entries](), list[Entries]()
         for own in self.entries:
             size = own[0].numel()
@@ -265,7 +275,8 @@ class _Call:
         if own.after and own.decay:
             kept: float | Tensor
             if isinstance(lr, Tensor):
-                # in float64, so that a captured step rounds as one whose rate is a number; foreach needs one dtype
+                # computed in float64, so that a captured step rounds like a step whose rate is a float; then cast,
+                # because foreach needs one dtype
                 dtype = torch.promote_types(parameters[0].dtype, torch.float32)
                 kept = (1 - lr.to(torch.float64) * own.decay).to(dtype)
             else:
@@ -274,7 +285,7 @@ class _Call:
 
 
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
-    """Join the ends of tensors to one tensor whose length is a multiple of `VECTOR`; [] if there are none."""
+    """Join the ends of tensors, padded with zeros, to tensors of a multiple of `VECTOR` entries; [] without ends."""
     if not ends:
         return []
     missing = -sum(p.numel() for p, *_ in ends) % VECTOR
@@ -283,11 +294,13 @@ def _padded(ends: Sequence[Entries]) -> list[Entries]:
 
 
 class FusedStep:
-    """One step of the stacks of a parameter set that fused kernels update: first all are added, then they run.
+    """One step of the stacks of a parameter set that fused kernels update.
 
-    step: gradients and rates.
-    counts: `[P]`, gradients that each parameter has had, this one included.
-    held: P tensors, what this rank holds of each parameter.
+    The caller adds all stacks (`add`), then updates them at once (`run`).
+
+    step: gradients and rates of the step.
+    counts: `[P]`, number of gradients that each of the P parameters has had, including this step's.
+    held: P tensors, the part of each parameter that this rank holds.
     """
 
     def __init__(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> None:
@@ -299,9 +312,9 @@ class FusedStep:
         self._alike = alike  # whether all parameters are at one step, with the same rates
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
-        """Add the active blocks of a stack. Return False, and add nothing, if this step of it is not fused.
+        """Add the active blocks of a stack. Return False, and add nothing, if no fused kernel can make this step of it.
 
-        numbers: numbers on the device, for a step that is captured; None: the numbers are those of the host.
+        numbers: numbers on the device, for a captured step; None: the step's rates and counts on the host are used.
         """
         own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates if numbers is None else numbers.rates
         if self._step.mask is not None:
@@ -318,7 +331,7 @@ class FusedStep:
             call = self._call(adam, scale, lr, step, factor)
             call.step = None if numbers is None else numbers.step
             if small and whole:
-                # contiguous: tensors in the format channels_last are joined in that format
+                # contiguous, because joining tensors in the format channels_last gives that format
                 ours, given = (stack.gather(tensors).contiguous() for tensors in (self._held, gradients))
                 held = [self._held[position] for position in positions]
                 call.add_stack(held, (ours, given, adam.first, adam.second))
@@ -330,12 +343,15 @@ class FusedStep:
         return True
 
     def run(self) -> None:
-        """Update all that has been added."""
+        """Update all parameters that have been added."""
         for call in self._calls.values():
             call.run()
 
     def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterator[tuple[Sequence[int], int, float]]:
-        """Yield (rows of the active blocks, step, factor of the learning rate) for those that share these and rates."""
+        """Group the active blocks by step, factor of the learning rate and rates, and yield (rows, step, factor).
+
+        rows: indices of the group's blocks among the active blocks.
+        """
         ids = blocks.stack.param_ids
         groups, steps, factors = self._step.rates.alike[ids], self._counts[ids], adam.factors
         if factors is None and (self._alike or ((groups == groups[0]).all() and (steps == steps[0]).all())):
@@ -348,7 +364,10 @@ class FusedStep:
         yield from ((rows, step, factor) for (_, step, factor), rows in kinds.items())
 
     def _call(self, adam: FusedAdam, scale: StepRates, lr: float | Tensor, step: int, factor: float) -> _Call:
-        """Return the call with the numbers of a block. Its factor changes the step, and not the decay."""
+        """Return the call for blocks with these numbers; it is made at the first use.
+
+        The factor multiplies the learning rate. Divided by it, the decay keeps its size, as lr alpha does not change.
+        """
         in_gradient = scale.decay.in_gradient
         decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
         rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor

@@ -1,10 +1,10 @@
 """Traced programs: the program of a stack as one graph of tensors, compiled by Inductor.
 
-A program is traced once by `make_fx`, through a context that gives every number of a step as an input, and compiled for
-one kind of stack. Equal programs are compiled once in a process. Two forms exist:
+A program is traced once by `make_fx`, and compiled for one kind of stack. While it is traced, the context of the step
+gives each number of the step as an input tensor. Equal programs are compiled once in a process. Two forms exist:
 
-- `EntryProgram`: entry-wise chains with their write, for any number of entries, run where parameters lie;
-- `BlockProgram`: any chain, for stacks of one shape, from a stack of gradients to a stack of directions.
+- `EntryProgram`: an entry-wise chain with its write, for any number of entries; it updates parameters in place;
+- `BlockProgram`: any chain, for stacks of one shape; it takes a stack of gradients and returns a stack of directions.
 """
 
 from __future__ import annotations
@@ -38,19 +38,29 @@ from ..write.write import StepRates, WeightDecay
 from .program import add_decay, direction, move, plus_decay
 
 NumberOfStep = Callable[[Tensor], Tensor]
-"""A number that a stage needs, as a function of the step of a block, float64."""
+"""A number that a stage needs, as a function of the step of a block; the step is a float64 tensor."""
 Ask = Callable[[NumberOfStep], Tensor]
+"""Returns a number that a stage needs as a tensor of the current step."""
 Compiled = Callable[[list[Tensor]], Any]
-"""A compiled program, which changes some of its tensors in place; it empties the list that it is given."""
+"""A compiled program. It changes some of its input tensors in place, and empties the list in which it receives them."""
 _LOG = logging.getLogger("eigengraft")
 _PROGRESS_AFTER = 1.0
-"""Seconds of a compilation after which the log says what is compiled: programs that a cache on disk holds take less."""
+"""Duration of a compilation, in seconds, after which the log names the program. Loading a program from the cache on
+disk takes less."""
 _SPAN = 64
-"""Steps whose numbers are computed at once: one at a time they take a tenth of a step of small models (measured)."""
+"""Number of steps whose numbers are computed together. Computed for each step alone, the numbers take a tenth of the
+time of a small model's step (measured)."""
 
 
 class WriteNumbers(NamedTuple):
-    """The numbers of a write: lr, 1 - lr alpha, alpha, rate of a decay in the gradient, factor of the direction."""
+    """The numbers of a write.
+
+    lr: learning rate.
+    shrink: 1 - lr alpha.
+    alpha: weight decay.
+    rate: rate of a weight decay that is added to the gradient.
+    factor: factor of the direction.
+    """
 
     lr: float
     shrink: float
@@ -60,18 +70,18 @@ class WriteNumbers(NamedTuple):
 
 
 class ProgramSource(Protocol):
-    """What a program is traced from."""
+    """The source from which a program is traced."""
 
     @property
     def path(self) -> str: ...
 
     @property
     def schedules(self) -> ScheduledNumbers:
-        """The scheduled numbers of its stages, which are the last of `samples`."""
+        """Scheduled numbers of the source's stages; they are the last inputs in `samples`."""
 
     @property
     def masked(self) -> bool:
-        """Whether a mask says which blocks are written."""
+        """True if one input is a mask of the blocks that are written."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -81,24 +91,26 @@ class ProgramSource(Protocol):
 
     @property
     def symbolic(self) -> bool:
-        """Whether the only long axis of the tensors may have another length in each call."""
+        """True if the tensors have one axis longer than 1, and its length may change from call to call."""
 
     def same(self) -> tuple[Any, ...]:
-        """What sources of the same compiled program have in common."""
+        """Return the key of the compiled program: sources with equal keys share one program."""
 
     def samples(self) -> list[Tensor]:
-        """Tensors like the inputs that a step has, without the numbers that stages ask for."""
+        """Return tensors with the shapes and dtypes of a step's inputs, without the numbers that stages ask for."""
 
     def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
-        """One step; tensors: as of `samples`; ask: gives the numbers that stages ask for.
+        """Run one step, and return its directions (empty for a program that writes the parameters itself).
 
-        questions: is given those that stages ask of the steps of blocks.
+        tensors: inputs in the order of `samples`.
+        ask: returns each number that a stage asks for.
+        questions: receives the questions that stages ask about the steps of blocks.
         """
 
 
 @dataclass(frozen=True)
 class ScheduledNumbers:
-    """The scheduled numbers of the stages of an update, which are inputs of its programs.
+    """The scheduled numbers of the stages of an update. Programs of the update read these numbers as inputs.
 
     of_numbers: the schedule of each number, in the order of `_with_numbers`.
     total_steps: number of steps of the run.
@@ -115,16 +127,16 @@ class ScheduledNumbers:
         return cls(tuple(found), total_steps if found else None)
 
     def samples(self, device: torch.device) -> list[Tensor]:
-        """One number for each, in float64: 1 - b loses the bits of b in 32."""
+        """Return one 0-d input for each number, in float64, because in float32 1 - b loses bits of b."""
         return [torch.zeros((), dtype=torch.float64, device=device) for _ in self.of_numbers]
 
     def at(self, step: int) -> list[float]:
-        """The numbers at a step of the run."""
+        """Return the numbers at a step of the run."""
         return [float(value_at(schedule, step, self.total_steps)) for schedule in self.of_numbers]
 
 
 def _with_numbers(update: UpdateRule, number: Callable[[Schedule], Any]) -> UpdateRule:
-    """Return an update whose stages have other values in place of their scheduled numbers."""
+    """Return an update in which `number(schedule)` replaces each scheduled number of the stages."""
     chains = {
         name: tuple(with_numbers(stage, number) for stage in getattr(update, name))
         for name in ("update", "after_decay")
@@ -135,13 +147,14 @@ def _with_numbers(update: UpdateRule, number: Callable[[Schedule], Any]) -> Upda
 class _TracedNumbers(TorchFunctionMode):
     """Lets stages compute with 0-d tensors where their fields are floats.
 
-    An operation that takes a number of the host takes the tensor in a product instead. A comparison has the answer
-    that all values of the schedule give. Any other reading on the host is refused.
+    An operation whose argument `alpha` or `value` must be a float multiplies by the tensor instead. A comparison
+    returns the result that holds for all values of the schedule. If there is no such result, or the number is read on
+    the host in any other way, ContractError is raised.
     """
 
     def __init__(self, schedules: ScheduledNumbers, numbers: Sequence[Tensor]) -> None:
         super().__init__()
-        self._numbers = list(numbers)  # an id is of one tensor as long as it is held
+        self._numbers = list(numbers)  # keeps the tensors alive, so that no other tensor gets one of their ids
         pairs = zip(self._numbers, schedules.of_numbers, strict=True)
         self._bounds = {id(x): extremes(schedule) for x, schedule in pairs}
 
@@ -174,7 +187,10 @@ _ON_THE_HOST = frozenset(
 
 
 def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
-    """Return the answer of a comparison with all numbers between two; None: they differ, or it is no comparison."""
+    """Return the result of a comparison with `other` if it is the same for all numbers from `low` to `high`.
+
+    Returns None if the result differs between these numbers, or if `name` is no comparison.
+    """
     name = name.strip("_")
     if not isinstance(other, (int, float)):
         return None
@@ -189,15 +205,18 @@ def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
 
 @dataclass(frozen=True)
 class EntryProgram:
-    """Entries of parameters and of their state, moved in place by an entry-wise chain and its write.
+    """Source of a program that updates parameters and their state in place by an entry-wise chain and its write.
 
-    update, path: the update, and where it stands in the recipe.
+    update: the update whose stages form the chain.
+    path: path of the update in the recipe.
     decay: weight decay of the parameters.
-    axes: number of axes of a block of which the stages keep state.
+    axes: number of axes of the blocks whose state the stages keep.
     keys: state keys of the slots.
-    dtype: to compute in. stored: dtype of parameters and gradients.
+    dtype: dtype of the computation.
+    stored: dtype of parameters and gradients.
     schedules: scheduled numbers of the stages.
-    masked: whether a mask `[n]` of blocks follows the numbers of the write. Then entries are `[n, numel, 1, ...]`.
+    masked: True if a mask `[n]` of the n blocks follows the numbers of the write. Then entries are
+        `[n, numel, 1, ...]`.
     """
 
     update: UpdateRule
@@ -221,11 +240,15 @@ class EntryProgram:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """A shape of some entries, with as many axes as blocks have."""
+        """Shape of 64 entries, with as many axes as a block has."""
         return (64, *[1] * (self.axes - 1))
 
     def samples(self) -> list[Tensor]:
-        """A parameter, its gradient and slots `[n, 64, 1, ...]`, numbers of a write, a mask `[n]`, scheduled ones."""
+        """Return sample inputs of the program.
+
+        They are a parameter, its gradient and its slots, `[n, 64, 1, ...]` each, then the numbers of a write, the mask
+        `[n]` if the program has one, and the scheduled numbers.
+        """
         shape = (2 if self.masked else 1, *self.block)
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
         numbers = numbers_of(WriteNumbers(*[0.0] * len(WriteNumbers._fields)), self.dtype, self.device)
@@ -249,19 +272,24 @@ class EntryProgram:
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """The directions of a stack of N blocks, from their gradients `[N, *block]`; the state changes in place.
+    """Source of a program that computes the directions of N blocks from their gradients, `[N, *block]` each.
 
-    update, path: the update, and where it stands in the recipe.
-    block, blocks: shape of a block, and N.
-    slots: shape and dtype of the tensors that state is stored in, by name.
+    The program changes the state in place.
+
+    update: the update whose stages form the chain.
+    path: path of the update in the recipe.
+    block: shape of a block.
+    blocks: number N of blocks.
+    slots: by name, shape and dtype of each tensor that stores state.
     encoded: slots that a quantizer stores.
-    widths: whether directions have factors `[N]`.
-    decay: weight decay that is added to directions; None: the write decays.
+    widths: True if the directions are multiplied by factors `[N]`, one for each block.
+    decay: weight decay that is added to the directions; None if the write applies the decay.
     sizes: slots by which that decay is multiplied.
-    signals: shape and dtype of the signals that stages ask for, by name.
+    signals: by name, shape and dtype of each signal that stages ask for.
     schedules: scheduled numbers of the stages.
-    parameters: number of parameters that the blocks are of, if stages take sums over each; None: they take none.
-    masked: whether a mask `[N]` says which blocks have their state written.
+    parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
+        None if they take no such sums.
+    masked: True if one input is a mask `[N]` of the blocks whose state is written.
     """
 
     update: UpdateRule
@@ -331,7 +359,7 @@ class BlockProgram:
 
 @contextmanager
 def _scheduled(source: EntryProgram | BlockProgram, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
-    """The update of a program, whose scheduled fields are the tensors that are left of its inputs."""
+    """Yield the update of a program with the remaining input tensors in place of its scheduled numbers."""
     schedules = source.schedules
     if not schedules.of_numbers:
         yield source.update
@@ -352,16 +380,22 @@ def _json(codec: object) -> str:
 
 
 def numbers_of(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return 0-d tensors of some numbers, which are brought to a device at once."""
+    """Return the numbers as 0-d tensors on a device, uploaded by one copy."""
     return list(upload(torch.tensor(values, dtype=dtype, device="cpu"), device).unbind())
 
 
 def tracing_context(
     ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
 ) -> StepContext:
-    """Return a context of a step without a refresh that has no numbers of its own.
+    """Return a context for tracing: a step without refreshes, and without numbers on the host.
 
-    A stage that reads one raises AttributeError, so that no number of a step is frozen into a program.
+    If a stage reads a number of the step from the context, AttributeError is raised, so that no number of one step
+    becomes a constant of the program.
+
+    ask: returns each number that a stage asks for.
+    questions: receives the questions that stages ask about the steps of blocks.
+    signals: signals by name; None: there are none.
+    steps: step of each block, int64 `[N]`; None: the context has no steps.
     """
     context = StepContext(
         np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals or {}, numbers=ask
@@ -376,7 +410,7 @@ def tracing_context(
 
 
 class _NothingDue(dict[int, tuple[()]]):
-    """The refreshes of a step without any: none, whichever stage asks."""
+    """Due refreshes of a step without refreshes: every stage has an entry, the empty tuple."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -387,10 +421,11 @@ class _NothingDue(dict[int, tuple[()]]):
 
 @dataclass
 class Program:
-    """A traced program, and the numbers that it asks for in each step.
+    """A traced program, with the numbers that its stages ask for in each step.
 
-    asked: numbers that the stages ask for, in their order.
-    questions: questions of stages, whose answers late in the run the program was traced with.
+    asked: numbers that the stages ask for, in the order of asking.
+    questions: questions that the stages ask about the step. The program was traced with the answers at `TYPICAL_STEP`,
+        a step late in the run.
     """
 
     source: ProgramSource
@@ -403,7 +438,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self._asked, self._scheduled = (_Table(rows, self.source.device) for rows in (self._answers, self._present))
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # decisions on values are those of the trace
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # as in the trace, so that decisions are the same
             samples = [fake.from_tensor(sample) for sample in self.source.samples()]
             self.source.run(samples, self._learn, self.questions)
         if any(
@@ -415,7 +450,10 @@ class Program:
             )
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
-        """Return whether the program is of all these steps: they answer every question as it was traced with."""
+        """Return True if the program is valid for all these steps of blocks.
+
+        It is valid for a step that gives the same answer to each question as `TYPICAL_STEP`.
+        """
         return all((question(steps) == question(TYPICAL_STEP)).all() for question in self.questions)
 
     def _learn(self, number: NumberOfStep) -> Tensor:
@@ -424,7 +462,7 @@ class Program:
 
     @cached_property
     def graph(self) -> torch.fx.GraphModule:
-        """The traced program, of tensors as of `ProgramSource.samples` and the numbers that the stages ask for."""
+        """The traced program; its inputs are those of `ProgramSource.samples`, then the numbers that stages ask for."""
         samples = self.samples()
         first = len(samples) - len(self.asked)
 
@@ -436,7 +474,7 @@ class Program:
 
     @cached_property
     def compiled(self) -> Compiled:
-        """The compiled program, of the same tensors."""
+        """The compiled program, with the inputs of `graph`."""
         try:
             compiled = generate(self.graph, self.source.symbolic)
             compiled(self.samples())
@@ -447,17 +485,21 @@ class Program:
         return compiled
 
     def samples(self) -> list[Tensor]:
-        """Tensors like all inputs of the program."""
+        """Return sample tensors for all inputs of the program."""
         ones = numbers_of([1.0] * len(self.asked), self.source.dtype, self.source.device)
         return [*self.source.samples(), *ones]
 
     def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:
-        """Return the scheduled numbers at a step of the run, and those that stages ask for at a step of the blocks."""
+        """Return the scheduled numbers, then the numbers that stages ask for, as tensors.
+
+        step: step of the blocks, of which the stages ask for numbers.
+        run_step: step of the run, of which the scheduled numbers are functions.
+        """
         asked = self._asked.row(step) if self.asked else ()
         return (*self._scheduled.row(run_step), *asked) if self.source.schedules.of_numbers else asked
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
-        """Return the same numbers on the host."""
+        """Return the numbers of `numbers` on the host."""
         start = step - step % _SPAN
         if self.asked and (self._lists is None or self._lists[0] != start):
             self._lists = start, self._answers(range(start, start + _SPAN)).tolist()
@@ -465,7 +507,7 @@ class Program:
         return [*self.source.schedules.at(run_step), *asked]
 
     def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the program as it is, kernel by kernel, on the tensors that `compiled` is given."""
+        """Run the program without compilation, kernel by kernel, on the inputs of `compiled`."""
         first = len(tensors) - len(self.asked)
         numbers = iter(tensors[first:])
         return self.source.run(tensors[:first], lambda number: next(numbers), [])
@@ -479,7 +521,7 @@ class Program:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
-        """Return the numbers of a write as tensors; those of the last writes are kept."""
+        """Return the numbers of a write as tensors. A cache keeps the tensors of recent writes."""
         if write not in self._writes:
             self._writes = {} if len(self._writes) == _SPAN else self._writes
             self._writes[write] = numbers_of(write, self.source.dtype, self.source.device)
@@ -488,10 +530,11 @@ class Program:
 
 @dataclass
 class _Table:
-    """Numbers of steps on a device, 0-d. Those of 64 steps are computed at once, the same from any of them, and
-    uploaded by one copy.
+    """A cache of the numbers of steps on a device, as 0-d tensors.
 
-    rows: computes the numbers `[n, k]` of n steps on the host.
+    Steps are grouped in fixed spans of 64. The numbers of a span are computed together and uploaded by one copy.
+
+    rows: computes the k numbers of each of n steps on the host, `[n, k]`.
     """
 
     rows: Callable[[range], Tensor]
@@ -511,9 +554,10 @@ _PROGRAMS: dict[tuple[Any, ...], Program] = {}
 
 
 def program_of(source: ProgramSource) -> Program:
-    """Return the compiled program of a source; equal ones are compiled once in a process.
+    """Return the compiled program of a source. Equal sources are compiled once in a process.
 
-    Raises ValueError for what cannot be traced, RuntimeError where no compiler is found.
+    Raises ValueError if the update cannot be traced, RuntimeError if Inductor cannot compile the program, for example
+    because there is no C++ compiler.
     """
     same = (type(source), source.same())
     if same not in _PROGRAMS:
@@ -545,10 +589,13 @@ def _logged(source: ProgramSource) -> Iterator[None]:
 
 
 def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
-    """Compile a traced program; symbolic: whether the length of its long axis may be another in each call.
+    """Compile a traced program.
 
-    A call takes 4 us, where the guards of torch.compile take ten times as long (measured). Where this version of
-    torch has other inner functions, it is torch.compile's code, with a warning.
+    The compiled code is called without the guards of torch.compile. A call takes 4 us; with guards it takes ten times
+    as long (measured). If this version of torch lacks the inner functions that this needs, torch.compile is used, with
+    a warning.
+
+    symbolic: True if the length of the program's long axis may change from call to call.
     """
     try:
         return _without_guards(graph)
@@ -559,7 +606,7 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
 
 
 def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symbolic: bool) -> torch.fx.GraphModule:
-    """Return the operations of a step, whose writes come last."""
+    """Return the operations of a step as a graph in which the writes in place come last."""
     from torch._inductor.decomposition import select_decomp_table  # loads the compiler
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -567,7 +614,7 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic else "fake"
     graph = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
     if symbolic:
-        graph.shape_env = None  # it is that of the inputs; Inductor's cache on disk refuses what it cannot pickle
+        graph.shape_env = None  # the inputs hold it; a graph that cannot be pickled is refused by Inductor's cache on disk
     return graph
 
 
