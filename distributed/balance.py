@@ -1,8 +1,8 @@
-"""Balance: which rank owns which block, so that ranks work alike in every step and hold as many bytes each.
+"""Choice of the owner of each block, so that all ranks have equal work in every step and hold equally many bytes.
 
-The owner of a block holds its state and computes its update. Every rank computes all owners by itself, without a
-message: they are a pure function of costs, refresh steps and the number of ranks. No number that an optimizer computes
-depends on them.
+The owner of a block is the rank that holds its state and computes its update. Every rank computes all owners without a
+message: the owners are a pure function of costs, refresh steps and the number of ranks. No number that an optimizer
+computes depends on the choice of owners.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Held = Mapping[int, int]
-"""Number of entries of an item that each rank already holds, by rank; ranks that are missing hold none."""
+"""By rank, the number of entries of an item that the rank already holds. A rank without a key holds none."""
 
 
 class Item(NamedTuple):
@@ -25,7 +25,7 @@ class Item(NamedTuple):
 
     constant: work of every step, in any unit.
     state: bytes of state.
-    due: (step of the interval, work of the refresh at that step), in the order of the steps.
+    due: pairs (step of the refresh interval, work of the refresh at that step), in the order of the steps.
     """
 
     constant: float
@@ -39,10 +39,10 @@ class Item(NamedTuple):
 
 @dataclass
 class Loads:
-    """The work and the bytes of each of R ranks.
+    """The work and the bytes of state of each of R ranks.
 
-    ranks: R.
-    interval: T, steps after which the same refreshes are due again.
+    ranks: number R of ranks.
+    interval: refresh interval T: the same refreshes are due again after T steps.
     constant: `[R]`, work of every step.
     refresh: `[R, T]`, work of the refreshes that are due at each step of an interval.
     state: `[R]`, bytes of state.
@@ -60,13 +60,13 @@ class Loads:
 
     @property
     def work(self) -> NDArray[np.float64]:
-        """`[R]`, mean work of a step."""
+        """Return the mean work of a step for each rank, `[R]`."""
         work: NDArray[np.float64] = self.constant + self.refresh.sum(1) / self.interval
         return work
 
     @property
     def critical_path(self) -> float:
-        """Work of an interval if every step lasts until the last rank is done."""
+        """Return the work of an interval in which every step lasts until the slowest rank is done."""
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 
     def divide(self, fractions: Sequence[float], work: float, state: float) -> None:
@@ -86,8 +86,8 @@ class Loads:
 class Balance:
     """The evenness of the division of work over ranks.
 
-    critical_path: work of a refresh interval in which every step lasts until the last rank is done.
-    least: lower bound of the critical path over all owners of blocks and all times of refreshes.
+    critical_path: work of a refresh interval in which every step lasts until the slowest rank is done.
+    least: lower bound of the critical path over all choices of owners and of refresh steps.
     """
 
     critical_path: float
@@ -95,7 +95,7 @@ class Balance:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the critical path that no division of the blocks can avoid: 1 if no rank waits without need."""
+        """The lower bound of the critical path divided by the critical path; 1 if no assignment can be faster."""
         return self.least / self.critical_path if self.critical_path else 1.0
 
 
@@ -109,23 +109,24 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 
     The algorithm is the longest processing time first (Graham 1969), for work at every step and for bytes at once:
 
-    1. Equal items are assigned together. Those with the largest share come first: an item's part of all work plus its
-       part of all bytes. Ties keep the order of the items.
+    1. Equal items are assigned together. Items with the largest share come first. The share of an item is its fraction
+       of all work plus its fraction of all bytes. Items of equal share keep their order.
     2. An item and a rank are vectors of the same kind: work at each step of the interval, in units of the mean work of
        a rank, and bytes, in units of the mean bytes of a rank. An item goes to the rank whose vector has the smallest
        scalar product with the item's; ties go to the lower rank. So a refresh goes to a rank that is idle at its
-       step, and an item of nothing but bytes to the rank with the fewest bytes.
-    3. A rank that works more than SLACK times the mean, over the interval, gets no more items.
-    4. The ranks of equal items are exchanged, which changes no load: each item goes to a rank that holds many of its
-       entries already, so that fewer are sent.
+       step, and an item without work goes to the rank with the fewest bytes.
+    3. A rank whose work over the interval exceeds SLACK times the mean gets no more items.
+    4. Ranks are exchanged among equal items, which changes no load: each item goes to a rank that already holds many
+       of its entries, so that fewer entries are sent.
 
-    Guarantee: no rank works more than SLACK times the mean and the largest item together, unless it did before. If all
-    items are multiples of one vector, the fullest rank has at most 4/3 - 1/(3R) times the least possible (Graham).
+    Guarantee: the work of a rank is at most SLACK times the mean plus the work of the largest item, unless it exceeded
+    that before. If all items are multiples of one vector, the largest load of a rank is at most 4/3 - 1/(3R) times the
+    least possible one for R ranks (Graham).
     Cost: O(N log R) for N items, and O(R) for each kind of equal items and each of its refreshes.
 
     items: costs of blocks.
-    loads: what ranks carry before; updated.
-    held: entries of each item that ranks hold; empty if it does not matter.
+    loads: loads of the ranks before these items; updated.
+    held: for each item, the entries that ranks already hold; empty: step 4 is left out.
     """
     kinds: dict[Item, list[int]] = {}
     for index, item in enumerate(items):
@@ -143,9 +144,9 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 
 
 def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> list[int]:
-    """Return the ranks that equal items go to, one after the other: steps 2 and 3 of `assign`.
+    """Return the ranks to which equal items are assigned, one item after the other: steps 2 and 3 of `assign`.
 
-    Another item raises the scalar product of its rank by the square of the item's length.
+    Each assigned item raises the scalar product of its rank by the squared length of the item's vector.
     """
     own, work, before = item.work(loads.interval), means[0], loads.work
     alike, bytes_alike = item.constant * before, item.state * loads.state / means[1] ** 2  # [R]
@@ -172,9 +173,10 @@ def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> l
 def _exchange(ranks: Sequence[int], held: Sequence[Held]) -> list[int]:
     """Return the ranks of equal items, exchanged among the items: step 4 of `assign`.
 
-    Pairs of an item and a rank are taken in the order of the entries of the item that the rank holds, most first. Ties
-    go to the rank that the item has, then to the earlier item and the lower rank. A pair counts if the rank still lacks
-    an item. Items that no rank holds keep theirs: neighbours have different ranks, which then compute at one time.
+    Pairs of an item and a rank are processed in descending order of the entries of the item that the rank holds. Ties
+    go to the rank that the item has, then to the earlier item and the lower rank. A pair is accepted if the rank still
+    lacks an item. An item of which no rank holds entries keeps its rank: successive items then have different ranks,
+    which compute at the same time.
     """
     found, lacking, free = list(ranks), [0] * (max(ranks) + 1), {index for index, own in enumerate(held) if own}
     for index in free:
@@ -195,8 +197,8 @@ def _exchange(ranks: Sequence[int], held: Sequence[Held]) -> list[int]:
 def least_work(work: Sequence[float], carried: NDArray[np.float64]) -> float:
     """Return a lower bound of the work of the busiest rank, however items are assigned.
 
-    It is the largest of three: the mean over ranks; the work that a rank carries anyway; and, for each k, the sum of
-    the smallest k + 1 among the k R + 1 largest items, of which some rank has k + 1.
+    It is the largest of three bounds for R ranks: the mean over ranks; the largest work that a rank has before; and,
+    over all k, the sum of the k + 1 smallest among the k R + 1 largest items, because some rank has k + 1 of these.
 
     work: work of each item.
     carried: `[R]`, work of each rank before any item is assigned.

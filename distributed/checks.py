@@ -2,10 +2,11 @@
 
 A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks in one
 all-reduce and unpacked by name. Checks read the sums: if ranks do not agree, all ranks raise the same error, which
-names the number, the ranks and their values. On a device they read one call later, so that the host never waits.
+names the number, the ranks and their values. On a device the checks of a call read its sums in the next call, so that
+the host never waits.
 
-Legend: R ranks; x a number, or 16 bits of one. All ranks have one x if and only if R sum(x^2) = sum(x)^2. Of 16 bits
-float64 decides that exactly up to 2^19 ranks.
+Legend: R is the number of ranks; x is a number, or an integer of 16 bits of it. All ranks have the same x if and only
+if R sum(x^2) = sum(x)^2. For integers of 16 bits, float64 computes both sides exactly up to 2^19 ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ Name = TypeVar("Name", bound=Hashable)
 Field = Sequence[float] | Tensor
 """Numbers under a name: on the host, or a float64 tensor `[n]` on the device of the collective."""
 SumCheck = Callable[[RankGroup, Mapping[str, Tensor], str], None]
-"""Function of the ranks, the sums on the host, and the end of the error. It raises on all ranks if sums are wrong."""
+"""Function of the ranks, the sums on the host, and the end of the error message. If the sums are wrong, it raises the
+error on all ranks."""
 
 BITS = 8
-"""Length of the field of one number that ranks must share bit by bit: four times 16 bits, and their squares."""
+"""Length of the field of one number that ranks must share bit by bit: four integers of 16 bits, and their squares."""
 RANKS = "ranks"
 """Name of the field that counts the ranks."""
 NOTHING, LATER = "nothing was changed", "found one step later"
-"""Ends of errors: if sums are read at once, and on a device."""
+"""Ends of error messages: for sums that are read at once, and for sums on a device, which are read one call later."""
 CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
-"""Entries of a tensor whose bits are summed at once. On a CPU they fit into the cache, on a GPU they need little
-memory."""
+"""Number of entries of a tensor whose bits are summed together, on a CPU and on a GPU. On a CPU so many entries fit
+into the cache, on a GPU they need little memory."""
 
 
 def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
@@ -57,7 +59,7 @@ def gather_fields(
 ) -> dict[str, Tensor]:
     """Gather the fields of all ranks as `[R, n]`, by name; all ranks call it.
 
-    ranks: the ranks; None: this process alone, without a wait.
+    ranks: the ranks; None: this process is alone, and nothing is sent.
     """
     if ranks is None:
         cpu = torch.device("cpu")
@@ -81,8 +83,8 @@ class CheckedSums:
     ) -> dict[str, Tensor]:
         """Return the sum of each field over ranks, by name; all ranks call it.
 
-        Raises the error of the first check that fails, on all ranks. On a device the checks of the previous call are
-        made, so that the host does not wait.
+        Raises the error of the first check that fails, on all ranks. On a device, the checks of the previous call run
+        here, and the checks of this call in the next one, so that the host does not wait.
         """
         self._check(LATER)
         self.ranks.synchronize(what, device=device)
@@ -110,12 +112,14 @@ class CheckedSums:
 class SameNumbers:
     """Numbers that all ranks must share.
 
-    subject: beginning of the error.
-    numbers: by name, one number, or `[n]` with a tolerance. The host reads a tensor on a device only if ranks differ.
-    remedy: end of the error.
-    entries: names of the n entries; (): every number is a single one.
+    subject: beginning of the error message.
+    numbers: by name, one number; or a tensor `[n]`, only with a tolerance. The host reads a tensor on a device only if
+        ranks differ.
+    remedy: end of the error message.
+    entries: names of the n entries of tensors `[n]`; (): each name has one number.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: ranks must share every bit.
-    absent: name of the field that counts the ranks without each number, which give 0; "": all ranks have it.
+    absent: name of the field that counts, for each number, the ranks without it; these ranks contribute 0. "": all
+        ranks have all numbers.
     """
 
     subject: str
@@ -126,14 +130,14 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return the field of each number: x and x^2, of all entries, or of four times 16 bits."""
+        """Return the field of each number: x and x^2, for its entries x or for the four 16-bit integers x of its bits."""
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
             for name, x in self.numbers.items()
         }
 
     def check(self, ranks: RankGroup, sums: Mapping[str, Tensor], outcome: str) -> None:
-        """Raise DistributedError if the sums of the fields say that ranks differ."""
+        """Raise DistributedError if the sums of the fields show that ranks have different numbers."""
         count = sums[RANKS] - sums[self.absent] if self.absent else sums[RANKS]
         found = deviates(torch.stack([sums[name] for name in self.numbers]), count, self.tolerance)
         names, apart = [*self.numbers], found.view(len(self.numbers), max(len(self.entries), 1), -1).any(-1)
@@ -155,7 +159,10 @@ class SameNumbers:
 
 
 def split_bits(x: float | Tensor) -> Field:
-    """Return the four times 16 bits of a number in float64, and their squares. A tensor on a device stays there."""
+    """Return a number in float64 as four integers of 16 bits, and their squares.
+
+    For a tensor on a device, the result is on that device.
+    """
     if isinstance(x, Tensor) and x.device.type != "cpu":
         found = ((x.detach().to(torch.float64).reshape(1) + 0.0).view(torch.int16).to(torch.int32) & 0xFFFF).double()
         return torch.cat([found, found.square()])
@@ -164,9 +171,9 @@ def split_bits(x: float | Tensor) -> Field:
 
 
 def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Return True where ranks have different numbers, `[..., n]`; False where a number is not finite.
+    """Return True for each number that differs between ranks, `[..., n]`; False if the number is not finite.
 
-    sums: `[..., 2 n]`, numbers and their squares, summed over ranks.
+    sums: `[..., 2 n]`, n numbers and their n squares, summed over ranks.
     ranks: number of ranks that have each number.
     tolerance: largest standard deviation, in units of the mean.
     """
@@ -175,9 +182,9 @@ def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
 
 
 def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: str) -> dict[Name, dict[int, Hashable]]:
-    """Gather small values that all ranks with the name must share; all ranks call it.
+    """Gather named values from all ranks, and return those that differ between ranks, by name and rank.
 
-    Return the values that differ between ranks, by name and rank.
+    All ranks call it. A rank may lack a name; the values of all ranks that have it must be equal.
     """
     found: dict[Name, dict[int, Hashable]] = {}
     for rank, own in enumerate(ranks.all_gather_object(values, what)):
@@ -187,7 +194,10 @@ def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: 
 
 
 def by_value(values: Mapping[int, Hashable]) -> str:
-    """Return a text that says which ranks have which value. values: by rank."""
+    """Return a text that lists each value with the ranks that have it.
+
+    values: by rank, the value of the rank.
+    """
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
         text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
@@ -197,14 +207,14 @@ def by_value(values: Mapping[int, Hashable]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the names of ranks as they stand in errors."""
+    """Return the names of ranks for an error message."""
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {name_some([*map(str, ranks)], 8)}"
 
 
 def checksum(x: Tensor) -> Tensor:
     """Return `[2]` int64 on the device of x: the sum of the bits of all entries, and the sum weighted by position.
 
-    Both are exact, modulo 2^64, whatever the dtype.
+    Both sums are exact modulo 2^64 for every dtype.
     """
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     entries = x.detach().contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))

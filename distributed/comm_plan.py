@@ -1,9 +1,9 @@
-"""The messages of one parameter set: which entries each rank sends to the owners of blocks, and which come back.
+"""The messages of one parameter set: the entries that ranks send to the owners of blocks, and the updates they receive.
 
-A block group is the equal blocks of all ranks. The blocks of a group that one rank owns are a stack on that rank. Block
-groups are sent in rounds of messages, in the same order on every rank, whether or not a rank owns any of their blocks.
-A transfer is the entries of one block that are one stretch of a message. The functions at the end read and write
-stretches of messages, as views of blocks and of parameters.
+A block group consists of equal blocks of all ranks. The blocks of a group that one rank owns form a stack on that rank.
+Block groups are sent in rounds of messages, in the same order on every rank, even on a rank that owns none of their
+blocks. A transfer is a set of entries of one block that are contiguous in a message; the part of the message that holds
+them is a stretch. The functions at the end read and write stretches as views of blocks and of parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlacedBlock:
     """One block and the rank that owns it.
 
     position: position of the block's parameter.
-    grid: the block, as a grid of its own.
+    grid: a grid that contains only this block.
     owner: rank that holds the block's state and computes its update.
     row: row of the block in the owner's stack.
     """
@@ -48,13 +48,13 @@ class BlockGroup:
 
     path: path of the update in the recipe.
     shape: shape of a block.
-    dtype: dtype that the blocks are computed in.
-    gradient_dtype: dtype that gradients are sent in.
-    update_dtype: dtype that updates are sent in.
+    dtype: dtype in which updates of the blocks are computed.
+    gradient_dtype: dtype in which gradients are sent.
+    update_dtype: dtype in which updates are sent.
     device: device of the blocks.
     blocks: the blocks, in the order of their parameters.
-    joined: True if the blocks are computed together with those of the group before, and are sent in one round with
-        them.
+    joined: True if the blocks are computed together with the blocks of the previous group; both groups are then sent
+        in one round.
     """
 
     path: str
@@ -72,15 +72,15 @@ class BlockGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the updates of all blocks."""
+        """Size of the updates of all blocks, in bytes."""
         return self.update_dtype.itemsize * math.prod(self.shape) * len(self.blocks)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Entries of one block that are one stretch of a message.
+    """Entries of one block that form one stretch of a message.
 
-    group: number of the block group.
+    group: index of the block group.
     block: the block.
     region: the entries, in the block and in the parameter.
     """
@@ -105,11 +105,13 @@ class SentEntries(NamedTuple):
 
 @dataclass
 class Round:
-    """Block groups whose messages are sent together, by one collective. All fields but `groups` are lists over ranks r.
+    """Block groups whose messages are sent together, by one collective.
 
-    groups: numbers of the block groups.
+    All fields except `groups` are lists over ranks r.
+
+    groups: indices of the block groups.
     held[r]: transfers between this rank's shards and blocks that rank r owns; updates return there.
-    sent[r]: the subset of held[r] whose gradients this rank sends to r; one replica of each entry sends.
+    sent[r]: the subset of held[r] whose gradients this rank sends to r. Each gradient entry is sent by one replica.
     owned[r]: transfers between blocks that this rank owns and the shards of rank r, which receives their updates.
     received[r]: the subset of owned[r] whose gradients this rank receives from r.
     lengths[r]: number of entries of all blocks that rank r owns.
@@ -130,8 +132,8 @@ class CommPlan:
     layouts: the entries of each parameter that each rank holds, by position.
     block_groups: the blocks of all parameters that are exchanged.
     names: names of the parameters in errors, by position.
-    limit: bytes of updates of all ranks in a round.
-    starts: for each block group, the number of the first group that it is computed together with.
+    limit: largest size of a round, in bytes of the updates of all ranks.
+    starts: for each block group, the index of the first of the groups that are computed together with it.
     """
 
     def __init__(
@@ -149,19 +151,19 @@ class CommPlan:
         self.rounds = [self._round(groups) for groups in pack(block_groups, limit)]
 
     def describe(self, index: int) -> str:
-        """Return the number of a round, the name of its first parameter, and how many more there are."""
+        """Return a text with the index of a round, the name of its first parameter and the number of the other ones."""
         blocks = [block for group in self.rounds[index].groups for block in self.block_groups[group].blocks]
         found = list(dict.fromkeys(self.names[block.position] for block in blocks))
         return f"round {index} ({name_some(found, 1)})"
 
     @cached_property
     def round_of(self) -> dict[int, int]:
-        """Number of the round that each block group is sent in."""
+        """By index of a block group, the index of the round in which it is sent."""
         return {group: index for index, own in enumerate(self.rounds) for group in own.groups}
 
     @cached_property
     def sent_entries(self) -> list[list[SentEntries]]:
-        """The entries that this rank sends in each round, by owner."""
+        """For each round, the entries that this rank sends, in the order of their owners."""
         return [[self._sent_entries(one) for each in own.sent for one in each] for own in self.rounds]
 
     def _sent_entries(self, transfer: Transfer) -> SentEntries:
@@ -194,7 +196,10 @@ class CommPlan:
         return [Transfer(group, block, region) for region in regions(layout.shape, block.grid, layout.boxes[rank])]
 
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
-        """Return True if a rank sends the gradients of a transfer to the owner: both belong to one replica."""
+        """Return True if a rank sends the gradients of a transfer to the owner.
+
+        A rank sends them if it belongs to the same replica as the owner.
+        """
         replicas = self.layouts[transfer.block.position].replicas
         return replicas[rank] == replicas[owner]
 
@@ -209,9 +214,10 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
-    """Return the numbers of block groups in rounds, in order.
+    """Divide block groups into rounds, and return the indices of the groups of each round, in order.
 
-    A round has one pair of dtypes and at most `limit` bytes, or holds groups that are joined.
+    The groups of a round have the same dtypes and together at most `limit` bytes of updates. Exceptions are a group
+    that is larger by itself, and groups that are joined to their predecessors.
     """
     rounds: list[list[int]] = []
     size, last = 0, None
@@ -230,7 +236,7 @@ EntryView = Callable[[Tensor], Tensor]
 EntryReader = Callable[[EntryView], Tensor]
 """Function that reads the entries of a view from one tensor."""
 Source = Callable[[int], EntryReader | None]
-"""Function that returns the reader of this rank's shard, by position of the parameter; None: there is no tensor."""
+"""Function of a parameter's position that returns the reader of this rank's shard; None if there is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -238,10 +244,10 @@ class Arrived:
     """Updates of some entries of a parameter, received from their owner.
 
     position: position of the parameter.
-    dtype: dtype that the updates were computed in.
+    dtype: dtype in which the updates were computed.
     values: the updates, views of a message.
-    views: function that returns the same entries of a tensor that is laid out as this rank's shard, as views.
-    complete: True if `values` is one tensor of all entries that this rank holds, in their order.
+    views: function of a tensor with the layout of this rank's shard. It returns views of the updated entries.
+    complete: True if `values` is one tensor with all entries of this rank's shard, in their order.
     """
 
     position: int
@@ -252,14 +258,14 @@ class Arrived:
 
 
 class Assembly:
-    """Updates of all entries that this rank holds of parameters, assembled from received updates."""
+    """Assembles the updates of whole shards of this rank from received updates of some of their entries."""
 
     def __init__(self) -> None:
         self._begun: dict[int, Tensor] = {}
         self._missing: dict[int, int] = {}
 
     def add(self, arrived: Sequence[Arrived], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Add received updates. Return the updates of the parameters that are complete now, by position.
+        """Add received updates. Return, by position, the updates of the parameters whose updates are now complete.
 
         parameters: this rank's shard of each parameter.
         """
@@ -281,12 +287,12 @@ class Assembly:
 
 
 def read(x: Tensor | None) -> EntryReader | None:
-    """Return a reader of the entries of a tensor as they are; None if there is no tensor."""
+    """Return a reader of the unchanged entries of a tensor; None if there is no tensor."""
     return None if x is None else lambda view: view(x)
 
 
 def reading(tensors: Sequence[Tensor | None]) -> Source:
-    """Return the source that reads tensors as they are."""
+    """Return the source that reads the unchanged entries of these tensors."""
     return lambda position: read(tensors[position])
 
 
@@ -310,7 +316,10 @@ def stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
 
 
 def stack_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
-    """Return views of stacks `[n, *block]`, one for each transfer. stacks: by number of the block group."""
+    """Return views of stacks `[n, *block]`, one for each transfer.
+
+    stacks: the stack of each block group, by index of the group.
+    """
     return [transfer.region.in_block(stacks[transfer.group][transfer.block.row]) for transfer in transfers]
 
 
@@ -323,9 +332,9 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
     """Copy this rank's entries of the blocks of a round into one message, `[n]`, in the order of owners.
 
-    Entries of tensors without a reader are zeros.
+    Where the source has no reader, the entries of the message are zeros.
 
-    index: number of the round.
+    index: index of the round.
     """
     entries, first = plan.sent_entries[index], plan.block_groups[plan.rounds[index].groups[0]]
     readers = {position: source(position) for position in dict.fromkeys(one.position for one in entries)}
@@ -347,7 +356,7 @@ def send_shards(
 ) -> Work[Tensor]:
     """Start to send the message of a round, as `pack_shards` returns it, to the owners of its blocks.
 
-    index: number of the round.
+    index: index of the round.
     name: name of the message in errors.
     rank_group: the ranks; None: the ranks of the plan.
     """

@@ -1,4 +1,4 @@
-"""Communication of one step: gradients to the owners of blocks and updates back, as a `CommPlan` says."""
+"""Communication of one step by a `CommPlan`: gradients are sent to the owners of blocks, and updates are returned."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from .layouts import Region
 from .rank_group import Work
 
 IN_FLIGHT = 2
-"""Rounds of messages under way at once. Of gradients: the next round and one more. Of gathered updates: two rounds."""
+"""Largest number of rounds of messages under way: the gradients of the next two rounds, and two rounds of gathered
+updates."""
 
 
 class CommStep:
     """Messages of one step. Every rank calls `gather` and `deliver` for its block groups, in order, and then `close`.
 
-    Legend: G_k, gradients, and other tensors that are sent to owners, of round k; U_k, updates of round k.
+    Legend: G_k is the message of round k to owners, with gradients and other tensors; U_k is its message of updates.
 
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... A rank starts U_k as soon as its own
     blocks of round k are computed and U_(k-1) has arrived. Messages are communicated while blocks are computed, and
-    only a few rounds need memory. Replicated parameters need no G. For them a rank keeps computing while IN_FLIGHT
-    rounds of updates are under way. It waits only if more than IN_FLIGHT finished block groups, larger than IN_FLIGHT
-    rounds, are queued.
+    only a few rounds need memory at a time. Replicated parameters need no G. With these a rank keeps computing while
+    IN_FLIGHT rounds of updates are under way. The rank waits only if more than IN_FLIGHT finished block groups are
+    queued, and these are larger than IN_FLIGHT rounds.
 
-    sources: tensors that are sent to owners, by name; ignored if every rank holds all of them.
-    receive: function that is called with the updates of a round when they have arrived. It must not keep them.
-    begun: messages to owners that are already under way, by name and number of the round.
+    sources: tensors that are sent to owners, by name; ignored if all parameters are replicated.
+    receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
+    begun: messages to owners that are already under way, by name and index of the round.
     """
 
     def __init__(
@@ -67,18 +68,18 @@ class CommStep:
             self._send(index)
 
     def carries(self, source: str) -> bool:
-        """Return True if a source is sent to owners; otherwise every rank holds all of it."""
+        """Return True if a source is sent to owners. If not, every rank holds its full tensors."""
         return source in self.sources
 
     def _send(self, index: int) -> None:
-        """Start to send this rank's shards of a round to the owners of blocks, unless that has begun."""
+        """Start to send this rank's shards of a round to the owners of blocks, unless they are already under way."""
         for name, source in self.sources.items() if index < len(self.comm_plan.rounds) else ():
             if (name, index) not in self._arriving:
                 message = pack_shards(self.comm_plan, index, source)
                 self._arriving[name, index] = send_shards(self.comm_plan, index, name, message)
 
     def gather(self, group: int, source: str) -> Tensor:
-        """Return the blocks `[n, *block]` of a block group that this rank owns, from the shards that were sent."""
+        """Return this rank's blocks of a block group, `[n, *block]`, assembled from the shards of all ranks."""
         if (source, group) not in self._arrived:
             index = self.comm_plan.round_of[group]
             own, data = self.comm_plan.rounds[index], self._arriving.pop((source, index)).wait()
@@ -89,7 +90,10 @@ class CommStep:
         return self._arrived[source, group]
 
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
-        """Accept the directions of some rows of a block group. rows: indices of the rows; None: all rows."""
+        """Accept the directions of some rows of a block group.
+
+        rows: indices of the rows; None: all rows.
+        """
         if rows is None:
             self._delivered[group] = directions
             return
@@ -98,9 +102,11 @@ class CommStep:
         self._delivered[group].index_copy_(0, rows, directions)
 
     def advance(self, before: int) -> None:
-        """Send finished rounds and receive updates that have arrived. Block groups below `before` are delivered.
+        """Send finished rounds and receive updates that have arrived.
 
         A rank waits for earlier rounds if parameters are sharded, or if too many finished block groups are queued.
+
+        before: all block groups with a smaller index are delivered.
         """
         plan, waiting = self.comm_plan, list(self._delivered.values())
         much = sum(x.numel() * x.element_size() for x in waiting) > IN_FLIGHT * plan.limit
@@ -115,8 +121,8 @@ class CommStep:
     def _advance(self, before: int, wait: bool) -> None:
         """Send finished rounds and receive updates that have arrived.
 
-        before: block groups below this number are delivered.
-        wait: True to wait for earlier rounds if as many as allowed are under way.
+        before: all block groups with a smaller index are delivered.
+        wait: True to wait for earlier rounds if the allowed number of rounds is under way.
         """
         allowed = IN_FLIGHT if self.comm_plan.replicated else 1
         for key in [key for key in self._arrived if key[1] < before]:
@@ -134,7 +140,7 @@ class CommStep:
 
     def _return(self, index: int) -> None:
         """Start to send the updates of a round, and the gradients of the next round but one."""
-        for name in self.sources:  # whether they were gathered or not: a message must not outlive its buffers
+        for name in self.sources:  # also messages that no one gathered: a message must not outlive its buffers
             if (name, index) in self._arriving:
                 self._arriving.pop((name, index)).wait()
         self._returning.append((index, self._return_round(index)))
@@ -165,7 +171,7 @@ class CommStep:
         self._handle(list(arrived))
 
     def _shards(self, own: Round, data: Tensor) -> Iterator[Arrived]:
-        """Yield the updates `[n]` of a round with their places in this rank's shards."""
+        """Yield the updates of a round, from a message `[n]`, with views of the same entries in this rank's shards."""
         plan, transfers = self.comm_plan, flattened(own.held)
         for transfer, values in zip(transfers, stretches(data, transfers), strict=True):
             position = transfer.block.position
@@ -174,7 +180,10 @@ class CommStep:
             yield Arrived(position, dtype, [values], partial(_in_shard, transfer.region, held), whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
-        """Yield the blocks `[lengths[r]]` of all ranks r with their places in parameters that every rank holds."""
+        """Yield the updates of blocks, from the message `[lengths[r]]` of each rank r, with their views in parameters.
+
+        Every rank holds these parameters in full.
+        """
         ends = [0] * self.comm_plan.rank_group.size
         for group in (self.comm_plan.block_groups[index] for index in own.groups):
             for block in sorted(group.blocks, key=lambda one: (one.owner, one.row)):
@@ -192,6 +201,6 @@ def _in_shard(region: Region, held: Box, shard: Tensor) -> list[Tensor]:
 
 
 def _in_parameter(grid: BlockGrid, parameter: Tensor) -> list[Tensor]:
-    """The entries of a block in its parameter, which is dense."""
+    """Return views of the entries of a block in its parameter, which is dense."""
     merged = parameter.view(grid.merged)
     return [merged] if grid.is_parameter else grid.in_parameter(merged)

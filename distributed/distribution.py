@@ -1,4 +1,4 @@
-"""The settings of a recipe for ranks: which parameters are divided, and how they are communicated."""
+"""The settings of a recipe for several ranks: how work is divided, and how gradients and updates are communicated."""
 
 from __future__ import annotations
 
@@ -75,18 +75,19 @@ class Distribution(Component):
 
     @property
     def message(self) -> int:
-        """Bytes of updates that a rank receives in one round of messages.
+        """Size of the updates that a rank receives in one round of messages, in bytes.
 
-        A step holds 3 to 18 times as many bytes: the gradients of one round as they are sent and received, the updates
-            of another round likewise, and the round that is computed, with the products of its update. `psgd_kron` in
-            float64 needs the most.
+        A step holds 3 to 18 times as many bytes: the sent and received gradients of one round, the sent and received
+        updates of another round, and the blocks and intermediate results of the round that is computed. `psgd_kron` in
+        float64 needs the most.
         """
         return max(1, self.bucket // 10)
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
         """Return the work of one step of a block: the time measured for its shape, else the counted operations.
 
-        If some shapes are measured, counted operations become milliseconds at 10^8 operations per millisecond.
+        If times of some shapes were measured, the operations of all other shapes are converted to milliseconds, at
+        10^8 operations per millisecond.
         """
         if not self.work:
             return counted

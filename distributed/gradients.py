@@ -1,6 +1,6 @@
 """Gradients that are sent to owners during backward, and the detection of gradients that a step has used before.
 
-The value of a gradient follows from its placements, never from its local tensor alone.
+The value of a DTensor gradient follows from its local tensor and its placements, never from the local tensor alone.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from .comm_plan import CommPlan, flattened, pack_shards, read, send_shards
 from .rank_group import Work
 
 BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"
-"""Names of the fields that ranks sum before they use messages that were sent during backward."""
+"""Names of the fields that are summed over ranks before messages that were sent during backward are used."""
 
 
 def count_writes(gradient: Tensor) -> tuple[Tensor, int]:
     """Return this rank's tensor of a gradient, and the number of writes to it.
 
-    Torch counts writes to a DTensor and to its local tensor separately, and none if gradients are made in inference
-    mode.
+    Torch counts writes to a DTensor and to its local tensor separately; this function returns their sum. Writes to a
+    gradient that was made in inference mode are not counted.
     """
     own = local(gradient)
     return own, sum(x._version for x in (own, gradient) if not x.is_inference())
 
 
 class UsedGradients:
-    """The gradients of the last step, for the detection of a rank that steps again before they are written again.
+    """Detects that a rank steps again before backward has written new gradients.
 
-    parameters: the parameters that are shared with other ranks, a list that may change.
+    parameters: the parameters that are shared with other ranks, as a list that the caller may change.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -44,8 +44,10 @@ class UsedGradients:
         self._times = 0
 
     def times(self) -> int:
-        """Return the number of steps that have used the present gradients since one was written; 0 without
-        gradients."""
+        """Return the number of steps that have used the present gradients since any of them was written.
+
+        Returns 0 if there are no gradients.
+        """
         found = (count_writes(parameter.grad) for parameter in self.parameters if parameter.grad is not None)
         self._now = [(ref(gradient), writes) for gradient, writes in found]
         pairs = zip(self._used, self._now, strict=False)
@@ -54,24 +56,24 @@ class UsedGradients:
         return self._times
 
     def use(self) -> None:
-        """Record that a step uses the gradients that `times` has counted."""
+        """Record that a step uses the gradients that the last call of `times` has read."""
         self._times, self._used = self._times + 1, self._now
 
 
 class BackwardGather:
-    """Communication of gradients to the owners of blocks while backward runs, round by round, as rounds are complete.
+    """Sends gradients to the owners of their blocks during backward, each round as soon as its gradients are complete.
 
-    All ranks begin rounds in the order in which they are computed. The last parameters come first, because backward
-    computes their gradients first. A gradient counts as complete when backward has written it as often as before the
-    last step.
+    All ranks begin the rounds in the order of the plan. The plan begins with the last parameters, because backward
+    computes their gradients first. A gradient is complete when backward has written it as many times as it did for the
+    previous step.
 
-    Anything may write gradients between backward and step(): clipping, a scaler, one more micro-batch, a hook. Torch
-        counts no writes through `.data`, and none of `torch._foreach_*` on DTensors. So every message is kept until the
-        step, packed again there, and compared bit by bit. If any rank finds a difference, all ranks send the round
-        again.
+    Between backward and step(), gradients may be written by clipping, a scaler, one more micro-batch or a hook. Torch
+    does not count writes through `.data`, or writes of `torch._foreach_*` to DTensors. Therefore every message is kept
+    until the step, where it is packed again from the present gradients and compared bit by bit. If any rank detects a
+    difference, all ranks send the round again.
 
     comm_plan: the rounds of messages.
-    parameters: the parameters of the plan, by position, a list that may change.
+    parameters: the parameters of the plan, by position, as a list that the caller may change.
     """
 
     def __init__(self, comm_plan: CommPlan, parameters: Sequence[Tensor]) -> None:
@@ -81,13 +83,15 @@ class BackwardGather:
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []
-        self._complete = 0  # leading gradients of the next round that are complete, so that none is checked twice
+        self._complete = (
+            0  # number of leading gradients of the next round known to be complete; they are not checked again
+        )
         self._late = 0
         self._watched: set[int] = set()
         self._watch()
 
     def _watch(self) -> None:
-        """Register a hook on every parameter that requires a gradient by now; backward calls it."""
+        """Register a hook on every parameter that requires a gradient and has no hook yet; backward calls the hooks."""
         for position, parameter in enumerate(self.parameters):
             if parameter.requires_grad and position not in self._watched:
                 hook = _hook(ref(self), position)
@@ -95,7 +99,7 @@ class BackwardGather:
                 self._watched.add(position)
 
     def note(self, position: int) -> None:
-        """Record that backward has written a gradient, and begin the rounds that are complete by now."""
+        """Record that backward has written the gradient at a position, and begin the rounds that are now complete."""
         self._writes[position] += 1
         while self._next < len(self.comm_plan.rounds):
             positions = self._positions[self._next]
@@ -107,7 +111,7 @@ class BackwardGather:
 
     @property
     def _next(self) -> int:
-        """Number of the round that is begun next."""
+        """Index of the round that is begun next."""
         return len(self._works)
 
     def _is_complete(self, position: int) -> bool:
@@ -116,7 +120,7 @@ class BackwardGather:
         return self._writes[position] >= self._expected[position] and self._held(position) is not None
 
     def _held(self, position: int) -> Tensor | None:
-        """Return this rank's tensor of a gradient, if the gradient is laid out as its parameter; else None."""
+        """Return this rank's tensor of a gradient if the gradient has the layout of its parameter, else None."""
         parameter, gradient = self.parameters[position], self.parameters[position].grad
         if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)
@@ -124,7 +128,10 @@ class BackwardGather:
         return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
     def _pack(self, index: int, held: Mapping[int, Tensor | None]) -> Tensor:
-        """Return the message of a round with these gradients, by position."""
+        """Return the message of a round.
+
+        held: by position, this rank's tensor of each gradient; None: its entries in the message are zeros.
+        """
         return pack_shards(self.comm_plan, index, lambda position: read(held[position]))
 
     def _hold(self, index: int) -> dict[int, Tensor | None]:
@@ -140,7 +147,11 @@ class BackwardGather:
 
     @torch.no_grad()
     def report(self, device: torch.device) -> dict[str, Field]:
-        """Return which of n rounds are begun here, and which of them have other gradients than now, each `[n]`."""
+        """Return two fields `[n]` for the n rounds, with 1 for true and 0 for false.
+
+        BEGUN: this rank has begun the round.
+        CHANGED: this rank's message of the round differs from the present gradients.
+        """
         begun, rounds = self._next, len(self.comm_plan.rounds)
         changed = torch.zeros(rounds, dtype=torch.float64, device=device)
         for index, message in enumerate(self._messages):
@@ -151,14 +162,14 @@ class BackwardGather:
 
     @torch.no_grad()
     def finish(self, sums: Mapping[str, Tensor]) -> dict[int, Work[Tensor]]:
-        """Finish the communication of this step. Return the messages under way that hold its gradients, by round.
+        """Finish the early communication. Return the messages with valid gradients, by index of the round.
 
         All ranks call it.
 
         sums: the fields that `report` returns, summed over all ranks.
         """
         begun, changed = torch.stack([sums[BEGUN], sums[CHANGED]]).tolist()
-        while self._next < len(begun) and begun[self._next]:  # other ranks wait for it
+        while self._next < len(begun) and begun[self._next]:  # another rank has begun this round and waits for this one
             self._begin()
         ranks = self.comm_plan.rank_group.size
         good = {i: work for i, work in enumerate(self._works) if begun[i] == ranks and not changed[i]}
@@ -177,9 +188,9 @@ class BackwardGather:
 
 
 def differ(message: Tensor, now: Tensor) -> Tensor | bool:
-    """Return True if two messages of one length and dtype differ in a bit.
+    """Return True if two messages of equal length and dtype differ in any bit.
 
-    On a device the result is 0-d, so that the host does not wait.
+    On a device the result is a 0-d tensor, so that the host does not wait.
     """
     one, other = (x.view(_BITS[x.element_size()]) for x in (message, now))
     if one.device.type == "cpu":
@@ -190,7 +201,7 @@ def differ(message: Tensor, now: Tensor) -> Tensor | bool:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by size in bytes. Compared as integers, nan equals nan, and 0 differs from -0."""
+"""Integer dtypes by size in bytes. Messages are compared as integers, so that nan equals nan, and 0 differs from -0."""
 
 LATE = (
     "distribution.overlap_backward: gradients were written in two steps after backward had sent them, and were sent "
@@ -199,7 +210,10 @@ LATE = (
 
 
 def _hook(gather: ref[BackwardGather], position: int) -> Callable[[Tensor], None]:
-    """Return the function that torch calls after a gradient is written. It does nothing once the gather is gone."""
+    """Return the hook that torch calls after a gradient is written.
+
+    The hook does nothing after the `BackwardGather` has been deleted.
+    """
 
     def written(_: Tensor) -> None:
         found = gather()

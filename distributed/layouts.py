@@ -1,9 +1,10 @@
-"""Layouts: which entries of a parameter each rank holds, and which entries of a block lie in a rank's shard.
+"""Layouts: the entries of a parameter that each rank holds, and the entries of a block that a rank's shard contains.
 
-A `Layout` follows from the placements of a DTensor, without a message. A `Region` is what a block and a shard have in
-common, as views of both. Blocks are cut from a parameter in its merged shape, shards in its own. A run of entries along
-a merged axis is a union of boxes in the axes that were merged, at most 2k - 1 boxes for k axes; along an axis that is
-divided into groups it is one box for each group. A region lies in one such box on every axis.
+A `Layout` follows from the placements of a DTensor, without a message. A `Region` is a set of entries that a block and
+a shard have in common, with views of both. Blocks are cut from the merged shape of a parameter, in which some axes are
+merged or divided into groups; shards are cut from its own shape. A run of entries along one axis of a merged k axes is
+a union of at most 2k - 1 boxes in those k axes. A run along an axis that is divided into groups is one box for each
+group. A region is part of one such box along every axis.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class Layout:
 
     shape: shape of the full parameter.
     boxes: `[R]`, entries that each rank holds; a box may be empty.
-    replicas: `[R]`, number of the replica that each rank belongs to. The ranks of one replica hold every entry once.
-    parts: layout in which ranks that hold the same entries have one part of them each, which may be empty; None if the
-        parameter is a single number or has no entries, or if no entry is held twice.
+    replicas: `[R]`, index of the replica to which each rank belongs. The ranks of one replica together hold every entry
+        exactly once.
+    parts: layout in which ranks that hold the same entries share them: each rank has one part, which may be empty. None
+        if the parameter is 0-d or has no entries, or if no entry is held twice.
     """
 
     shape: tuple[int, ...]
@@ -92,7 +94,7 @@ class Layout:
         if (free := divided(shape, mesh, placements)) is not None:
             parts = cls.from_placements(shape, mesh, free)
         elif (number := math.prod(mesh[axis] for axis in copies)) > 1 and 0 not in shape:
-            # each box by its rows, of which some ranks may get none
+            # each box is divided by rows among the ranks that hold it; some ranks may get no row
             pairs = zip(boxes, replicas, strict=True)
             parts = cls(shape, tuple(_rows(box, number, replica) for box, replica in pairs), (0,) * len(boxes))
         return cls(shape, tuple(boxes), tuple(replicas), parts)
@@ -110,7 +112,7 @@ class Layout:
 
     @property
     def whole_rows(self) -> bool:
-        """True if the tensor is cut along its first axis alone, or not at all."""
+        """True if the tensor is not cut along any axis but the first."""
         return all(box.numel == 0 or box.shape[1:] == self.shape[1:] for box in self.boxes)
 
     @cached_property
@@ -120,12 +122,12 @@ class Layout:
 
     @cached_property
     def fractions(self) -> list[float]:
-        """`[R]`, fraction of the parameter that each rank holds."""
+        """Fraction of the parameter's entries that each rank holds, `[R]`."""
         return [box.numel / max(math.prod(self.shape), 1) for box in self.boxes]
 
     @cached_property
     def holders(self) -> list[tuple[int, ...]]:
-        """`[R]`, for each rank, the ranks that hold the same entries, itself among them."""
+        """For each of the R ranks, all ranks that hold the same entries, including the rank itself."""
         found: dict[Box, list[int]] = {}
         for rank, box in enumerate(self.boxes):
             found.setdefault(box, []).append(rank)
@@ -136,9 +138,10 @@ class Layout:
 def divided(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[Placement, ...] | None:
-    """Return placements in which the copies of a tensor are divided; None if there are no copies or no free axis.
+    """Return placements in which ranks with copies of a tensor each hold a different part of it.
 
-    Mesh axes with copies cut an axis of the tensor that no other mesh axis cuts: the first one that is long enough.
+    Mesh axes that replicate the tensor cut a free axis instead: the first axis of the tensor that no mesh axis cuts and
+    that is at least as long as the number of copies. Returns None if there are no copies or no free axis.
     """
     copies = math.prod(length for length, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
     used = {getattr(placement, "dim", None) for placement in placements}
@@ -151,9 +154,10 @@ def divided(
 
 
 def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
-    """Return the mesh axes in the order in which they cut. A strided shard is cut after the axes on its right.
+    """Return the mesh axes in the order in which they cut the tensor.
 
-    With fully_shard over tensor parallelism, the tensor-parallel axis stands on the right and cuts first.
+    A mesh axis with a strided shard cuts after the later mesh axes that cut the same axis of the tensor. For example,
+    with fully_shard over tensor parallelism, the tensor-parallel axis is the last mesh axis and cuts first.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -173,9 +177,10 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
 
 
 def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) -> Box:
-    """Return the box of one rank, as torch.chunk cuts.
+    """Return the box of one rank in a tensor that each cut divides as torch.chunk does.
 
-    cuts: (axis or None, ranks, own rank) of each mesh axis, in the order in which they cut.
+    cuts: (axis of the tensor, length of the mesh axis, this rank's index along it) for each mesh axis, in the order in
+        which the mesh axes cut. The first number is None if the mesh axis does not cut the tensor.
     """
     start, stop = [0] * len(shape), list(shape)
     for axis, ranks, rank in cuts:
@@ -190,7 +195,7 @@ def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) ->
 
 
 def _rows(box: Box, ranks: int, rank: int) -> Box:
-    """The part of a box that a rank has if its first axis is cut by torch.chunk."""
+    """Return the part of a box that a rank has if torch.chunk cuts the box along its first axis."""
     part = _box(box.shape, [(0, ranks, rank)])
     first = box.start[0]
     start, stop = (first + part.start[0], *box.start[1:]), (first + part.stop[0], *box.stop[1:])
@@ -200,11 +205,11 @@ def _rows(box: Box, ranks: int, rank: int) -> Box:
 def local_gradients(
     names: Sequence[str], parameters: Sequence[Tensor], rank_group: RankGroup | None
 ) -> list[Tensor | None]:
-    """Return this rank's entries of the gradient of each parameter, laid out as the parameter; None: no gradient.
+    """Return this rank's entries of each parameter's gradient, in the layout of the parameter; None: no gradient.
 
-    A DTensor with other placements, such as a partial sum, is redistributed by all ranks of its mesh. `parameter.grad`
-    is not changed. Raises ValueError for a gradient that cannot be laid out so, and DistributedError if ranks fail to
-    redistribute.
+    A DTensor gradient with placements that differ from its parameter's, such as a partial sum, is redistributed by all
+    ranks of its mesh. `parameter.grad` is not changed. Raises ValueError for a gradient that cannot get the layout of
+    its parameter, and DistributedError if ranks fail to redistribute.
 
     rank_group: the ranks that share the parameters; None: this process alone.
     """
@@ -222,8 +227,10 @@ def local_gradients(
 
 
 def _needs_redistribution(name: str, parameter: Tensor) -> bool:
-    """Return True if a gradient has other placements than its parameter. Raises ValueError if it cannot get the
-    same."""
+    """Return True if the placements of a gradient differ from its parameter's.
+
+    Raises ValueError if the gradient cannot be redistributed to the placements of the parameter.
+    """
     gradient = parameter.grad
     if gradient is None or not (is_dtensor(gradient) or is_dtensor(parameter)):
         return False
@@ -257,10 +264,10 @@ Counts = NDArray[np.int64]
 
 
 class Stride(NamedTuple):
-    """Distance in a block from an entry to the next entry along an axis of its parameter.
+    """Distance in a block between entries that are neighbours along an axis of the parameter.
 
-    axis: axis of the block.
-    places: number of places along that axis.
+    axis: axis of the block along which the entries differ.
+    places: difference of their indices along that axis.
     """
 
     axis: int
@@ -271,9 +278,9 @@ class Stride(NamedTuple):
 class Region:
     """Entries that a block and a shard have in common.
 
-    box: the entries, in the axes of the parameter.
+    box: the entries as a box in the parameter.
     corner: index of the first entry in the block.
-    strides: for each axis of the parameter, the distance in the block to the next entry.
+    strides: for each axis of the parameter, the distance in the block between neighbours along that axis.
     """
 
     box: Box
@@ -292,11 +299,13 @@ class Region:
 
 
 class _Run(NamedTuple):
-    """Entries of a piece of a block that are a box along some axes of the parameter.
+    """Entries of a piece of a block that form a box along some axes of the parameter.
 
-    start, stop: the box.
-    moves: distance of its first entry from the first entry of the piece, by axis of the merged shape.
-    strides: as in a region.
+    start: first index of the box along each of these axes.
+    stop: end of the box along each of these axes.
+    moves: for each axis of the merged shape, the distance from the first entry of the piece to the first entry of the
+        box.
+    strides: for each of these axes, the distance in the block between neighbours along the axis.
     """
 
     start: Numbers
@@ -306,7 +315,11 @@ class _Run(NamedTuple):
 
 
 def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Region]:
-    """Yield the regions of one block of a parameter of that shape and of a rank's box `held`, in a fixed order."""
+    """Yield the regions that a block and a rank's box have in common, in a fixed order.
+
+    shape: shape of the parameter.
+    held: the entries of the parameter that the rank holds.
+    """
     pairs = list(axis_pairs(shape, block.merged))
     for piece in block.pieces:
         strides = _strides(block, piece)
@@ -330,7 +343,10 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 
 
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
-    """Return the region of a box. outer: the box of the runs, which contains it."""
+    """Return the region of a box.
+
+    outer: the box that the runs form together; it contains `box`.
+    """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
     moves = [(strides.get(axis, ALONE), distance) for run in runs for axis, distance in run.moves.items()]
     inside = [first - start for first, start in zip(box.start, outer.start, strict=True)]
@@ -340,11 +356,11 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
 
 
 ALONE = Stride(0, 0)
-"""Stride along an axis of the parameter of which the block has one entry."""
+"""Stride along an axis of the parameter along which the block has only one entry."""
 
 
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
-    """Return the distance in the block to the next entry of a piece, by axis of the merged shape."""
+    """Return, by axis of the merged shape, the distance in the block between neighbouring entries of a piece."""
     found = {}
     for axis, joined in enumerate(block.joined):
         places = 1
@@ -371,7 +387,7 @@ def _runs(
         for first, low, high in boxes_of_run(start, start + piece.lengths[axis], tuple(lengths)):
             yield _Run(low, high, {axis: first - start}, own)
         return
-    wide = next((k for k, length in enumerate(lengths) if length > 1), 0)  # the others have length 1
+    wide = next((k for k, length in enumerate(lengths) if length > 1), 0)  # all axes before it have length 1
     for index in itertools.product(*(range(piece.start[a], piece.start[a] + piece.lengths[a]) for a in groups)):
         first = start + sum(i * math.prod(merged_shape[a + 1 : axis + 1]) for a, i in zip(groups, index, strict=True))
         lows = tuple(first if k == wide else 0 for k in range(len(lengths)))

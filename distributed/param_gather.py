@@ -1,7 +1,8 @@
-"""Gathering of parameters that several ranks hold, of which each rank has updated one part.
+"""Gathering of parameters after each of the ranks that hold the same entries has updated one part of them.
 
-Legend: R ranks. A parameter that all ranks hold has n rows. Rank r updates c = ceil(n / R) rows from row r c on, the
-last ranks fewer, as torch.chunk cuts. If only some ranks hold a shard, each of them updates some rows or some columns.
+Legend: R is the number of ranks, n the number of rows of a parameter. If all ranks hold the parameter, rank r updates
+c = ceil(n / R) rows from row r c on; the last ranks may have fewer rows, as in torch.chunk. If only some ranks hold a
+shard, each of these ranks updates some of its rows or columns.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from .rank_group import RankGroup, Work
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the parts of a parameter that are sent in one message of every rank.
+    """Rows of one parameter that every rank sends in one message.
 
     position: position of the parameter.
-    start, stop: the rows, counted from the first row that the rank updates.
+    start, stop: range of the rows; a rank counts from the first row that it updates.
     """
 
     position: int
@@ -35,16 +36,21 @@ class Rows:
     stop: int
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of entries of these rows of a part of that shape, which may be shorter."""
+        """Return the number of entries of these rows in a part of a parameter that may have fewer rows.
+
+        shape: shape of the part.
+        """
         return max(min(self.stop, shape[0]) - self.start, 0) * math.prod(shape[1:])
 
 
 def pack_rows(layouts: Mapping[int, Layout], dtypes: Mapping[int, torch.dtype], limit: int) -> Iterator[list[Rows]]:
-    """Yield the rows of the parts of parameters that are sent in one round of messages.
+    """Yield, for each round of messages, the rows of parameters that are sent in it.
 
-    A round has one dtype, and at most `limit` bytes, or one row, of all ranks that hold the same entries.
+    The tensors of a round have one dtype. The ranks that hold the same entries together send at most `limit` bytes in a
+    round, or one row each.
 
-    layouts, dtypes: of each parameter, by position.
+    layouts: layout of each parameter, by position.
+    dtypes: dtype of each parameter, by position.
     """
     message, size, last = list[Rows](), 0, None
     for position, layout in layouts.items():
@@ -65,12 +71,12 @@ def pack_rows(layouts: Mapping[int, Layout], dtypes: Mapping[int, torch.dtype], 
 
 
 class ParamGather:
-    """Communication of the parts that each rank has updated, to all ranks that hold the same entries.
+    """Sends the part of a parameter that a rank has updated to all ranks that hold the same entries.
 
     rank_group: the ranks.
     layouts: layout of each parameter that is updated in parts, by position.
     names: names of the parameters in errors, by position.
-    limit: bytes of all ranks that hold the same entries, in one round of messages.
+    limit: bytes that the ranks that hold the same entries together send in one round of messages.
     """
 
     def __init__(self, rank_group: RankGroup, layouts: Mapping[int, Layout], names: Sequence[str], limit: int) -> None:
@@ -125,7 +131,7 @@ class ParamGather:
         copy_all(targets, _split(data, targets))
 
     def _targets(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[list[Tensor]]:
-        """Return the rows that each other rank has updated, as views of this rank's shards, by rank."""
+        """Return, by rank, the rows that the rank has updated, as views of this rank's shards; none for this rank."""
         ranks = range(self.rank_group.size)
         return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]
 
@@ -135,7 +141,7 @@ class ParamGather:
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
-        """Return rows of the part of a rank that holds the same entries as this rank."""
+        """Return the rows that a rank updates, as a view of this rank's shard. Both ranks hold the same entries."""
         layout = self.layouts[rows.position]
         assert layout.parts is not None
         part = layout.parts.boxes[rank].within(layout.boxes[self.rank_group.rank])
@@ -167,13 +173,13 @@ class ParamGather:
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the message in pieces of the shapes of given tensors, in order."""
+    """Split a message into consecutive pieces with the shapes of given tensors."""
     pieces = torch.split(message, [x.numel() for x in like])
     return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
 
 def _copy_rows(parameter: Tensor, rows: Rows, data: Tensor) -> None:
-    """Copy rows of all ranks `[R, count, ...]` into a parameter."""
+    """Copy the rows that each of R ranks has updated, `[R, count, ...]`, into a parameter."""
     each = chunk_length(len(parameter), len(data))
     full = len(parameter) // each
     torch.unflatten(parameter[: full * each], 0, (full, each))[:, rows.start : rows.stop].copy_(data[:full])

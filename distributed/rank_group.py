@@ -1,4 +1,4 @@
-"""Ranks that share parameters, the collectives between them, and the messages of these as bytes."""
+"""Groups of ranks that share parameters, and collectives between these ranks, which send tensors as bytes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PADDING = 1.1
 class Work(Generic[Received]):
     """A collective under way.
 
-    handles: torch's handles of the collective; none: it is finished.
+    handles: torch's handles of the collective; empty if it is finished.
     result: the tensors that the collective writes.
-    finish: function that waits for a handle; it raises DistributedError.
+    finish: function that waits for a handle, and raises DistributedError if the collective fails.
     inputs: tensors that must exist until the collective is finished.
     """
 
@@ -38,11 +38,11 @@ class Work(Generic[Received]):
     inputs: Sequence[Tensor] = ()
 
     def done(self) -> bool:
-        """Return True if the collective has finished or failed: `wait` then returns or raises at once."""
+        """Return True if the collective has finished or failed, so that `wait` returns or raises at once."""
         return all(handle.is_completed() for handle in self.handles)
 
     def wait(self) -> Received:
-        """Return the result after the collective has finished. Raises DistributedError."""
+        """Wait for the collective and return its result. Raises DistributedError if the collective fails."""
         for handle in self.handles:
             self.finish(handle)
         self.handles, self.inputs = (), ()
@@ -50,9 +50,11 @@ class Work(Generic[Received]):
 
 
 def pads(lengths: Sequence[int]) -> bool:
-    """Return True if messages of these lengths, one of each rank, are padded to the longest and gathered at once.
+    """Return True if messages of these lengths are padded to the longest one and gathered by one collective.
 
-    If padding would lengthen them by more than a tenth, each rank broadcasts its message instead.
+    If padding would lengthen the messages together by more than a tenth, each rank broadcasts its message instead.
+
+    lengths: length of each rank's message.
     """
     return max(lengths) * len(lengths) <= PADDING * sum(lengths)
 
@@ -68,7 +70,8 @@ class DistributedError(RuntimeError):
 
 
 DIGEST = 16
-"""Bytes of the digest that each rank sends to every other rank to synchronize; collisions are as good as impossible."""
+"""Size in bytes of the digest that each rank sends to every other rank to synchronize. With 16 bytes, collisions are
+practically impossible."""
 CPU = torch.device("cpu")
 
 
@@ -76,7 +79,7 @@ class RankGroup:
     """The R ranks of a process group. Tensors are sent as bytes, so that every dtype can be sent.
 
     group: the process group.
-    timeout: seconds to wait for a collective on a CPU; None: the process group's.
+    timeout: seconds to wait for a collective on a CPU; None: the time-out of the process group.
     all_ranks: a group with all ranks that execute the same step; None: this group.
     rank: this process, 0 .. R - 1.
     size: R.
@@ -103,32 +106,43 @@ class RankGroup:
         return self if size == self.size else RankGroup(_process_group(tuple(ranks)), self.timeout, self)
 
     def duplicate(self) -> RankGroup:
-        """Return these ranks in another process group, whose messages never wait for this one's; all ranks call it."""
+        """Return a new process group of the same ranks; all ranks call it.
+
+        Messages of the new group never wait for messages of this group.
+        """
         ranks = dist.get_process_group_ranks(self.group)
         span = None if self.timeout is None else timedelta(seconds=self.timeout)
         return RankGroup(dist.new_group(ranks, timeout=span, use_local_synchronization=True), self.timeout)
 
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
-        """Sum `values` over all ranks, in place, and return them. what: the name of the collective in errors."""
+        """Sum `values` over all ranks, in place, and return them.
+
+        what: name of the collective in errors.
+        """
         with self._named(what):
             self._wait(dist.all_reduce(values, group=self.group, async_op=True), values.device)
         return values
 
     @cached_property
     def gloo_devices(self) -> frozenset[str]:
-        """Types of devices whose tensors gloo sends. `dist.get_backend` knows none if the group was made without a
-        backend."""
+        """Types of the devices whose tensors gloo sends.
+
+        They are read from the backend configuration, because `dist.get_backend` does not return them for a group that
+        was made without an explicit backend.
+        """
         pairs = (pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
         return frozenset(device for device, backend in pairs if backend == "gloo")
 
     def synchronize(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
-        """Raise DistributedError on every rank, with the remedies of all, if ranks are about to do different things.
+        """Raise DistributedError on every rank, with the remedies of all ranks, if ranks are about to call different
+        collectives.
 
-        gloo ends a process without a message if messages of one kind of collective differ in length. Only the exchange
-        of blocks uses an all-to-all: a rank that does something else sends no answer in time. With backends other than
-        gloo nothing is sent, and no rank waits.
+        Without this check gloo ends a process without a message if messages of one kind of collective differ in length.
+        The check itself is an all-to-all of digests of `what`. Apart from the check, only the exchange of blocks uses
+        an all-to-all: a rank that calls another kind of collective sends no digest, and the wait for it times out. With
+        backends other than gloo nothing is sent, and no rank waits.
 
-        what: the collective that follows, in words.
+        what: name of the collective that follows.
         remedy: advice for the user of this rank.
         device: device of the tensors of that collective.
         """
@@ -146,7 +160,7 @@ class RankGroup:
         )
 
     def all_gather(self, values: Tensor, what: str) -> Work[Tensor]:
-        """Start to gather `[n]` of every rank, all of one length, as `[R, n]`."""
+        """Start to gather a tensor `[n]` from every rank as `[R, n]`. All ranks have the same n."""
         found = values.new_empty(self.size, values.numel())
         if not values.numel():
             return Work((), found, self._finish(what, values.device))
@@ -155,7 +169,10 @@ class RankGroup:
         return Work((handle,), found, self._finish(what, values.device), (values,))
 
     def all_gather_uneven(self, values: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
-        """Start to gather `[lengths[r]]` of every rank r, by rank. values: the tensor of this rank."""
+        """Start to gather a tensor `[lengths[r]]` from every rank r. The result is a list of tensors, by rank.
+
+        values: the tensor of this rank.
+        """
         if pads(lengths):
             missing = max(lengths) - values.numel()
             work = self.all_gather(torch.cat([values, values.new_zeros(missing)]) if missing else values, what)
@@ -172,8 +189,10 @@ class RankGroup:
         return Work(handles, found, self._finish(what, values.device))
 
     def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work[Tensor]:
-        """Start to send `sending[r]` entries of `sent` to each rank r and to receive `receiving[r]` of each, in the
-        order of ranks."""
+        """Start to send `sending[r]` entries of `sent` to each rank r, and to receive `receiving[r]` entries from it.
+
+        Sent and received entries are in the order of the ranks.
+        """
         result, width = sent.new_empty(sum(receiving)), sent.element_size()
         with self._named(what):
             handle = dist.all_to_all_single(
@@ -187,7 +206,7 @@ class RankGroup:
         return Work((handle,), result, self._finish(what, sent.device), (sent,))
 
     def all_gather_object(self, values: Any, what: str) -> list[Any]:
-        """Gather a small Python object of every rank, by rank."""
+        """Gather a small Python object from every rank, and return the objects by rank."""
         self.synchronize(what)  # the collective that follows has no time-out of its own
         return self._gather_object(values, what)
 
@@ -242,7 +261,8 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The all-gather into one tensor; newer versions of torch give it another name."""
+"""Torch's all-gather into one tensor, which has another name in newer versions of torch."""
 
 _GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}
-"""Process groups by the default one, of which they are parts, and their ranks, all of which make each of them once."""
+"""Cache of process groups, by (default process group, ranks of the group). A group is made once, by all of its ranks.
+"""

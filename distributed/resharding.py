@@ -1,9 +1,10 @@
-"""Resharding of state between the owners of blocks and checkpoints, which name no rank.
+"""Resharding of state between the owners of blocks and checkpoints, which do not depend on owners.
 
-An owner holds full tensors. In a checkpoint a tensor is a DTensor that is cut along its first axis over all ranks, as
+An owner holds full tensors. In a checkpoint, a tensor is a DTensor that is cut along its first axis over all ranks, as
 torch.chunk cuts. A tensor without axes is a plain tensor on every rank.
 
-Legend: R ranks; n rows of a tensor. Rank r holds at most ceil(n / R) of them, from row r ceil(n / R) on.
+Legend: R is the number of ranks, n the number of rows of a tensor. In a checkpoint, rank r holds at most ceil(n / R)
+rows, from row r ceil(n / R) on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Entry:
 
     shape: shape of the full tensor.
     dtype: dtype of the tensor.
-    owner: rank that holds the tensor; None: every rank holds it, or a shard of it.
+    owner: rank that holds the full tensor; None: every rank holds the full tensor or a shard of it.
     """
 
     shape: tuple[int, ...]
@@ -127,9 +128,9 @@ def _exchange(
 def _next_tensor(data: Tensor, at: list[int], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a copy of the next tensor of a rank's message.
 
-    A view in another dtype would have to begin at a multiple of its size.
+    It is copied because a view in another dtype must begin at a multiple of that dtype's size.
 
-    at: first byte of each rank that was not read yet; updated.
+    at: for each rank, the index of the first byte that was not read yet; updated.
     """
     size = math.prod(shape) * dtype.itemsize
     start = at[rank]

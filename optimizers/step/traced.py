@@ -614,7 +614,7 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic else "fake"
     graph = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
     if symbolic:
-        graph.shape_env = None  # the inputs hold it; a graph that cannot be pickled is refused by Inductor's cache on disk
+        graph.shape_env = None  # it cannot be pickled, as Inductor's cache on disk requires; the inputs hold it
     return graph
 
 
