@@ -52,8 +52,8 @@ FACTORIZATION = 20.0
 (measured on CPUs)."""
 
 LONGEST_INTERVAL = 1000
-"""Longest interval in steps over which work is balanced step by step. Refreshes of longer periods count with their mean
-cost per step, because `Loads` stores one number for each step and rank."""
+"""Longest interval in steps over which work is balanced step by step. A refresh with a longer period counts with its
+mean cost per step. The limit bounds the size of `Loads`, which stores one number for each step and rank."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,19 @@ class Cost:
 
     @property
     def work(self) -> float:
-        """Mean floating-point operations of a step. A refresh counts with its operations divided by its interval."""
+        """Mean floating-point operations of a step. Each refresh contributes its operations divided by its interval."""
         return self.constant + sum(refresh / cadence.interval for cadence, refresh in self.refreshes)
 
 
 def block_cost(
     rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
 ) -> Cost:
-    """Return the cost of a block of a shape. No state is allocated.
+    """Return the cost of a block. No state is allocated.
 
-    rule: update of the block, at `path` in the recipe.
-    dtype: dtype that the block is computed in.
+    rule: update of the block.
+    path: path of the update in the recipe.
+    block: shape of the block.
+    dtype: dtype in which the block's update is computed.
     storage: quantizers of slots, by role or path.
     """
     constant = sum((stage.work(block) for _, stage in rule.stages()), 0.0)
@@ -120,8 +122,8 @@ class _Owned(NamedTuple):
     """Blocks of a parameter that must have one owner.
 
     keys: keys of the blocks.
-    item: their cost.
-    held: number of their entries that each rank holds.
+    item: cost of the blocks together.
+    held: by rank, the number of entries of the blocks that the rank holds.
     """
 
     keys: tuple[int, ...]
@@ -133,8 +135,9 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
     """Assign an owner to each block of parameters that the same ranks share, and add the cost of the blocks to `loads`.
 
     The order of the parameters has no effect. The cost of parameters that are updated in place is added first. If a
-    stage needs sums over a parameter, all blocks of it have one owner. Frozen parameters are assigned last, so that the
-    work on the others is balanced without them. Return the balance of the parameters that are not frozen.
+    stage needs sums over a parameter, all blocks of that parameter have one owner. Frozen parameters are assigned last,
+    so that the work on all other parameters is balanced without frozen ones. Return the balance of the parameters that
+    are not frozen.
     """
     balances = [
         _assign([spec for spec in specs if spec.frozen is frozen], recipe, phases, loads) for frozen in (False, True)
@@ -181,7 +184,7 @@ def _blocks(
 
     phases: phases of the blocks, by block key.
     interval: steps after which the refreshes repeat.
-    known: cache of the numbers of entries that ranks hold of each block, by layout and grid. It is added to.
+    known: cache by layout and grid: for each block, the number of entries that each rank holds; updated.
     """
     assert spec.placement is not None
     layout = spec.placement.layout
@@ -195,10 +198,10 @@ def _blocks(
 
 
 def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) -> Iterator[Item]:
-    """Yield n blocks of one cost as items of the balance.
+    """Yield n blocks of equal cost as items of the balance.
 
-    A refresh counts at the steps at which it is due. If it is due at every step, or at no fixed steps, it counts with
-    its mean cost per step.
+    The cost of a refresh counts at the steps at which the refresh is due. A refresh that is due at every step, or at no
+    fixed steps, counts with its mean cost per step.
 
     work: mean work of a step, measured or counted.
     phases: `[n]`, phase of each block.
@@ -219,12 +222,12 @@ def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) 
 
 
 LEAST_SHARE = 1 / 16
-"""Smallest fraction of a block that a rank must hold for `_held` to list it. With less, the rank as owner of the block
-would save few messages."""
+"""Smallest fraction of a block that a rank must hold for `_held` to list the rank. A rank with a smaller fraction would
+save little communication as the block's owner."""
 
 
 def _held(layout: Layout, block: BlockGrid) -> Held:
-    """Return the number of entries of a block that ranks hold, by rank. Return {} if every rank holds all of them.
+    """Return, by rank, the number of entries of a block that the rank holds. Return {} if every rank holds all entries.
 
     Ranks that hold less than LEAST_SHARE of the block are left out.
     """
@@ -236,7 +239,7 @@ def _held(layout: Layout, block: BlockGrid) -> Held:
 
 
 def _joined(found: Sequence[_Owned]) -> _Owned:
-    """Return several blocks joined into one entry, so that they have one owner."""
+    """Join several entries into one entry, so that all their blocks have one owner."""
     due, held = dict[int, float](), dict[int, int]()
     for blocks in found:
         for step, work in blocks.item.due:
@@ -248,7 +251,7 @@ def _joined(found: Sequence[_Owned]) -> _Owned:
 
 
 class Advice(NamedTuple):
-    """A recommendation of larger waves of refreshes, with which ranks wait less for each other.
+    """A recommendation of larger waves of refreshes, so that ranks wait less for each other.
 
     fields: paths of the fields `min_wave_work` in the recipe.
     min_wave_work: recommended value of these fields.
@@ -261,21 +264,24 @@ class Advice(NamedTuple):
 
 
 PER_RANK = 4
-"""Size of a recommended wave, in refreshes of the costliest block for each rank. With 4, ranks differ by at most a
-quarter of their work, and shipped recipes on models of 16 to 6,656 blocks have an efficiency of 0.92 or more."""
+"""Size of a recommended wave: number of refreshes for each rank, in units of the costliest block's refresh. With 4, the
+work of ranks differs by at most a quarter, and shipped recipes on models of 16 to 6,656 blocks have an efficiency of
+0.92 or more."""
 WORTHWHILE = 0.05
-"""Smallest gain of efficiency for which larger waves are recommended."""
+"""Smallest gain in efficiency for which larger waves are recommended."""
 
 
 def advise(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> Advice | None:
-    """Return waves with PER_RANK refreshes for each rank. Return None if they gain less than WORTHWHILE.
+    """Return the advice to use waves with PER_RANK refreshes for each rank.
 
-    specs: parameters that the same ranks share. Their owners do not change.
+    Returns None if these waves gain less than WORTHWHILE in efficiency.
+
+    specs: parameters that the same ranks share. The owners in them do not change.
     keys: keys of all parameters of the optimizer.
     ranks: number of ranks that share the parameters.
-    now: balance of the recipe as it is.
+    now: balance with the present waves of the recipe.
     """
     known, fields = list(keys), wave_fields(recipe, dict.fromkeys(spec.path for spec in specs))
     min_wave_work = min(PER_RANK * ranks, int(refresh_units(recipe, known)))
@@ -288,7 +294,7 @@ def advise(
 
 
 def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
-    """Return the paths of all fields `min_wave_work`, which set the size of waves, in updates at the given paths."""
+    """Return the paths of all fields `min_wave_work`, the size of waves, in updates at the given paths."""
     stages = [(name, stage.cadence()) for path in paths for name, stage in recipe.rules()[path].stages(path)]
     return [f"{name}.refresh.min_wave_work" for name, cadence in stages if cadence is not None and cadence.spread]
 
@@ -301,16 +307,16 @@ def _without_owners(spec: ParamSpec) -> ParamSpec:
 
 
 LEAST_EFFICIENCY = 0.7
-"""Efficiency below which an optimizer warns of waiting ranks."""
+"""Efficiency below which an optimizer warns that ranks wait."""
 LEAST_WAITING = 1e10
-"""Least waiting time of which an optimizer warns, in operations of all ranks together in an interval: about one second
-of one CPU core."""
+"""Smallest waiting time for which an optimizer warns, in operations on the critical path of a refresh interval. The
+value corresponds to about one second of one CPU core."""
 
 
 def warn_of_waiting(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> None:
-    """Warn if ranks wait long for each other's refreshes and larger waves would help. Arguments are as of `advise`."""
+    """Warn if ranks wait long for each other's refreshes and larger waves would help. Arguments: as for `advise`."""
     waiting = now.critical_path - now.least
     if now.efficiency >= LEAST_EFFICIENCY or (waiting < LEAST_WAITING and not recipe.distribution.work):
         return
@@ -324,13 +330,13 @@ def warn_of_waiting(
 
 
 REPLICATED = "replicated"
-"""Scope of plain parameters, which every rank of the default process group holds."""
+"""Scope of plain parameters. Every rank of the default process group holds them."""
 
 
 class Assignments:
-    """The specifications of all parameters of an optimizer, with owners of their blocks, in the order of param groups.
+    """The specifications of an optimizer's parameters, with the owners of their blocks, in the order of param groups.
 
-    The load of earlier groups counts for later ones.
+    Owners for a group are chosen such that its load and that of earlier groups together are balanced.
 
     recipe: recipe of the optimizer.
     others: parameters of the same model that other optimizers update.
@@ -353,7 +359,7 @@ class Assignments:
     def add(
         self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], names: Sequence[str], frozen: Sequence[bool]
     ) -> None:
-        """Add the next group. Its blocks have no owners and phases yet.
+        """Add the next group. Its blocks get owners and phases later, by `assign`.
 
         frozen: True for each parameter without gradients.
         """
@@ -369,8 +375,8 @@ class Assignments:
     def assign(self, index: int) -> None:
         """Assign owners to the blocks of the groups from `index` on, and set the phases of the blocks of all groups.
 
-        Frozen parameters are included, so that nothing changes when one is thawed. They are assigned last. Owners of
-        earlier groups do not change, because they store state.
+        Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
+        thawed. Owners in earlier groups do not change, because they store state.
         """
         self.phases = refresh_phases(self.recipe, self._keys())
         for rank_group, own in _shared(chain.from_iterable(self._groups[index:])).items():
@@ -389,13 +395,13 @@ class Assignments:
         return ParamKey(info.name or "", self.recipe.route(info)[0], info.shape, self.recipe.view_of(info).matrices)
 
     def forget(self, index: int) -> None:
-        """Remove the groups from `index` on, after a failure."""
+        """Remove the groups from `index` on, after adding them has failed."""
         self._loads = next(iter(self._loads_before[index:]), self._loads)
         del self._groups[index:], self._loads_before[index:]
         self.phases = refresh_phases(self.recipe, self._keys())
 
     def _rank_group(self, parameter: Tensor) -> RankGroup | None:
-        """Return the ranks that share a parameter. Return None if this process updates it alone."""
+        """Return the ranks that share a parameter. Return None if this process updates the parameter alone."""
         where = scope(parameter, self.recipe.distribution)
         if where is None:
             return None
@@ -415,7 +421,7 @@ class Assignments:
     def _spec(self, parameter: Tensor, info: ParamInfo, name: str) -> ParamSpec:
         rank_group = self._rank_group(parameter)
         path, dtype, placement = self.recipe.route(info)[0], parameter.dtype, None
-        if dtype.is_complex:  # computed as real pairs, whose entries form no matrix
+        if dtype.is_complex:  # complex numbers are computed as pairs of real numbers, which form no matrix
             info, dtype, matrices = replace(info, shape=(*info.shape, 2)), dtype.to_real(), ONE_TENSOR
         else:
             matrices = self.recipe.view_of(info).matrices
@@ -425,7 +431,7 @@ class Assignments:
         return replace(spec, width_factors=width_factors(self.recipe, info), rank_group=rank_group)
 
     def check(self, index: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError on every rank if ranks were not given the same recipe and param group."""
+        """Raise ValueError on every rank if ranks have different recipes or different param groups at this index."""
         for rank_group, specs in _shared(self._groups[index]).items():
             pairs = zip(group["params"], self._groups[index], strict=True)
             own = [parameter for parameter, spec in pairs if spec.rank_group is rank_group]
@@ -438,7 +444,7 @@ class Assignments:
             check_construction(f"param group {index}", rank_group, texts, specs, own)
 
     def require_same_owners(self, index: int) -> None:
-        """Raise ValueError on every rank if ranks have different numbers of param groups, or different owners.
+        """Raise ValueError on every rank if the ranks differ in the number of param groups, or in the owners of blocks.
 
         index: first group that was not checked yet.
         """
@@ -449,7 +455,7 @@ class Assignments:
 
 
 def _shared(specs: Iterable[ParamSpec]) -> dict[RankGroup, list[ParamSpec]]:
-    """Return the shared parameters, by the ranks that share them."""
+    """Group the parameters that several ranks share by these ranks."""
     found: dict[RankGroup, list[ParamSpec]] = {}
     for spec in specs:
         if spec.rank_group is not None:
@@ -464,11 +470,13 @@ def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
 
 
 def scope(parameter: Tensor, distribution: Distribution) -> Any:
-    """Return the scope of a parameter: the key of the ranks that exchange its blocks.
+    """Return the scope of a parameter, a key that identifies the ranks that exchange its blocks.
 
-    It is the mesh of a DTensor, REPLICATED for a plain tensor, or None if this process updates the parameter alone.
+    The scope is the mesh of a DTensor, REPLICATED for a plain tensor, or None if this process updates the parameter
+    alone.
 
-    Raises ValueError if the recipe excludes such a parameter, and for a flat piece of a parameter.
+    Raises ValueError if the recipe's distribution mode excludes the parameter, or if the parameter is a flat piece of
+    another tensor.
     """
     if piece := flat_piece(parameter):
         raise ValueError(f"a parameter must have its own shape, got {piece}")

@@ -1,7 +1,7 @@
-"""Facts about each parameter that decide how it is computed: its specification, its placement on ranks, its phases.
+"""Specification, placement on ranks and phases of each parameter, which decide how its update is computed.
 
-All of them follow from the recipe and from names, shapes and layouts. Values of parameters play no role, so that every
-rank computes the same.
+They follow from the recipe and from names, shapes and layouts, and do not depend on values of parameters. Every rank
+therefore computes the same ones.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ The phase of a block is the fraction of a refresh interval at which the block is
 
 
 class _Kind(NamedTuple):
-    """Blocks of one path and shape.
+    """Blocks of one shape under one update.
 
     cost: cost of a refresh of one block.
     blocks: each parameter with the keys of its blocks.
@@ -69,7 +69,10 @@ class _Kind(NamedTuple):
 
 
 def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Cadence, float]]:
-    """Yield the cadence of each stage that refreshes, and the cost of one refresh of a block of that shape."""
+    """Yield (cadence, cost of one refresh of the block) for each stage that has refreshes.
+
+    block: shape of the block.
+    """
     for _, stage in rule.stages():
         cadence = stage.cadence()
         if cadence is not None:
@@ -79,12 +82,13 @@ def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Ca
 def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     """Return the phases of all blocks of all parameters of an optimizer.
 
-    The blocks are sorted by path and shape, then by name and key. A block's phase is the cost of all refreshes before
-    its own plus half of its own, as a fraction of the total cost. Equal parts of an interval then cost the same, as
-    nearly as indivisible blocks allow. For a cadence with waves, phases are rounded down to the beginning of a wave.
+    The blocks are sorted by path and shape, then by name and key. A block's phase is the cost of the refreshes of all
+    blocks before it plus half the cost of its own refresh, as a fraction of the total cost. Equal parts of a refresh
+    interval then have equal costs, as nearly as indivisible blocks allow. For a cadence with waves, phases are rounded
+    down to the beginning of a wave.
 
-    Phases do not depend on the order or the grouping of parameters, nor on ranks. Blocks of one path and shape that are
-    due together are neighbours.
+    Phases do not depend on ranks, or on the order or the grouping of parameters. In this order, blocks of one path and
+    shape that are due together are neighbours.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)
@@ -106,7 +110,7 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
 
 
 def refresh_units(recipe: Recipe, parameters: Iterable[ParamKey]) -> float:
-    """Return the cost of all refreshes in an interval, in units of the costliest one. Return 0 without refreshes."""
+    """Return the cost of all refreshes in an interval divided by the cost of the costliest one; 0 without refreshes."""
     return _units(_kinds(recipe, set(parameters)).values())
 
 
@@ -143,8 +147,9 @@ class ParamPlacement:
     """The ranks that hold a parameter and the ranks that update it.
 
     layout: entries of the parameter that each rank holds.
-    owners: rank that owns each block, by block key. None: every rank updates entries in place, and sends no blocks.
-    parts: entries that each rank updates in place, if several ranks hold the same entries. After the update these ranks
+    owners: by block key, the rank that owns the block. None: every rank updates entries in place, and no blocks are
+        sent.
+    parts: entries that each rank updates in place if several ranks hold the same entries. After the update these ranks
         send their parts to each other. None: a rank updates all entries that it holds.
     """
 
@@ -165,14 +170,15 @@ class ParamSpec:
     name: name of the parameter in errors and counts, and seed of its random numbers.
     path: path of its update in the recipe.
     shape: shape of the full parameter. A complex parameter has the shape `[..., 2]` of its real pairs.
-    dtype: dtype of the parameter, or of the real pairs of a complex one.
+    dtype: dtype of the parameter; for a complex parameter, the dtype of its real and imaginary parts.
     device: device of the parameter.
-    placement: ranks that hold and update it. None: this process updates all of it, independently of other ranks.
-    matrices: division of its entries into matrices.
-    frozen: True if it had no gradients when the optimizer was made.
-    width_factors: for each of its matrices the factor of the direction. (): there are no factors.
-    group: number of its param group.
-    rank_group: ranks that share it. None: this process updates it alone.
+    placement: ranks that hold and update the parameter. None: this process updates the full parameter, independently of
+        other ranks.
+    matrices: division of the parameter's entries into matrices.
+    frozen: True if the parameter required no gradient when its param group was added.
+    width_factors: for each matrix of the parameter, the factor of its direction. (): there are no factors.
+    group: index of the parameter's param group.
+    rank_group: ranks that share the parameter. None: this process updates the parameter alone.
     """
 
     name: str
@@ -189,7 +195,7 @@ class ParamSpec:
 
     @property
     def divided(self) -> bool:
-        """True if some ranks hold only a part of the parameter, or nothing of it."""
+        """True if some ranks hold only a part of the parameter, or none of its entries."""
         return self.placement is not None and not self.placement.layout.replicated
 
     @property
@@ -206,7 +212,7 @@ class ParamSpec:
 def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     """Return the entries of a parameter that each rank of a group holds.
 
-    Raises ValueError if the local tensor of a DTensor has another shape than its placements say.
+    Raises ValueError if the shape of a DTensor's local tensor does not agree with its placements.
     """
     shape = tuple(parameter.shape)
     if not is_dtensor(parameter):
@@ -229,10 +235,10 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
 def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
     """Return the factors by which `width_scaling` multiplies the directions of each matrix of a parameter.
 
-    With them one learning rate fits all widths of a model. Return () without `width_scaling`.
+    With these factors one learning rate is suitable for all widths of a model. Return () without `width_scaling`.
 
     Raises:
-        ValueError: a factor would have no effect, or is not known.
+        ValueError: a factor would have no effect, or the factor of a matrix is not known.
     """
     if recipe.width_scaling is None or 0 in info.shape:
         return ()
@@ -248,7 +254,9 @@ def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
                 "one of the two"
             )
     matrices = recipe.view_of(info).matrices
-    if rule.entrywise():  # its blocks ignore the view, so take the matrices from the module: all have the same fan-in
+    if (
+        rule.entrywise()
+    ):  # blocks of an entry-wise update ignore the view: take the module's matrices, which share one fan-in
         convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
         matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
     shapes = list(matrices.each(info.shape)) if info.shape else [()]
@@ -261,7 +269,8 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
 
     path: path of the parameter's update in the recipe.
 
-    Raises ValueError if a constraint of the update needs whole parameters, or whole rows, and the layout shards them.
+    Raises ValueError if a constraint of the update needs whole parameters but the layout shards the parameter, or if it
+    needs whole rows but the layout shards rows.
     """
     for constraint in recipe.rules()[path].constraints if not layout.replicated else ():
         if not constraint.shardable(layout.whole_rows):
@@ -276,19 +285,21 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
         return ParamPlacement(layout, {})
     if layout.copies == 1:
         return ParamPlacement(layout, None)
-    if layout.parts is not None and recipe.averaging is None:  # else a rank needs the others' parts between steps
+    if (
+        layout.parts is not None and recipe.averaging is None
+    ):  # with averaging, a rank needs other ranks' parts between steps
         return ParamPlacement(layout, None, layout.parts)
     return ParamPlacement(layout, {})
 
 
 def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrices: Matrices) -> bool:
-    """Return True if a rank can update any entries of the parameter alone.
+    """Return True if a rank can update any entries of the parameter without other entries.
 
-    It can if the update mixes no entries, and if each slot has one entry for each entry of the parameter. The state is
-    then divided as evenly as the parameter.
+    This requires that the update mixes no entries, and that each slot has one entry for each entry of the parameter.
+    The state is then sharded as evenly as the parameter.
     """
     rule = recipe.rules()[path]
-    if rule.constraints:  # all ranks compute their norms together
+    if rule.constraints:  # norms of constrained parameters need sums over all ranks
         return False
     if any(grid.shape != shape or not grid.is_parameter for grid in rule.blocking.grids(shape, matrices)):
         return False

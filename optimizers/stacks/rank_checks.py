@@ -1,7 +1,7 @@
 """Checks that ranks which share parameters agree on everything that must be equal among them.
 
-At construction ranks check recipe, param groups and values. In every step they check gradients and their norms, failed
-roots, rates and numbers of steps, before anything changes.
+At construction the recipe, param groups and values of parameters are compared. In every step, gradients and their
+norms, failed roots, rates and numbers of steps are compared before anything changes.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ STEPS, AGAIN = "number of steps", "number of steps since the gradients were writ
 NUMBERS = ("lr", "peak_lr", "weight_decay", STEPS, AGAIN)
 """Names of the numbers that must be equal on all ranks in a step, for one param group."""
 SQUARES, ABSENT, FAILED = "squares of gradients", "ranks without a gradient", "ranks with failed roots"
-"""Names of fields `[P]` that are summed over ranks."""
+"""Names of fields `[P]`, with a number for each of P parameters, that are summed over ranks."""
 FIRST, EVERY = 3, 100
-"""Steps in which ranks compare their copies of gradients: the first `FIRST` ones, and then one in `EVERY`."""
+"""Steps in which ranks compare their copies of gradients: the first `FIRST` steps, and then every `EVERY`-th step."""
 TOLERANCE = 1e-4
 """Largest standard deviation of a gradient's norm over ranks, in units of its mean, for which copies count as equal.
-Kernels that add in varying order differ by 1e-6 between ranks, and gradients of other data by 1e-2 or more."""
+Norms differ between ranks by 1e-6 if kernels add in varying order, and by 1e-2 or more if gradients are of different
+data."""
 STEP_ALIKE = "all ranks must call step() equally often, with the same values in their param groups"
 AVERAGE_FIRST = (
     "all ranks hold the whole parameter: average gradients before step(), by the whole model in "
@@ -68,15 +69,15 @@ def check_construction(
     specs: Sequence[ParamSpec],
     parameters: Sequence[Tensor],
 ) -> None:
-    """Raise ValueError on every rank if ranks were given different recipes, param groups or values. All ranks call it.
+    """Raise ValueError on every rank if ranks received different recipes, param groups or values. All ranks call it.
 
-    subject: name of the param group that is checked. If it differs, some ranks have more param groups than others.
-    texts: texts that must be the same on all ranks, by title.
+    subject: name of the param group that is checked. If the names differ, ranks have different numbers of param groups.
+    texts: by title, texts that must be the same on all ranks.
     specs: specifications of the parameters that the ranks share.
     parameters: the parameters. Ranks that hold the same entries must have the same values.
     """
     ranks, rank, checksums = rank_group.all_ranks, rank_group.rank, _checksums(specs, parameters, rank_group.rank)
-    copies: dict[tuple[int, ...], list[Hashable]] = {}  # by the ranks that hold the same entries
+    copies: dict[tuple[int, ...], list[Hashable]] = {}  # checksums, by the ranks that hold the same entries
     for position, values in checksums.items():
         copies.setdefault(_layout(specs[position]).holders[rank], []).append(values)
     mine = {title: _digest(text) for title, text in texts.items()}
@@ -106,9 +107,9 @@ def check_construction(
 
 
 def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: int) -> dict[int, tuple[int, int]]:
-    """Return a checksum of the entries that this rank holds of each parameter, by position.
+    """Return, by position, a checksum of the entries of the parameter that this rank holds.
 
-    Parameters that no other rank holds, or that have no values, are left out.
+    Parameters without copies on other ranks, or without values (meta, fake), are left out.
     """
     found: dict[int, Tensor] = {}
     for position, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
@@ -134,7 +135,7 @@ def _digest(text: str) -> str:
 
 
 def numbers_sent(parameters: int, plain: bool) -> int:
-    """Return the number of float64 numbers in the all-reduce of a step.
+    """Return how many float64 numbers the all-reduce of a step sums.
 
     parameters: number of parameters.
     plain: True if copies of gradients are compared.
@@ -143,11 +144,11 @@ def numbers_sent(parameters: int, plain: bool) -> int:
 
 
 def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
-    """Return the numbers that must be equal on all ranks in a step, by name. Tensors on a device are copied there.
+    """Return, by name, the numbers that must be equal on all ranks in a step. Tensors on a device are copied on it.
 
-    hypers: values of param groups, by number.
+    hypers: values of param groups, by index of the group.
     steps: number of steps before this one.
-    again: number of steps with the present gradients.
+    again: number of steps that have already used the present gradients.
     """
     found: dict[str, float | Tensor] = {}
     for group, own in hypers.items():
@@ -160,10 +161,11 @@ def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[st
 class RankChecks:
     """Checks and sums of P parameters in every step, among all ranks that update them.
 
-    rank_group: ranks that divide the work on the parameters. `all_ranks` of it include other groups with the same work.
-    linear: P flags, True for parameters whose updates square no gradient. Their gradients need only be finite, while
-        others must have finite squares. None: all are False.
-    failed: positions of parameters whose roots failed too often on this rank. All ranks raise at the next step.
+    rank_group: ranks that divide the work on the parameters. Its `all_ranks` include other groups with the same work.
+    linear: P flags, True for parameters whose updates square no gradient. Gradients of these parameters need only be
+        finite; gradients of all other parameters must have finite squares. None: all flags are False.
+    failed: positions of parameters whose roots failed too often on this rank. At the next step all ranks raise an error
+        for them.
     """
 
     def __init__(
@@ -191,18 +193,18 @@ class RankChecks:
         """Check gradients and numbers on all ranks, and return their sums over ranks. All ranks call it.
 
         Each rank checks all entries that it holds, including entries that another rank updates, so that a nan in the
-        copy of one rank is found with every recipe. With R copies a rank reads R times as many entries as it updates.
-        These are fewer than the parameters that it receives in the same step.
+        copy of one rank is detected with every recipe. With R copies a rank reads R times as many entries as it
+        updates. These are fewer entries than the rank receives of parameters in the same step.
 
-        gradients: the entries of each gradient that this rank holds, by position. None: the parameter has no gradient.
+        gradients: by position, the entries of the gradient that this rank holds. None: the parameter has no gradient.
         present: `[P]`, True for parameters that have a gradient on this rank.
         numbers: numbers that must be equal on all ranks, by name.
-        copied: True if all ranks must have the same gradients. Gradients of plain tensors are averaged only by
-            DistributedDataParallel, or by code in its place.
-        more: other fields to sum.
+        copied: True if all ranks must have the same gradients. This must hold for plain tensors, whose gradients
+            DistributedDataParallel, or code in its place, averages before the step.
+        more: further fields to sum.
 
         Raises DistributedError if gradients or numbers differ between ranks, and ArithmeticError if roots failed too
-        often in the step before. On a device both are raised one step later.
+        often in the previous step. On a device both errors are raised one step later.
         """
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         norms, squares = self._norms(gradients, device)
@@ -251,9 +253,9 @@ class RankChecks:
         return self.checked.ranks.all_reduce(local / self._updated[list(positions)], "sums over constrained parameters")
 
     def _norms(self, local: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return norms and their squares, each `[P]` float64. A square that overflows its dtype is inf.
+        """Return the norms of tensors and their squares, each `[P]` float64. A square that overflows its dtype is inf.
 
-        local: the entries of each tensor on this rank. None counts as zeros.
+        local: P tensors, the entries that this rank holds. None: the norm is 0.
         device: device of the result.
         """
         found = torch.zeros(2, len(local), dtype=torch.float64, device=device)
@@ -272,8 +274,8 @@ class RankSurvey:
     present: `[P]`, True for parameters that have a gradient on this rank.
     sums: float64 sums on the device, by name of the field.
     largest: `[P]`, largest usable sum of squares: the largest finite number of the dtype in which the update is
-        computed. For an update that squares no gradient it is that of float64, in which squares of all numbers in 32
-        bits are finite.
+        computed. For an update that squares no gradient, the dtype is float64, in which the squares of all float32
+        numbers are finite.
     ranks: number of ranks.
     """
 
@@ -285,7 +287,7 @@ class RankSurvey:
 
     @property
     def squares(self) -> Tensor:
-        """`[P]`, sum of squares of each full gradient."""
+        """Sum of squares of each full gradient, `[P]`."""
         return self.sums[SQUARES]
 
     @property
@@ -294,9 +296,9 @@ class RankSurvey:
         return self.squares.device
 
     def agreed(self) -> NDArray[np.bool_]:
-        """Return `[P]`, True for parameters that have a gradient on all ranks. The sums are read on the host.
+        """Return `[P]`, True for parameters that have a gradient on all ranks. The host reads the sums.
 
-        Raises DistributedError for a parameter with a gradient on some ranks only.
+        Raises DistributedError for a parameter that has a gradient on only some ranks.
         """
         counts = self.sums[ABSENT].tolist()
         some = [name for name, count in zip(self.names, counts, strict=True) if 0 < count < self.ranks]
@@ -308,13 +310,13 @@ class RankSurvey:
         return np.array([count == 0 for count in counts]) & self.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
-        """Return True if any of the gradients at these positions is not 0. The sums are read on the host."""
+        """Return True if any gradient at these positions is not 0. The host reads the sums."""
         return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
-        """Return `[n]` booleans on the device, True for gradients that can be used.
+        """Return booleans `[n]` on the device, True for each of the n gradients that can be used.
 
-        finite: True if gradients, or their squares, must be finite.
+        finite: True if usable gradients must be finite, and their squares too unless the update squares no gradient.
         """
         usable = self.sums[ABSENT] == 0
         usable = usable & (self.squares <= self.largest) if finite else usable

@@ -1,7 +1,7 @@
-"""Stacks: the state of a stack, the blocks of it that take part in a step, and how blocks are put into stacks.
+"""Stacks of equal blocks: their state, their active blocks in a step, and the assignment of blocks to stacks.
 
-Equal blocks of many parameters form a stack `[N, *block]`. Between ranks, equal blocks form block groups, which all
-ranks compute and send in one order. The blocks of a group that a rank owns are one stack there.
+N equal blocks of many parameters form a stack `[N, *block]`. Equal blocks of all ranks form a block group. All ranks
+compute and send block groups in the same order. The blocks of a group that one rank owns form one stack on that rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ..recipe.recipe import Recipe, Route, require_slots, slot_keys
 from .placement import ParamSpec, Phases
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
-"""Codes `[1, ...]` of fresh slots, by (JSON of the quantizer, slot, dtype, device), which determine them."""
+"""Cache of the codes `[1, ...]` of initial values of slots. The key, (JSON of the quantizer, slot, dtype, device),
+determines the codes."""
 
 
 @dataclass
@@ -41,20 +42,20 @@ class StackState:
     """A stack of N blocks under one update of a recipe, with the state of its stages.
 
     path: path of the update in the recipe, "" or "routes.<name>".
-    rule: update at this path.
+    rule: the update at this path.
     stack: the blocks.
     storage: quantizers of slots, by role or path.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     seeds: `[N]`, seed of the random numbers of each block.
-    run_step: step of the run that the scheduled numbers of the update are of, 1 at the first.
+    run_step: step of the run at which the scheduled numbers of the update are evaluated; the first step is 1.
     number: index of the stack in its parameter set.
-    block_group: number of the block group of the blocks. None: no block of the stack is sent between ranks.
+    block_group: index of the block group of the blocks. None: no block of the stack is sent between ranks.
     width_factors: `[N]`, factor of the direction of each block. None: there are no factors.
-    tensors: state `[N, ...]` by "<stage path>/<slot>".
-    encoded: slots that a quantizer stores. Their tensors are "<stage path>/<slot>/<code>".
-    checks: checks of the contract of every stage, in checked mode. None: there are none.
-    step_watch: measurement of the present step, which also runs the checks. None: there is none.
-    fresh: cache of the codes of fresh slots, shared between stacks and added to. None: no cache.
+    tensors: state tensors `[N, ...]`, by "<stage path>/<slot>".
+    encoded: slots that a quantizer stores, by the same key. Their tensors have keys "<stage path>/<slot>/<code>".
+    checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
+    step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
+    fresh: cache of the codes of initial values, which several stacks share and extend. None: no cache.
     """
 
     path: str
@@ -81,22 +82,24 @@ class StackState:
             self._allocate(key, slot, known)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:
-        """Yield (key, slot) of all slots that the stages declare. The keys have no block."""
+        """Yield (key, slot) of all slots that the stages declare. The keys contain no block key."""
         yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
     def stored(self, key: StateKey) -> list[Tensor]:
-        """Return the tensors that a slot is stored in: one tensor, or the codes of a quantizer."""
+        """Return the tensors that store a slot: one tensor, or the codes of a quantizer and their format."""
         return [self.tensors[name] for name in self.names(key)]
 
     def _allocate(self, key: StateKey, slot: Slot, fresh: FreshCodes) -> None:
-        """Add the tensors of a slot to the state, with the values that it begins with."""
+        """Add the tensors of a slot to the state, with the slot's initial values."""
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         quantizer = choose(self.storage, key, slot) if self.storage else None
         if quantizer is None:
             self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return
         same = (quantizer.model_dump_json(), slot, dtype, device)
-        if same not in fresh:  # encoding may need a decomposition, and a fresh slot is the same for every block
+        if (
+            same not in fresh
+        ):  # encode once: encoding may need a decomposition, and all blocks have the same initial values
             fresh[same] = quantizer.encode(slot.allocate(1, dtype, device))
         codes = {part: code.repeat(blocks, *[1] * (code.ndim - 1)) for part, code in fresh[same].items()}
         self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), slot.dtype or dtype)
@@ -107,22 +110,22 @@ class StackState:
         self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
 
     def names(self, key: StateKey) -> list[str]:
-        """Return the names of the tensors that a slot is stored in, including `FORMAT` of a coded one."""
+        """Return the names of the tensors that store a slot; for a quantized slot the last one is its `FORMAT`."""
         how = self.encoded.get(str(key))
         return [str(key)] if how is None else [str(key._replace(part=part)) for part in (*how.names, FORMAT)]
 
     def format_of(self, name: str) -> int:
-        """Return the number of the storage format of a coded slot.
+        """Return the number of the storage format of a quantized slot.
 
         name: "<stage path>/<slot>".
         """
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Reset slots of one block that hold nothing but zeros to the values that they begin with.
+        """Reset slots of one block to their initial values if all their entries are zero.
 
         row: row of the block.
-        changed: names of tensors that were written outside of a step. Other slots do not change.
+        changed: names of tensors that were written outside of a step. Only slots with such tensors are reset.
         """
         for key, slot in self.slots():
             names, how = self.names(key), self.encoded.get(str(key))
@@ -149,7 +152,7 @@ class StackState:
 
     @cached_property
     def totals(self) -> tuple[str, ...]:
-        """Names of the slots of which stages read sums over all blocks of all parameters."""
+        """Names of the slots that stages read as sums over all blocks of all parameters."""
         return tuple(key.name for key, slot in self.slots() if slot.total)
 
     @property
@@ -192,13 +195,13 @@ class StackState:
 
     @cached_property
     def all_blocks(self) -> ActiveBlocks:
-        """All blocks of the stack."""
+        """All blocks of the stack as active blocks."""
         return ActiveBlocks(self, self.stack, None)
 
     def select(self, active: NDArray[np.bool_]) -> ActiveBlocks | None:
         """Return the blocks of active parameters, or None if there are none.
 
-        The last selection is kept, so that its indices are uploaded once.
+        The last selection is cached, so that equal selections upload their indices only once.
 
         active: `[P]`, True for parameters that take part in the step.
         """
@@ -226,18 +229,20 @@ class StackState:
         )
 
     def note_failures(self, tolerated: int) -> None:
-        """Begin to copy to the host which blocks have a root or basis that failed too often. `failing` returns them.
+        """Start to copy flags to the host: which blocks have a root or basis that failed too often.
 
-        tolerated: number of failures in a row that are tolerated.
+        `failing` returns the parameters of these blocks.
+
+        tolerated: number of successive failures that are tolerated.
         """
         if self.failure_counts:
             found = torch.stack([self.tensors[key] > tolerated for key in self.failure_counts]).any(0)
             self._failing = HostCopy(found)
 
     def failing(self, wait: bool) -> NDArray[np.int64]:
-        """Return positions of parameters with blocks that `note_failures` found. Each finding is returned once.
+        """Return the positions of parameters with blocks that failed too often. A result is returned only once.
 
-        wait: True to wait for a device. If False, findings on a device are left to a later call.
+        wait: True to wait for a device. If False, results on a device are left to a later call.
         """
         if self._failing is None or not (wait or self.stack.device.type == "cpu"):
             return np.zeros(0, dtype=np.int64)
@@ -256,7 +261,7 @@ class StackState:
 
         chain: field of the update that holds the chain.
         rows: rows of the blocks on the device. None: all rows.
-        mask: `[n]`, False for rows whose state must not change. None: all may change.
+        mask: `[n]`, False for rows whose state must not change. None: the state of all rows may change.
         context: context of the same blocks.
         """
         counters = (lambda: (context.seed, context.step)) if self.encoded else None
@@ -285,12 +290,12 @@ class ActiveBlocks:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """`places` on the device of the stack."""
+        """Rows of the active blocks in `stack_state`, `[n]` on the device. None: all rows are active."""
         return None if self.places is None else kept_on_device(self.places, self.stack.device)
 
     @cached_property
     def param_index(self) -> Tensor:
-        """`[n]` on the device of the stack, position of the parameter of each block."""
+        """Position of the parameter of each block, `[n]` on the device of the stack."""
         return kept_on_device(self.stack.param_ids, self.stack.device)
 
     @property
@@ -302,8 +307,9 @@ class ActiveBlocks:
 def active_blocks(
     states: Sequence[StackState], active: NDArray[np.bool_], counts: NDArray[np.int64]
 ) -> Iterator[tuple[list[ActiveBlocks], bool]]:
-    """Yield (active blocks of stacks of one update, True if this gradient only initializes their statistics).
+    """Yield pairs (active blocks of stacks, True if the gradients only initialize the statistics of these blocks).
 
+    states: stacks of one update.
     active: `[P]`, True for parameters that take part in the step.
     counts: `[P]`, number of gradients of each parameter, including the present one.
     """
@@ -319,9 +325,9 @@ def active_blocks(
 class BlockKind(NamedTuple):
     """The properties that equal blocks share.
 
-    path: path of their update in the recipe.
-    dtype: dtype that they are computed in.
-    of_numbers: True if their parameters are single numbers without an axis, which ranks cannot divide.
+    path: path of the update of the blocks in the recipe.
+    dtype: dtype in which the update is computed.
+    of_numbers: True if the parameters of the blocks are 0-d, so that ranks cannot divide them.
     """
 
     path: str
@@ -335,7 +341,7 @@ class BlockKind(NamedTuple):
 class EqualBlocks:
     """N blocks of one kind. Blocks that are due for a refresh together are neighbours.
 
-    grids: (position of a parameter, its blocks), in order.
+    grids: pairs (position of a parameter, grid of its blocks), in the order of the blocks.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     """
 
@@ -353,7 +359,7 @@ class EqualBlocks:
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
-        """Yield the blocks in lists of at most `most`. Blocks of a parameter that a stage sums over stay together."""
+        """Yield lists of at most `most` blocks. If a stage sums over a parameter, its blocks stay in one list."""
         together = recipe.rules()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
         if len(ranges) == 1:
@@ -367,7 +373,7 @@ class EqualBlocks:
 def cut_blocks(
     specs: Sequence[ParamSpec], recipe: Recipe, positions: Iterable[int]
 ) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) of the blocks of parameters, without parameters that every rank updates in place."""
+    """Yield (kind, position, grid) of the blocks of parameters. Parameters that ranks update in place are left out."""
     for position in positions:
         spec = specs[position]
         if spec.in_place:
@@ -378,7 +384,7 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) of the entries that a rank updates of parameters that are updated in place."""
+    """Yield (kind, position, grid) for each parameter that is updated in place. The grid has this rank's entries."""
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.in_place:
             box = spec.placement.updated.boxes[rank]
@@ -405,7 +411,10 @@ def equal_blocks(
 
 
 def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
-    """Return lists of the indices of sets that are connected by shared members, in the order of their first index."""
+    """Return the connected components of sets, where sets with a common member are connected.
+
+    A component is a list of indices of sets. Components are in the order of their first index.
+    """
     found: list[tuple[set[int], list[int]]] = []
     for index, members in enumerate(sets):
         joined = [own for own in found if own[0] & members]
@@ -424,12 +433,12 @@ def stack_length(kind: BlockKind, recipe: Recipe) -> int:
 def divide(
     specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, ranks: int
 ) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
-    """Yield all block groups, with the owner of each block, and the phases `[N]` of their blocks.
+    """Yield each block group, with the owners of its N blocks, and the phases `[N]` of these blocks.
 
-    No block group is larger than a round of messages, or than one stack on every rank, unless its blocks must stay
-    together. If stages need sums over a parameter, its block groups follow each other and are marked as joined.
-    Block groups of neighbouring parameters also follow each other, so that a parameter is complete a few rounds after
-    its first block.
+    A block group is at most as large as a round of messages, and as one stack on every rank together, unless its blocks
+    must stay together. If stages need sums over a parameter, the block groups of that parameter are consecutive and are
+    marked as joined. Block groups of neighbouring parameters are close together, so that all updates of a parameter
+    arrive within a few rounds.
     """
     limit = round_bytes(specs, recipe, ranks)
     runs = list(_runs(specs, limit))
@@ -450,23 +459,24 @@ def divide(
 
 
 def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
-    """Return the bytes of updates that all ranks together send in one round of messages.
+    """Return the number of bytes of updates that all ranks together send in one round of messages.
 
-    A rank receives the updates of the entries that it holds: all of them if every rank holds the whole parameter.
+    A rank receives the updates of the entries that it holds. If every rank holds the full parameters, each rank
+    receives all updates.
     """
     copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
     return recipe.distribution.message * ranks // max(copies, default=1)
 
 
 def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
-    """Return True if owners send the written parameters of their blocks, False if they send updates."""
+    """Return True if owners send their blocks of the updated parameters, False if they send updates."""
     placements = [spec.placement for spec in specs if not spec.in_place]
     replicated = all(placement is None or placement.layout.replicated for placement in placements)
     return recipe.distribution.gather == "parameters" and replicated
 
 
 def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
-    """Yield positions of neighbouring parameters, in lists of at most `limit` bytes of updates or of one parameter."""
+    """Yield positions of neighbouring parameters in lists of one parameter, or of at most `limit` bytes of updates."""
     run, size = list[int](), 0
     for position, spec in enumerate(specs):
         nbytes = math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize
@@ -484,7 +494,7 @@ def _place(
 ) -> BlockGroup:
     """Return the block group of equal blocks, with the owner of each block and its row in the owner's stack.
 
-    dtypes: dtypes of the parameters. If there is one, gradients or parameters are sent in it.
+    dtypes: dtypes of the parameters. If all parameters have one dtype, gradients or parameters are sent in that dtype.
     """
     path, shape, dtype, device, _ = blocks.kind
     rows = [0] * ranks
@@ -547,7 +557,7 @@ def _stack_states(
 def _stack_state(
     blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes, block_group: int | None = None
 ) -> StackState:
-    """Return one stack with its state. `fresh` and `block_group` are as of `StackState`."""
+    """Return one stack with its state. `fresh` and `block_group` are fields of `StackState`."""
     path, shape, dtype, device, _ = blocks.kind
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
