@@ -1,4 +1,4 @@
-"""The manifest of a parameter set: shape, dtype and owner of every state tensor, equal on all ranks."""
+"""The manifest of a parameter set: shape, dtype and owner of every state tensor. All ranks have the same manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..write.averaging import Mode
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
-    """Return shape, dtype and owner of every state tensor, by position of the parameter and by state key."""
+    """Return shape, dtype and owner of every state tensor, as a list over parameters of dicts by state key."""
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
     for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
         for block in block_group.blocks:
@@ -53,22 +53,23 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     """Return True if a state tensor without an owner is sharded as its parameter is.
 
-    Such a tensor is either a number, which every rank stores, or ends with the parameter's axes. Averagings and
-    constraints declare no other slots (`IterateStore`), and stages with other slots are not updated in place (`place`).
+    A state tensor without an owner is either a number, which every rank stores, or its last axes are those of the
+    parameter. Averagings and constraints declare no other slots (`IterateStore`), and parameters under stages with
+    other slots are not updated in place (`place`).
     """
     return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
 
 
 def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
-    """Return the number of axes of a sharded state tensor before those of its parameter."""
+    """Return the number of axes of a sharded state tensor before the axes of its parameter."""
     return tensor.ndim - parameter.ndim
 
 
 def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Return scalar averaging state of parameters of which some ranks hold an empty shard, by position.
+    """Return, by position, the scalar averaging state of each parameter of which some ranks hold an empty shard.
 
-    A rank with an empty shard never updates these scalars, and a checkpoint may read them from any rank. So a rank with
-    a shard that is not empty broadcasts them.
+    A rank with an empty shard never updates these scalars, but a checkpoint may read them from any rank. Therefore a
+    rank whose shard is not empty broadcasts the scalars.
     """
     rank_group = param_set.rank_group
     assert rank_group is not None
@@ -95,16 +96,16 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
-    """Return the boxes of a parameter that ranks hold or update in place. Its entry-wise state is stored there."""
+    """Return the layout of a parameter's entry-wise state: the entries that each rank holds or updates in place."""
     placement = param_set.specs[position].placement
     assert placement is not None
     return placement.updated
 
 
 def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Yield (shape, dtype) of the state of one block by "<stage path>/<slot>", for each block group in order.
+    """Yield for each block group, in order, the shape and dtype of one block's state, by "<stage path>/<slot>".
 
-    If this rank owns no block of the group, a stack of one block is built to find out.
+    If this rank owns no block of the group, a stack of one block is built, and its tensors are read.
     """
     stack_states = {
         stack_state.block_group: stack_state

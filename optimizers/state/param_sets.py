@@ -1,4 +1,4 @@
-"""The parameter sets of all param groups: built, shown in `optimizer.state`, and built again after changes."""
+"""The parameter sets of all param groups: their construction, and their state as shown in `optimizer.state`."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 class ParamSets:
-    """All parameter sets of an optimizer. Groups that were added together, a batch, share parameter sets.
+    """All parameter sets of an optimizer. Groups that were added together form a batch, and share parameter sets.
 
-    recipe: declares the updates.
-    recipe_text: the recipe as JSON, which every param group holds.
-    follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None without one.
+    recipe: recipe that declares the updates.
+    recipe_text: the recipe as JSON; every param group holds it.
+    follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None if no part does.
     checked: True if the contract of every stage is checked at every step.
     others: descriptions of parameters of the same model that other optimizers update.
     infos: for each group, a description of each of its parameters.
     parameters: for each group, its parameters.
-    batches: number of groups after each batch was added. Owners of blocks are decided once for each batch.
+    batches: for each batch, the number of groups after it was added. Owners of blocks are assigned batch by batch.
     built: for each batch, its parameter sets, as `build` makes them.
     signals: signals that stages request.
     schedules: scheduled fields of stages.
     asks_signals: True if a step needs any signal.
-    consolidated: the state as `consolidate` has gathered it; None if it has not, or if the state has changed since.
+    consolidated: the state that `consolidate` has gathered; None if it was not called, or if the state has changed
+        since.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
@@ -66,7 +67,10 @@ class ParamSets:
         return chain.from_iterable(self.built)
 
     def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
-        """Add the last of the param groups, and complete its entries. known: descriptions of parameters, by id."""
+        """Add the last of the param groups, and complete its entries.
+
+        known: descriptions of parameters, by id of the parameter; None: there are none.
+        """
         group = groups[-1]
         check_values(group)
         group.setdefault("peak_lr", first_peak(group))
@@ -79,7 +83,7 @@ class ParamSets:
     def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
         """Add a group without state and without owners.
 
-        frozen: which parameters count as frozen; None means those with `requires_grad=False` now.
+        frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` now.
         """
         self.infos.append(infos)
         self.parameters.append(list(parameters))  # a copy, because a framework may change the group's list
@@ -87,7 +91,7 @@ class ParamSets:
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), frozen)
 
     def assign(self, index: int) -> None:
-        """Assign owners to the blocks of the groups from `index` on, and refresh phases to the blocks of all groups."""
+        """Assign owners to blocks of the groups from `index` on, as a new batch, and phases to blocks of all groups."""
         self._assignments.assign(index)
         self.batches.append(len(self.infos))
         self.built.append([])
@@ -95,13 +99,13 @@ class ParamSets:
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
         """Assign owners and create state for the groups from `index` on, as one batch.
 
-        One batch, because then no result depends on how parameters are grouped.
+        The groups form one batch so that no result depends on the grouping of parameters.
 
         groups: all param groups.
 
         Raises:
             ValueError: ranks have different recipes or groups (on every rank), or the recipe needs sums over all
-                parameters of a model and another optimizer has some of them.
+                parameters of a model and another optimizer updates some of these parameters.
         """
         for place in range(index, len(groups)):
             self._assignments.check(place, groups[place])
@@ -113,7 +117,9 @@ class ParamSets:
         param_sets = self.build(last, trained)
         self.signals.require_all_parameters(param_sets, self.others)
         self.install(last, param_sets, state, groups[index]["iterate"])
-        for param_set in chain.from_iterable(self.built[:last]):  # their phases change, because blocks were added
+        for param_set in chain.from_iterable(
+            self.built[:last]
+        ):  # the phases of earlier sets change, because blocks were added
             phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
             for one in param_set.stack_states:
                 one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
@@ -126,7 +132,10 @@ class ParamSets:
         self._assignments.forget(index)
 
     def matches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return True if the groups have the parameters that the state was made for, on their devices, unchanged."""
+        """Return True if the groups have the parameters for which the state was made, with unchanged properties.
+
+        The properties are device, dtype and shape.
+        """
         return self.same_parameters(groups) and not self.changed()
 
     def same_parameters(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -137,7 +146,7 @@ class ParamSets:
         )
 
     def changed(self) -> list[tuple[Tensor, ParamSpec]]:
-        """Return the parameters with state whose device, dtype or shape is not that of their specification."""
+        """Return the parameters with state whose device, dtype or shape differs from their specification."""
         return [
             (parameter, spec)
             for param_set in self
@@ -157,7 +166,7 @@ class ParamSets:
                 )
 
     def frozen(self) -> list[list[bool]]:
-        """Return for each group which of its parameters had `requires_grad=False` when it was added."""
+        """Return for each group flags of its parameters: True if `requires_grad` was False when the group was added."""
         return [[spec.frozen for spec in self._assignments[index]] for index in range(len(self.infos))]
 
     def names(self) -> set[str]:
@@ -165,7 +174,10 @@ class ParamSets:
         return {info.name for infos in self.infos for info in infos if info.name is not None}
 
     def labels(self, index: int) -> list[str]:
-        """Return the names of a group's parameters for errors and counts, with a position for those without a name."""
+        """Return the names of a group's parameters for errors and counts.
+
+        A parameter without a name is described by the indices of its group and of itself in the group.
+        """
         return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
 
     def rows(self) -> list[tuple[Tensor, ParamInfo]]:
@@ -179,8 +191,8 @@ class ParamSets:
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
         """Build new parameter sets for the parameters of a batch whose id is in `wanted`.
 
-        There is a parameter set for each device and each group of ranks, and for each param group if stages request its
-        learning rate. The result depends on nothing else.
+        Parameters on one device that one group of ranks shares form a parameter set. If stages request the learning
+        rate, each param group has parameter sets of its own. The division depends on nothing else.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
         with_lr = {path for path, rule in self.recipe.rules().items() if "lr" in asking(rule.stages())}
@@ -222,7 +234,7 @@ class ParamSets:
         self._shown = ShownState(state, self, self.parameters)
 
     def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
-        """Create state for parameters with a gradient but no state: thawed ones, or ones whose state was removed."""
+        """Create state for parameters with a gradient but no state: they were thawed, or their state was removed."""
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
             return
@@ -238,15 +250,16 @@ class ParamSets:
     ) -> None:
         """Apply changes that a user or framework made to `optimizer.state`, before state is stepped or read.
 
-        Changed values are copied into the stacks. A parameter whose entry was emptied or removed has no state from then
-        on, and starts again with its next gradient.
+        Changed values are copied into the stacks. A parameter whose entry was emptied or removed has no state until its
+        next gradient, with which it starts again.
 
         mode: iterate that the parameters hold.
-        thorough: True to search all tensors for `x.data = y`, False to search only the largest.
+        thorough: True to compare the addresses and versions of all tensors, False to compare only those of the largest
+            tensors.
         moved: True to build the stacks again on the present devices of the parameters.
 
         Raises:
-            ValueError: a value cannot be state. Nothing changes then.
+            ValueError: a value cannot be state. Then no change is applied.
         """
         if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
             return
@@ -276,12 +289,12 @@ class ParamSets:
         self._note_shown(state)
 
     def resolve_deferred(self) -> None:
-        """Undo the step counts of parameters whose last gradient was found on the device to be non-finite."""
+        """Undo the step counts of parameters whose last gradient was not finite, as checked on the device."""
         for param_set in self:
             param_set.resolve_deferred()
 
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
-        """Write the iterate of a mode, training or evaluation, into all parameters."""
+        """Write the iterate of a mode (training or evaluation) into all parameters."""
         self.resolve_deferred()
         self.consolidated = None
         for param_set in self:
@@ -290,7 +303,7 @@ class ParamSets:
         self._note_shown(state)
 
     def skipped(self) -> Counter[str]:
-        """Return how many times the gradient of each parameter was not finite, by name."""
+        """Return, by name of the parameter, how many of its gradients were not finite."""
         self.resolve_deferred()
         return sum((param_set.skipped for param_set in self), Counter())
 
@@ -298,7 +311,7 @@ class ParamSets:
 def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
     """Raise ValueError unless a complex parameter can be updated as pairs of real numbers, as in torch's optimizers.
 
-    Entry-wise chains can do that. Stages on matrices, and constraints, would mix the two parts of a number.
+    Entry-wise chains can update such pairs. Stages on matrices, and constraints, would mix real and imaginary parts.
     """
     rule = recipe.rules()[spec.path]
     mixing = next((path for path, stage in rule.stages(spec.path) if not stage.cached_traits().entrywise), None)
@@ -316,7 +329,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
 
 
 def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
-    """Add to new parameter sets the counts of skipped gradients of their parameters in the previous sets."""
+    """Add the counts of skipped gradients in the previous parameter sets to the new sets with the same parameters."""
     counts = {param_set: dict(param_set.skipped) for param_set in before}
     for param_set in param_sets:
         for other, skipped in counts.items():
@@ -330,7 +343,7 @@ Hook = Callable[..., Any]
 class ComposedOptimizer(Protocol):
     """A torch optimizer with its recipe and its parameter sets.
 
-    state: state by parameter, and entries under any other keys that a user adds.
+    state: state by parameter, and entries that a user adds under other keys.
     """
 
     recipe: Recipe

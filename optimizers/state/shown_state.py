@@ -1,10 +1,10 @@
-"""`optimizer.state` as users and training frameworks see it, and the changes that they make to it.
+"""`optimizer.state` as users and training frameworks see it, and the detection of changes that they make to it.
 
 A step updates stacks of blocks. `optimizer.state` has the entries of each parameter: tensors over the memory of the
-stacks, each with a storage of its own size, so that the state of one parameter can be saved and copied alone. A
+stacks, each with a storage as small as the tensor, so that the state of one parameter can be saved and copied alone. A
 framework (a host, below) may replace these tensors (an offload to the CPU and back), zero them (a reset) or remove
-entries. Such changes are found before state is next stepped or read. Changed values are copied into the stacks, and
-values that cannot be state are refused by name.
+entries. Such changes are detected before state is next stepped or read. Changed values are copied into the stacks. A
+value that cannot be state raises an error with its name.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from .manifest import manifest
 
 _END = object()
 _LARGEST = 64
-"""Number of tensors whose address and version each step compares, which takes 4 microseconds. A host that moves or
-resets state in place changes all of it, or at least the largest tensors."""
+"""Number of tensors whose address and version each step compares; the comparison takes 4 microseconds. The largest
+tensors suffice, because a host that moves or resets state in place changes all tensors, or at least the largest."""
 _version = attrgetter("_version")
 
 
 def is_host_key(key: object) -> bool:
-    """Return True if a key of a parameter's state belongs to a host. The optimizer's keys are `step` or have a "/"."""
+    """Return True if a key of a parameter's state belongs to a host.
+
+    The optimizer's own keys are `step` and all strings with a "/".
+    """
     return not isinstance(key, str) or (key != "step" and "/" not in key)
 
 
@@ -49,9 +52,10 @@ def host_state(entry: object) -> dict[Any, Any]:
 
 
 def apart(x: Tensor) -> Tensor:
-    """Return a tensor over the same memory with a storage as small as the tensor, so that it is pickled alone.
+    """Return a tensor over the same memory whose storage is as small as the tensor, so that it is pickled alone.
 
-    The result has its own version counter. Tensors without memory (meta, fake) are returned as views.
+    The result has its own version counter. Tensors that are not contiguous or have no memory (meta, fake) are returned
+    as views with their full storage.
     """
     if type(x) is not Tensor or x.device.type == "meta" or not x.is_contiguous():
         return x.data
@@ -61,13 +65,13 @@ def apart(x: Tensor) -> Tensor:
 
 
 def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
-    """Put the state of a parameter set into `optimizer.state`, beside entries of hosts."""
+    """Write the state of a parameter set into `optimizer.state`, and keep the entries of hosts there."""
     for parameter, own in zip(param_set.parameters, visible(param_set), strict=True):
         state[parameter] = {**{key: apart(x) for key, x in own.items()}, **host_state(state.get(parameter))}
 
 
 def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Tensor]]:
-    """Return the entries of `optimizer.state`: views of this rank's state, and empty tensors for that of other ranks.
+    """Return the entries of `optimizer.state`: views of this rank's state, and empty tensors for other ranks' state.
 
     The keys are equal on all ranks, because torch.distributed.checkpoint reads them from `optimizer.state`.
     """
@@ -108,9 +112,10 @@ class ShownState:
     tensors: for each parameter, its tensors by key.
     missing: parameters without state.
 
-    The check compares three properties: objects; addresses, which `x.data = y` changes; and, for state in which zeros
-    are no valid value (`_answered`), versions, which in-place writes increase. A step compares addresses and versions
-    of the largest tensors only. For 200 parameters with 3 tensors each this takes 45 microseconds of a step of 1.1 ms.
+    The check compares three properties: tensor objects; addresses, which `x.data = y` changes; and versions, which
+    in-place writes increase. Versions are compared only for state in which zeros are no valid value (`_answered`). A
+    step compares addresses and versions of only the largest tensors. For 200 parameters with 3 tensors each, the check
+    takes 45 microseconds of a step of 1.1 ms.
     """
 
     def __init__(
@@ -138,7 +143,11 @@ class ShownState:
         return [*map(Tensor.data_ptr, self._all if thorough else self._large)]
 
     def is_held(self, state: Mapping[Any, Any], thorough: bool) -> bool:
-        """Return True if `state` has not changed. thorough: compare all addresses, which doubles the time."""
+        """Return True if `state` has not changed.
+
+        thorough: True to compare the addresses and versions of all tensors, which doubles the time; False to compare
+            only those of the largest tensors.
+        """
         return (
             len(state) == len(self._entries)
             and all(map(is_, state.values(), self._entries))
@@ -150,7 +159,7 @@ class ShownState:
         )
 
     def moved(self) -> dict[int, int]:
-        """Return the former addresses, by id, of tensors whose address changed or that were written in place."""
+        """Return, by id, the former address of each tensor whose address changed or that was written in place."""
         rows = zip(self._all, self._addresses[True], strict=True)
         moved = {id(x): address for x, address in rows if x.data_ptr() != address}
         rows = zip(self.watched, self._versions, strict=True)
@@ -158,7 +167,10 @@ class ShownState:
 
 
 def _answered(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
-    """Yield (parameter, key) of state in which zeros are no valid value: nonzero initial values, codes, iterates."""
+    """Yield (parameter, key) of state in which zeros are no valid value.
+
+    This is state with nonzero initial values, codes of quantizers, and iterates of the weights.
+    """
     for stack_state in param_set.stack_states:
         begun = [key for key, slot in stack_state.slots() if slot.fill != 0 or _holds_weights(slot)]
         names = [name for key in begun for name in stack_state.names(key)]
@@ -177,11 +189,11 @@ def _holds_weights(slot: Slot) -> bool:
 
 @dataclass
 class HostChanges:
-    """Changes that a host made to the state of one parameter set. They are checked and not applied yet.
+    """Changes that a host made to the state of one parameter set, after the check of the values and before their use.
 
-    values: for each position, the values to copy, by key.
-    changed: for each position, the keys with changed values.
-    faults: errors about values that cannot be state.
+    values: for each position of a parameter, the values to copy, by key.
+    changed: for each position of a parameter, the keys with changed values.
+    faults: error messages for values that cannot be state.
     replaced: True if a tensor of `optimizer.state` was replaced by another tensor.
     """
 
@@ -215,9 +227,12 @@ class HostChanges:
 def host_changes(
     param_set: ParamSet, state: Mapping[Tensor, Any], shown: ShownState, mode: Mode, rebuilt: bool
 ) -> HostChanges:
-    """Find the changes that a host made to the state of a parameter set. Nothing is changed.
+    """Return the changes that a host made to the state of a parameter set. The state itself is not modified.
 
-    rebuilt: True if the parameter set is new and holds none of the earlier values.
+    state: `optimizer.state` with the host's changes.
+    shown: record of `optimizer.state` as the optimizer has written it.
+    mode: iterate that the parameters hold.
+    rebuilt: True if the parameter set is new and does not hold the earlier values.
     """
     moved, reset, found = shown.moved(), param_set.counts_set_back(), HostChanges(param_set)
     rows = zip(param_set.names, param_set.parameters, visible(param_set, mode), strict=True)
@@ -251,7 +266,7 @@ def host_changes(
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a value as a tensor. Hosts may write `step` as a plain number."""
+    """Return a plain number under the key `step` as a tensor, since hosts may write one; other values unchanged."""
     number = key == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
     dtype = torch.int64 if isinstance(value, int) else torch.float64
     return torch.tensor(value, dtype=dtype, device="cpu") if number else value
@@ -275,7 +290,7 @@ def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | N
 
 
 def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tensor], changed: set[str]) -> list[str]:
-    """Return errors about zeroed state that stores weights: after a step these weights would be lost."""
+    """Return error messages for state that stores weights and was set to zero, which would lose these weights."""
     steps, weights = int(state["step"]), param_set.local[position]
     if not steps or not changed:
         return []
@@ -304,7 +319,7 @@ def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def refuse(changes: Iterable[HostChanges]) -> None:
-    """Raise ValueError if there are values that cannot be state, and name them."""
+    """Raise ValueError with the names of all values that cannot be state, if there are any."""
     faults = [fault for one in changes for fault in one.faults]
     if faults:
         fault = (
