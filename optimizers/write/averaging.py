@@ -1,15 +1,17 @@
-"""Averaging of iterates: the contract, averages that never feed back, and averages that do.
+"""Averaging of iterates: the contract, averages that do not affect training, and averages that do.
 
-`EMA` and `LAWA` never feed back: training is the same as without them, and evaluation uses the average.
-`ScheduleFree` and `PrimalAveraging` take gradients between the base iterate z and its average x:
+With `EMA` and `LAWA`, training is the same as without averaging, and evaluation uses the average. `ScheduleFree` and
+`PrimalAveraging` take gradients at y, between the base iterate z and its average x:
 
     y = mu_y x + (1 - mu_y) z      the parameter in training: gradients are taken here
     z <- z - lr U - lr alpha z     the step of the recipe without averaging
     x <- (1 - c) x + c z           the parameter in evaluation
 
-Only z is stored: with D the step of z, the same sequences are  y <- y + c (z - y) + (1 - mu_y (1 - c)) D,  z <- z + D,
-and x = y + (1 / mu_y - 1) (y - z). A step D = 0 from z = y then changes nothing, bit for bit. Parameters stored with
-less precision than they are computed in also keep y.
+U is the update, lr the learning rate and alpha the weight decay. The constants mu_y and c are the weight of x in y and
+the weight of the new z in x. The parameter holds y and z is stored as state; x is computed from them. With D the step
+of z, the same sequences are  y <- y + c (z - y) + (1 - mu_y (1 - c)) D,  z <- z + D,  and x = y + (1 / mu_y - 1)
+(y - z). In this form a step D = 0 from z = y changes no bit. If a parameter is stored with less precision than it is
+computed in, y is stored too.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .constraints import ParameterUpdate
 
 Mode = Literal["train", "eval"]
 MODES: tuple[Mode, ...] = ("train", "eval")
-"""The iterates that the parameters of an optimizer can hold: the one to train, and the one to evaluate."""
+"""The iterates that the parameters of an optimizer can hold: the training iterate and the evaluated iterate."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,11 @@ class IterateBatch:
     """n parameters of one dtype under the same part of the recipe, with their iterates.
 
     parameters: n tensors, the parameters of the model.
-    slots: n tensors by name of the slot.
+    slots: by name of the slot, n tensors.
     steps: `[n]`, number of updates of each parameter, including the present one.
     lr: learning rate of the present update.
     peak_lr: largest learning rate of the run.
-    mask: n 0-d booleans, False for parameters that may not change, nor their slots. None: all may change.
+    mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.
     """
 
     parameters: Sequence[Tensor]
@@ -61,12 +63,12 @@ class IterateBatch:
         return self.slots.get("y", self.parameters)
 
     def begin(self) -> None:
-        """Copy the parameters into the slots z and y, as far as they exist."""
+        """Copy the parameters into the slots z and y, if these exist."""
         for name in self.slots.keys() & {"z", "y"}:
             torch._foreach_copy_(list(self.slots[name]), list(self.parameters))
 
     def show_y(self) -> None:
-        """Copy y, rounded to the dtype of the parameters, into the parameters if it is a slot."""
+        """Copy y into the parameters, rounded to their dtype, if y is a slot."""
         if self.y is not self.parameters:
             torch._foreach_copy_(list(self.parameters), list(self.y))
 
@@ -79,13 +81,13 @@ class IterateBatch:
 
 
 class Averaging(Component, ABC, family="averaging"):
-    """Rule for two iterates of a parameter: the one in training, where gradients are taken, and the one in evaluation.
+    """Rule for two iterates of a parameter: the training iterate, where gradients are taken, and the evaluated iterate.
 
-    Iterates are slots of role `iterate`, in the dtype they are computed in. The shape of a slot is (), or ends with the
-    axes of the parameter. Any other shape raises a ContractError. Iterates begin at the value of the parameter before
-    its first update, so that weights loaded after construction count. A value written into a parameter between steps
-    (`clamp_`, a checkpoint of the model) is its training iterate from then on, in every dtype. The other iterates stay.
-    As long as a parameter has had no update, its evaluated iterate is the parameter.
+    Iterates are slots of role `iterate`, in the dtype in which updates are computed. The shape of a slot is (), or ends
+    with the axes of the parameter. Any other shape raises a ContractError. Iterates begin at the value of the parameter
+    before its first update, so that weights loaded after construction count. If a value is written into a parameter
+    between steps (`clamp_`, a checkpoint of the model), it is the training iterate from then on, in every dtype. All
+    other iterates keep their values. Before the first update of a parameter, its evaluated iterate is the parameter.
     """
 
     @abstractmethod
@@ -100,19 +102,19 @@ class Averaging(Component, ABC, family="averaging"):
         return False
 
     def begin(self, batch: IterateBatch) -> None:
-        """Set the iterates that begin at the parameters. Called before the first update of each parameter."""
+        """Set the iterates that begin at the value of the parameter. Called before the first update of a parameter."""
 
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """Return the tensors that weight decay acts on, one for each parameter. The default is the parameters."""
+        """Return the tensors to which weight decay applies, one for each parameter; by default the parameters."""
         return batch.parameters
 
     @abstractmethod
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        """Apply `update` to the base iterates, and bring the other iterates up to date."""
+        """Apply `update` to the base iterates, and recompute all other stored iterates."""
 
     @abstractmethod
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """Return the iterate to evaluate of each parameter, in any dtype. Every parameter has had an update."""
+        """Return the evaluated iterate of each parameter, in any dtype. Every parameter has had an update before."""
 
 
 def blend(
@@ -121,10 +123,10 @@ def blend(
     weights: Sequence[float | Tensor],
     mask: Sequence[Tensor] | None = None,
 ) -> None:
-    """Change n targets in place:  target <- target + weight (value - target), which is exactly the value for weight 1.
+    """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
     weights: n numbers or 0-d tensors.
-    mask: n 0-d booleans, False for targets that do not change. None: all change.
+    mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
     if not targets:
         return
@@ -155,16 +157,17 @@ def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Seq
 
 
 def shared(weights: Sequence[float | Tensor]) -> float | None:
-    """Return the number that all weights are equal to. Return None if they differ or are tensors."""
+    """Return the common value of all weights. Return None if the weights differ or are tensors."""
     first = weights[0]
     return first if isinstance(first, float) and all(weight is first or weight == first for weight in weights) else None
 
 
 def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
-    """Return `[n]`, the number of averaged iterates after each of `steps` `[n]` updates.
+    """Return for each of n parameters how many of its iterates have entered the average, `[n]`.
 
-    every: updates between averaged iterates, nu.
-    start: update of the first averaged iterate. None: nu.
+    steps: `[n]`, number of updates of each parameter.
+    every: number nu of updates between averaged iterates.
+    start: update after which the first iterate enters the average. None: nu.
     """
     first = every if start is None else start
     return np.where(steps >= first, (steps - first) // every + 1, 0)
@@ -177,13 +180,14 @@ def pushed(batch: IterateBatch, every: int, start: int | None) -> list[int]:
 
 
 class EMA(Averaging):
-    """Every nu updates  mean <- decay mean + (1 - decay) W;  evaluated: mean / (1 - decay^k) after k of them.
+    """Every nu updates  mean <- decay mean + (1 - decay) W;  evaluated: mean / (1 - decay^k) after k such averagings.
 
-    Ajroldi, Orvieto & Geiping 2025 (ICML), section 2; bias correction as in SPlus (Frans et al. 2025). Without it the
-    first average is the first iterate. Before `start` the parameter itself is evaluated. A horizon nu / (1 - decay) of
-    about 1% of all updates is a good choice. With a `weight` below 1 the rest of what is evaluated is W: the tail
-    average of the records of 2026 in track 3 of modded-nanogpt evaluates 0.6 of the mean and 0.4 of W. With an `inner`
-    averaging, W is the iterate that it evaluates, and training is its own.
+    Exponential moving average of the parameter W (Ajroldi, Orvieto & Geiping 2025, ICML, section 2), with the bias
+    correction of SPlus (Frans et al. 2025). Without bias correction the mean starts as the first averaged W, and the
+    mean itself is evaluated. Before `start` the parameter itself is evaluated. A horizon nu / (1 - decay) of about 1%
+    of all updates is a good choice. With a `weight` w below 1, w times the corrected mean plus (1 - w) W is evaluated:
+    the 2026 records of modded-nanogpt's track 3 use w = 0.6. With an `inner` averaging, W is the evaluated iterate of
+    the inner averaging, and training is that of the inner averaging.
     """
 
     kind: Literal["ema"] = "ema"
@@ -220,7 +224,7 @@ class EMA(Averaging):
         return batch.parameters if self.inner is None else self.inner.decaying(batch)
 
     def _below(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """Return W of each parameter: the parameter, or the evaluated iterate of the inner averaging."""
+        """Return W for each parameter: the parameter itself, or the evaluated iterate of the inner averaging."""
         return batch.parameters if self.inner is None else self.inner.evaluated(batch)
 
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
@@ -245,10 +249,10 @@ class EMA(Averaging):
 
 
 class LAWA(Averaging):
-    """Every nu updates W enters a circular queue of the last K; evaluated: the mean of the queue.
+    """Every nu updates W enters a circular queue of the last K copies of W; evaluated: the mean of the queue.
 
-    Latest weight averaging (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before `start` the parameter
-    itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.
+    Latest weight averaging of the parameter W (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before
+    `start` the parameter itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.
     """
 
     kind: Literal["lawa"] = "lawa"
@@ -272,7 +276,7 @@ class LAWA(Averaging):
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
         queues = batch.slots["queue"]
-        # `mean` would add in an order that depends on the shape, and shards have other shapes than full parameters
+        # summed in a fixed order: `mean` adds in an order that depends on the shape, which differs between shards
         sums = [
             queue[0].clone() if count else x for x, queue, count in zip(batch.parameters, queues, counts, strict=True)
         ]
@@ -283,29 +287,29 @@ class LAWA(Averaging):
 
 
 Decay = Literal["z", "y", "z_apart"]
-"""Iterate that weight decay is taken at.
+"""Iterate at which weight decay is computed.
 
-z: the decay is part of the base step, as in the three sequences of the module.
+z: the decay is part of the base step, as in the sequences of the module docstring.
 y: z <- z - lr U - lr alpha y (Defazio et al. 2024, algorithm 1).
-z_apart: z decays first, and y follows only the rest of the step, as in Distributed Shampoo and GPA-AdamW. y and x then
-    decay less than in the three sequences.
+z_apart: z decays first, and y changes only by the step without decay, as in Distributed Shampoo and GPA-AdamW. y and x
+    then decay less than in the sequences of the module docstring.
 
-The field `placed` of a decay has an effect with z alone.
+The field `placed` of a decay has an effect only with z.
 """
 _DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do not follow it, as Distributed Shampoo)"
 
 
 class BaseAndAverage(Averaging, ABC):
-    """The module's sequences: gradients are taken between a base iterate z and its average x."""
+    """Averaging by the sequences of the module docstring: gradients are taken between base iterate z and average x."""
 
     @property
     @abstractmethod
     def mu_and_decay(self) -> tuple[float, Decay]:
-        """mu_y, the weight of x in y, and the iterate that weight decay is taken at."""
+        """The weight mu_y of x in y, and the iterate at which weight decay is computed."""
 
     @abstractmethod
     def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
-        """Return the weight c of each parameter in the present update."""
+        """Return for each parameter the weight c of the new z in x, in the present update."""
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
@@ -334,10 +338,11 @@ class BaseAndAverage(Averaging, ABC):
 
 
 class ScheduleFree(BaseAndAverage):
-    """Schedule-free learning: the module's sequences with mu_y = beta and c_t = w_t / (w_1 + ... + w_t).
+    """Schedule-free learning: y, z and x of `BaseAndAverage` with mu_y = beta and c_t = w_t / (w_1 + ... + w_t).
 
-    w_t = lr_t^p t^r (Defazio et al. 2024, arXiv:2405.15682, equations 3-5 and section 3; arXiv:2512.17131 for r). With
-    beta = 1 gradients are taken at the average itself. While all weights are 0, as at lr 0, c = 0.
+    The weight of update t is w_t = lr_t^p t^r, with p = `lr_power` and r = `step_power` (Defazio et al. 2024,
+    arXiv:2405.15682, equations 3-5 and section 3; arXiv:2512.17131 for r). With beta = 1 gradients are taken at the
+    average x itself. While all weights are 0, for example at lr 0, c = 0.
     """
 
     kind: Literal["schedule_free"] = "schedule_free"
@@ -372,10 +377,10 @@ class ScheduleFree(BaseAndAverage):
 
 
 class PrimalAveraging(BaseAndAverage):
-    """Generalized primal averaging (GPA): the module's sequences with a constant c = 1 - mu_x.
+    """Generalized primal averaging (GPA): y, z and x of `BaseAndAverage` with a constant c = 1 - mu_x.
 
-    Defazio et al. 2025, arXiv:2512.17131. With mu_x = 0 it is the base method; over plain gradient descent with mu_y =
-    1 it is heavy-ball momentum mu_x.
+    Defazio et al. 2025, arXiv:2512.17131. With mu_x = 0, GPA is the base method without averaging. With mu_y = 1 and
+    plain gradient descent as the base method, GPA is heavy-ball momentum with coefficient mu_x.
     """
 
     kind: Literal["primal_averaging"] = "primal_averaging"

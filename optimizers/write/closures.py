@@ -1,6 +1,6 @@
-"""Steps that call their closure again: `SharpnessAware` for gradients nearby, `LineSearch` for losses of trial steps.
+"""Steps that call their closure several times: `SharpnessAware` for gradients nearby, `LineSearch` for trial losses.
 
-All calls of one step are of one function and have the side effects of one call (`Passes`).
+All calls in one step evaluate the same function, and together have the side effects of one call (`Passes`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ BufferName = tuple[nn.Module, str]
 
 
 class Passes:
-    """The calls of the closure of one step, which all begin with the same buffers and the same random numbers.
+    """Calls the closure several times in one step, each time with the same buffers and the same random numbers.
 
-    Dropout draws the same masks in all calls, and `spectral_norm` iterates from the same vectors. Afterwards buffers
-    and random numbers are as the first call left them: BatchNorm's statistics advance once for each step, from the
-    forward at W, as in the official code of SAM (google-research/sam, `get_sam_gradient`). Buffers that no call writes
-    into are not copied back.
+    Dropout draws the same masks in all calls, and `spectral_norm` iterates from the same vectors. After the calls,
+    buffers and random numbers are as the first call left them. Therefore BatchNorm's statistics advance once in each
+    step, from the forward at W, as in the official code of SAM (google-research/sam, `get_sam_gradient`). Buffers that
+    no call writes into are not copied back.
 
-    closure: function that returns the loss and leaves gradients.
+    closure: function that computes gradients and returns the loss.
     model: model whose buffers are restored. None: no buffers are restored.
-    parameters: parameters on whose devices random numbers are restored, in addition to those of the CPU. If empty, the
-        closure may be called only once.
+    parameters: parameters whose devices have their random number generators restored, in addition to the CPU's. If
+        empty, the closure may be called only once.
     """
 
     def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
@@ -62,7 +62,8 @@ def require_closure(closure: object, repeated_by: str | None) -> None:
     Raises RuntimeError if there is no closure and a part of the recipe calls it again, and TypeError if the closure
     cannot be called.
 
-    repeated_by: field of the recipe that calls the closure again, `sam` or `line_search`. None: no part does.
+    repeated_by: field of the recipe that calls the closure again, `sam` or `line_search`. None: no field calls it
+        again.
     """
     if closure is None and repeated_by is not None:
         times = "twice" if repeated_by == "sam" else "again"
@@ -101,7 +102,7 @@ class _Before:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Restore the state before the first call inside the context, and the present state after it."""
+        """Run the context with buffers and random numbers as before the first call, then restore the present ones."""
         written = self._buffers.written()
         random, after = _random_states(self._devices), Buffers(written)
         self._buffers.restore(written)
@@ -119,7 +120,7 @@ class _Before:
 
 
 class Buffers:
-    """A record of buffers by module and name: the tensor that each one is, and a copy of its values."""
+    """A record of buffers by module and name: for each buffer its tensor object and a copy of its values."""
 
     def __init__(self, names: Sequence[BufferName]) -> None:
         self._tensors = {(module, name): module._buffers[name] for module, name in names}
@@ -129,14 +130,15 @@ class Buffers:
 
     @classmethod
     def of(cls, model: nn.Module | None) -> Self:
-        """Return a record of the buffers of all modules of a model. It is empty if the model is None."""
+        """Return a record of the buffers of all modules of a model. The record is empty if the model is None."""
         modules = () if model is None else model.modules()
         return cls([(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None])
 
     def written(self) -> list[BufferName]:
         """Return the buffers whose values may have changed.
 
-        Kernels of norms write without raising a version, so that buffers of norms always count as changed.
+        Kernels of normalization layers write into buffers without raising the version counters. Buffers of these layers
+        therefore always count as changed.
         """
         found = []
         for key, tensor in self._tensors.items():
@@ -146,7 +148,7 @@ class Buffers:
         return found
 
     def restore(self, names: Iterable[BufferName]) -> None:
-        """Put the recorded tensors with their recorded values back into the modules."""
+        """Assign the recorded tensors to the modules again, with their recorded values."""
         for key in (names := list(names)):
             key[0]._buffers[key[1]] = self._tensors[key]
         _copy((self._tensors[key], self._values[key]) for key in names)
@@ -155,8 +157,9 @@ class Buffers:
 def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
     """Copy the second tensor of each pair into the first, in one launch for each device and dtype.
 
-    The version counters of tensors do not change, so that autograd does not object. This is safe: autograd saves the
-    statistics of norms for backward, but uses them in evaluation mode only, in which they do not change.
+    Version counters are not raised, because autograd would raise an error for tensors that it has saved. This is safe:
+    autograd saves the statistics of normalization layers for backward, but uses the saved tensors only in evaluation
+    mode, in which the statistics do not change.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for to, values in pairs:
@@ -167,7 +170,7 @@ def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    """Return torch's version counter of a tensor. Return None for no tensor and for tensors of inference mode."""
+    """Return torch's version counter of a tensor; None for None and for tensors made in inference mode."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -183,13 +186,13 @@ def _at(device: torch.device) -> tuple[torch.device, ...]:
 
 
 class SharpnessAware(Component):
-    """g <- gradient at W + E,  E = rho G / ||G||,  G the gradient at W; norms over all parameters.
+    """g <- gradient at W + E,  E = rho G / ||G||  with G the gradient at W, and norms over all parameters.
 
-    SAM (Foret et al. 2021, arXiv:2010.01412, equation 2), around any update: chain, decay and write use g and W alone.
-    Both gradients are of one function: dropout has the same masks. If the optimizer was composed with the model,
-    buffers such as BatchNorm's statistics are those of the first forward.
-    adaptive: E = rho W^2 G / ||W G||, entry by entry (ASAM, Kwon et al. 2021, arXiv:2102.11600, algorithm 1), which
-    does not depend on the scale of parameters. If G has entries that are not finite, E is 0.
+    Sharpness-aware minimization, SAM (Foret et al. 2021, arXiv:2010.01412, equation 2), with any update: chain, decay
+    and write use only g and W. G and g are gradients of the same function: dropout has the same masks. If the optimizer
+    was composed with the model, buffers such as BatchNorm's statistics are those after the first forward.
+    With `adaptive`, E = rho W^2 G / ||W G||, entry by entry (ASAM, Kwon et al. 2021, arXiv:2102.11600, algorithm 1),
+    which does not depend on the scale of parameters. If G has entries that are not finite, E is 0.
     """
 
     rho: float = Field(default=0.05, gt=0, description="length of E; of E / |W|, if adaptive")
@@ -197,7 +200,7 @@ class SharpnessAware(Component):
 
     @contextmanager
     def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Set parameters to W + E without gradients inside the context, and back to W, bit for bit, after it."""
+        """Run the context with parameters W + E and without gradients, then restore the parameters W, bit for bit."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [like(parameter) for parameter in moved]
         saved = [parameter.detach().clone() for parameter in moved]
@@ -226,7 +229,7 @@ def like(parameter: Tensor) -> Tensor:
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Frobenius norm of all tensors together, 0-d float64. DTensors count with all of their shards."""
+    """Return the Frobenius norm of all tensors together, 0-d float64. For DTensors, all shards are included."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
@@ -247,7 +250,7 @@ SCALE = "step_scale"
 Average = Callable[[Tensor], Tensor]
 """A function that returns the mean over all ranks of a number of this rank."""
 Start = Sequence[tuple[Tensor, Tensor]]
-"""Parameters with gradients, and copies of their values before the step, as far as this rank holds them."""
+"""Pairs of a parameter with a gradient and a copy of this rank's entries of the parameter before the step."""
 
 
 class LineSearch(Component):
@@ -255,12 +258,12 @@ class LineSearch(Component):
     f(W - s D) <= f(W) - sufficient s max(<G, D>, 0)
 
     Armijo's condition with backtracking, on the batch of the step (Vaswani et al. 2019, arXiv:1905.09997, equation 1
-    and Algorithm 1). D is the whole step of the recipe at its learning rate, decay included, G the gradient and f the
-    loss that the closure returns, averaged over ranks. s_0 = min(1, grow s') with the s' of the step before: the
-    learning rate is the largest step, and schedules may change it. A loss that is not finite is too high. After
-    `trials` calls the last s is used. Every trial is a call of the closure, whose gradients are dropped. All calls are
-    of one function: dropout has the same masks. If the optimizer was composed with the model, buffers such as
-    BatchNorm's statistics are those of the first forward.
+    and Algorithm 1). D is the whole step of the recipe at its learning rate, including decay. G is the gradient, and f
+    is the loss that the closure returns, averaged over ranks. s_0 = min(1, grow s'), where s' is the fraction accepted
+    in the previous step. The learning rate is thus the largest step, and schedules may change it. A loss that is not
+    finite does not satisfy the condition. After `trials` calls the last s is used. Every trial calls the closure, and
+    its gradients are dropped. All calls evaluate the same function: dropout has the same masks. If the optimizer was
+    composed with the model, buffers such as BatchNorm's statistics are those after the first forward.
     """
 
     sufficient: float = Field(default=0.1, ge=0, lt=1, description="fraction of the decrease along G that is required")
@@ -269,7 +272,7 @@ class LineSearch(Component):
     trials: int = Field(default=10, ge=1, description="most calls of the closure after the step")
 
     def require_line(self, recipe: Any) -> None:
-        """Raise ValueError for a recipe with a part that takes parameters off the line from W to W - D."""
+        """Raise ValueError if a part of the recipe moves parameters off the line from W to W - D."""
         bent = any(update.constraints for update in recipe.rules().values())
         found = {"sam": recipe.sam is not None, "averaging": recipe.averaging is not None, "constraints": bent}
         what = next((name for name, there in found.items() if there), None)
@@ -288,7 +291,7 @@ class LineSearch(Component):
     ) -> None:
         """Shorten the step until Armijo's condition holds, and store the accepted fraction in the param groups.
 
-        Fake tensors have no values, and keep the whole step.
+        With fake tensors, which have no values, the whole step is kept.
 
         start: result of `begin` before the step.
         passes: the calls of the closure in this step.
@@ -321,7 +324,7 @@ class LineSearch(Component):
 def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
     """Return <G, D> and <D, D> over all entries of all parameters, including shards of other ranks.
 
-    ends: values of the parameters after the whole step, as far as this rank holds them.
+    ends: this rank's entries of the parameters after the whole step.
     """
     sums: dict[Any, Tensor] = {}
     for (parameter, before), end in zip(start, ends, strict=True):
@@ -337,7 +340,11 @@ def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    """Return numbers summed over all shards of tensors that are placed on a mesh as given."""
+    """Return the sum over all shards of numbers that each rank has computed from its shard.
+
+    mesh: mesh of the sharded tensors.
+    placements: placements of the sharded tensors.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
@@ -345,7 +352,7 @@ def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
 
 
 def _number(loss: Any, like_these: Sequence[Tensor]) -> Tensor:
-    """Return a loss as 0-d float64 tensor on the device of the first parameter, or on the CPU without parameters."""
+    """Return a loss as a 0-d float64 tensor on the device of the first tensor, or on the CPU if there is none."""
     if not isinstance(loss, (Tensor, float)):
         raise TypeError(f"line_search: the closure must return the loss, a tensor or float, got {type(loss).__name__}")
     device = like_these[0].device if like_these else torch.device("cpu")

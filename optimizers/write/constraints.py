@@ -1,4 +1,4 @@
-"""Constraints: the contract, three of its members, and the write of an update under constraints.
+"""Constraints: the contract, two of its members, and the write of an update under constraints.
 
 A constraint changes updates before the write and parameters after it.
 """
@@ -25,19 +25,19 @@ from .write import StepRates, decay, put, with_decay, write
 Tensors = Sequence[Tensor]
 """n tensors, one for each parameter of an update."""
 Slots = Mapping[str, Tensors]
-"""The slots of n parameters: n tensors by name of the slot."""
+"""The slots of n parameters: by name of the slot, n tensors."""
 
 
 @dataclass(frozen=True)
 class ConstraintContext:
-    """Inputs of a constraint beside n parameters and their updates, of which this rank may hold shards.
+    """Inputs of a constraint apart from n parameters and their updates. This rank may hold shards of these tensors.
 
     lr: learning rate of the update.
     mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.
-    shard_sums: function that sums numbers `[n]` float64 of n tensors over all ranks. All ranks call it together. None:
-        this rank holds whole tensors.
-    signals: the signals in `requires_some` of the constraints, by name. Each has one tensor for each parameter, or None
-        for a parameter without this signal in this step.
+    shard_sums: function of numbers `[n]` float64, one for each tensor, that returns their sums over all ranks. All
+        ranks call it together. None: this rank holds whole tensors.
+    signals: by name, the signals in `requires_some` of the constraints. A signal has for each parameter a tensor, or
+        None if the parameter does not have the signal in this step.
     """
 
     lr: float | Tensor = 0.0
@@ -61,9 +61,9 @@ class ConstraintContext:
 class Constraint(Schedulable, ABC, family="constraint"):
     """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
 
-    The write between the two is W <- W - lr alpha W - lr U. W and U are whole parameters in the dtype that updates are
-    computed in. For a constraint that is `shardable` they may be shards that a rank holds. With an averaging whose base
-    iterate is not the parameter, the base iterate is written and constrained.
+    The write between `adjust` and `retract` is W <- W - lr alpha W - lr U. W and U have the shape of the full parameter
+    and the dtype in which updates are computed. For a constraint that is `shardable`, W and U may be this rank's
+    shards. With an averaging whose base iterate is not the parameter, the base iterate is written and constrained.
     """
 
     name: str | None = Field(
@@ -76,20 +76,21 @@ class Constraint(Schedulable, ABC, family="constraint"):
     """Names of signals that at least one parameter must have in every step."""
 
     rounds: ClassVar[bool] = False
-    """True if the constraint rounds the parameter. It must be the last one then, and excludes an averaging."""
+    """True if the constraint rounds the parameter. Such a constraint must be the last one, and excludes an averaging.
+    """
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Requests for the signals in `requires_some`. A single parameter may lack them."""
+        """Return the requests for the signals in `requires_some`. A single parameter may lack these signals."""
         return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
 
     def signals_at(self, step: int) -> frozenset[str]:
-        """Return the signals that every parameter must have at a step, which are none."""
+        """Return the signals that every parameter must have at a step. Constraints have no such signals."""
         return frozenset()
 
     @property
     def label(self) -> str:
-        """The part of a path that names the constraint: its `name`, or its `kind` if it has none."""
+        """Name of the constraint in paths: the field `name`, or `kind` if the constraint has no name."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -101,7 +102,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return {}
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Return True if parameters of this dtype have the slots."""
+        """Return True if parameters of this dtype have the slots of the constraint; without slots it keeps no state."""
         return True
 
     def sets_length(self) -> bool:
@@ -109,14 +110,16 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return False
 
     def shardable(self, whole_rows: bool) -> bool:
-        """Return True if the constraint can be computed on shards of parameters, with no sums but those of the context.
+        """Return True if the constraint can be computed on shards of parameters.
 
-        whole_rows: True if parameters are sharded along the first axis alone.
+        It then needs no sums over shards except those of `ConstraintContext`.
+
+        whole_rows: True if parameters are sharded only along the first axis.
         """
         return False
 
     def begin(self, slots: Slots, parameters: Tensors, context: ConstraintContext) -> None:
-        """Set slots that begin with values of the parameters. Called before the first update of each parameter."""
+        """Set slots whose initial values depend on the parameters. Called before the first update of each parameter."""
 
     def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
         """Return the updates to write. The given tensors may not be changed in place."""
@@ -156,12 +159,12 @@ Constraints = Annotated[tuple[Constraint, ...], ChainOf("constraint", "constrain
 
 
 class Hyperball(Constraint):
-    """U <- U ||W|| / ||U||;  W <- (W - lr U) ||W_0|| / ||W - lr U||,  Frobenius norms of whole parameters.
+    """U <- U ||W|| / ||U||;  W <- (W - lr U) ||W_0|| / ||W - lr U||  with Frobenius norms of whole parameters.
 
     Hyperball optimization: W keeps the norm of W_0, the parameter before its first update, and lr is the length of a
-    step in units of this norm. A parameter with W_0 = 0 is not constrained, and one with U = 0 does not change. Weight
-    decay comes before the retraction, which undoes the shrinking. A decay then only makes the step longer, by
-    1 / (1 - lr alpha), so that a larger lr with rate 0 says the same more clearly.
+    step in units of this norm. A parameter with W_0 = 0 is not constrained. A parameter with U = 0 does not change.
+    Weight decay is applied before the retraction, which undoes the shrinking. With decay alpha, the only effect of the
+    decay is a step that is longer by the factor 1 / (1 - lr alpha). Prefer a larger lr with rate 0.
     """
 
     kind: Literal["hyperball"] = "hyperball"
@@ -199,12 +202,13 @@ class Hyperball(Constraint):
 
 
 class QKClip(Constraint):
-    """W_h <- W_h min(1, bound / S_h)^power  for every head h, the rows of W that make it, after the write
+    """W_h <- W_h min(1, bound / S_h)^power  after the write, for every head h.
 
-    QK-clip of MuonClip (Kimi K2, arXiv:2507.20534, section 2.1). S_h is the signal `max_logit`, the largest logit of
-    the head in the step. Weights of queries and of keys have power 1/2. In multi-head latent attention the rotary part
-    of queries has power 1, and the rotary key, which all heads share, is not clipped. Parameters without the signal do
-    not change, nor do rows of a fused weight whose S is 0 or not finite. Some parameter must have the signal.
+    W_h are the rows of W that compute head h, and S_h is the signal `max_logit`, the largest logit of the head in the
+    step. This is the QK-clip of MuonClip (Kimi K2, arXiv:2507.20534, section 2.1). Weights of queries and of keys have
+    power 1/2. In multi-head latent attention the rotary part of queries has power 1, and the rotary key, which all
+    heads share, is not clipped. Parameters without the signal do not change, and neither do rows of a fused weight for
+    which S_h is 0 or not finite. At least one parameter must have the signal.
     """
 
     kind: Literal["qk_clip"] = "qk_clip"
@@ -233,9 +237,9 @@ class ParameterUpdate:
     updates: n tensors U, of the shapes of W.
     step_rates: lr and alpha.
     mask: n 0-d booleans, False for tensors that do not change. None: all may change.
-    constraints: constraints in order, with their slots. Each is applied before the write (`adjust`) and after it
-        (`retract`).
-    context: inputs of the constraints beside the tensors. The learning rate and the mask are those of the update.
+    constraints: constraints in order, with their slots. Each constraint is applied before the write (`adjust`) and
+        after the write (`retract`).
+    context: further inputs of the constraints. Its learning rate and mask are replaced by those of this update.
     """
 
     updates: Tensors
@@ -266,7 +270,10 @@ class ParameterUpdate:
         return ParameterUpdate([self.updates[index] for index in chosen], self.step_rates, mask)
 
     def decayed_at(self, others: Tensors) -> ParameterUpdate:
-        """Return this update with the weight decay of other tensors:  U <- U + alpha W_other, and alpha <- 0."""
+        """Return this update with weight decay computed at other tensors V:  U <- U + alpha V  and  alpha <- 0.
+
+        others: n tensors V.
+        """
         updates = with_decay(self.updates, others, self.step_rates)
         return replace(self, updates=updates, step_rates=self.step_rates.without_decay)
 

@@ -1,4 +1,4 @@
-"""State that belongs to a whole parameter and not to a stage: iterates of an averaging, and slots of constraints."""
+"""State of whole parameters that belongs to no stage: iterates of an averaging, and slots of constraints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .constraints import Constraint, ConstraintContext, ParameterUpdate, Slots
 from .write import Hyper
 
 HELD = StateKey(None, AVERAGING, "train")
-"""Key of the training iterate, which is in the state while the parameter holds the evaluated iterate."""
+"""Key of the training iterate in the state. It exists only while the parameter holds the evaluated iterate."""
 
 
 class IterateStore:
@@ -32,11 +32,11 @@ class IterateStore:
     paths: P paths in the recipe, one for the update of each parameter.
     shard_sums: function (n positions, numbers `[n]`) that returns the sums of the numbers over the ranks that hold
         shards of these parameters. None: this rank holds whole parameters.
-    paired: paths of updates of paired parameters, each of which uses the value that its partner had at its own last
-        update. The value is stored with the partner.
-    tensors: P dicts: the slots by name, by AVERAGING and by "<path>.constraints.<label>".
-    signals: P tensors or None by name of the signal, for the constraints in the present step.
-    held: P training iterates while the parameters hold the evaluated ones. None in training.
+    paired: paths of updates of paired parameters. Such an update uses the value that the partner had at the parameter's
+        own last update. The value is stored with the partner.
+    tensors: P dicts. The keys are AVERAGING and "<path>.constraints.<label>", the values the slots by name.
+    signals: by name of a signal, P tensors for the constraints in the present step; None for a parameter without it.
+    held: P training iterates while the parameters hold the evaluated iterates. None in training.
     """
 
     def __init__(
@@ -94,13 +94,16 @@ class IterateStore:
         return constraint.slots(shape) if constraint.keeps(dtype) else {}
 
     def begin(self, positions: Sequence[int]) -> None:
-        """Set the slots that begin with values of parameters. All ranks call it before the first update of these."""
+        """Set the slots whose initial values depend on the parameters.
+
+        All ranks call it before the first update of the parameters at these positions.
+        """
         self._begin(positions, constrained=True)
 
     def restart(self, position: int, stages: Container[str]) -> None:
-        """Begin those constraints of a parameter again whose slots hold nothing but zeros.
+        """Reset the slots of a parameter's constraints to their initial values if all entries of the slots are zero.
 
-        stages: stages of constraints to begin again, as "<path>.constraints.<label>". Others stay.
+        stages: stages of the constraints to restart, as "<path>.constraints.<label>". Other constraints do not change.
         """
         constraints, context = self._with_slots(self.paths[position], [position])
         for constraint, slots in constraints:
@@ -122,9 +125,9 @@ class IterateStore:
     def adopt_writes(self, positions: Sequence[int]) -> None:
         """Copy values that were written into parameters between steps into the slot `y`:  y <- W where W != round(y).
 
-        A parameter with less precision than its updates holds round(y). Entries that were not overwritten keep y, bit
-        for bit. On a CPU, tensors without overwritten entries are found by comparison and skipped. On a device all y
-        are written, so that the host need not wait.
+        W is the parameter. It has less precision than y, and holds round(y) after a step. Entries that were not
+        overwritten keep y, bit for bit. On a CPU, tensors without overwritten entries are detected by comparison and
+        skipped. On a device all y are written, so that the host need not wait.
         """
         kept = [position for position in positions if "y" in self.tensors[position].get(AVERAGING, {})]
         if not kept:
@@ -156,7 +159,7 @@ class IterateStore:
                 self.averaging.step(replace(batch, lr=lr, peak_lr=peak_lr, mask=mask), chosen_update)
 
     def _alike(self, positions: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-        """Yield (path, positions) of parameters with the same update and dtype, which have the same slots."""
+        """Yield (path, positions) of parameters with the same update and dtype. Such parameters have the same slots."""
         groups: dict[tuple[str, torch.dtype], list[int]] = {}
         for position in positions:
             groups.setdefault((self.paths[position], self.parameters[position].dtype), []).append(position)
@@ -169,7 +172,7 @@ class IterateStore:
     def _with_slots(
         self, path: str, positions: Sequence[int]
     ) -> tuple[list[tuple[Constraint, Slots]], ConstraintContext]:
-        """Return the constraints of an update with their slots for some parameters, and the context of all of them."""
+        """Return the constraints of an update with their slots for some parameters, and the constraints' context."""
         sums = None if self.shard_sums is None else partial(self.shard_sums, positions)
         signals = {name: [tensors[position] for position in positions] for name, tensors in self.signals.items()}
         pairs: list[tuple[Constraint, Slots]] = [
@@ -182,7 +185,7 @@ class IterateStore:
         return {name: [self.tensors[position][stage][name] for position in positions] for name in names}
 
     def decaying(self) -> Sequence[Tensor]:
-        """Return the tensors that weight decay acts on, by position."""
+        """Return the tensors to which weight decay applies, by position."""
         if self.averaging is None:
             return self.parameters
         found = list(self.parameters)
@@ -195,7 +198,8 @@ class IterateStore:
     def view(self, position: int, mode: Mode | None = None) -> dict[str, Tensor]:
         """Return the state of a parameter by key, with the keys and shapes that it has in a mode.
 
-        mode: iterate that the parameter holds. None: the present one. For the other mode values may be out of date.
+        mode: iterate that the parameter holds. None: the present mode. For a mode other than the present one, values
+            may be out of date.
         """
         own = self.tensors[position].items()
         tensors = {str(StateKey(None, stage, name)): x for stage, slots in own for name, x in slots.items()}
@@ -206,7 +210,7 @@ class IterateStore:
         return tensors
 
     def hold(self, mode: Mode) -> None:
-        """Set the mode without changing parameters. In "eval" a copy of the parameters becomes the training iterate."""
+        """Set the mode without changing parameters. In "eval", a copy of the parameters is the training iterate."""
         if mode == "train":
             self.held = None
         elif self.held is None and self.averaging is not None:
@@ -216,7 +220,7 @@ class IterateStore:
     def swap(self, mode: Mode, steps: NDArray[np.int64]) -> None:
         """Copy the iterate of a mode into the parameters.
 
-        steps: `[P]`, number of updates of each parameter. Parameters with 0 do not change.
+        steps: `[P]`, number of updates of each parameter. Parameters without updates do not change.
         """
         if mode == "train" and self.held is not None:
             torch._foreach_copy_(list(self.parameters), self.held)
@@ -233,12 +237,13 @@ class IterateStore:
 def _require_form(
     declared: Mapping[str, Mapping[str, Slot]], other: Mapping[str, Mapping[str, Slot]], shape: tuple[int, ...]
 ) -> None:
-    """Raise ContractError for a slot that is neither a number nor ends with the axes of the parameter.
+    """Raise ContractError for a slot that is neither 0-d nor ends with the axes of the parameter.
 
     Checkpoints rely on this form: a rank that holds a shard of the parameter holds the same entries of the slot.
 
-    declared: slots by stage and name, of a parameter of shape `shape`.
-    other: the same of a parameter that is longer by 1 on every axis, so that no slot has the right shape by chance.
+    declared: slots by stage and name, for a parameter of shape `shape`.
+    other: the slots for a parameter that is longer by 1 on every axis. A slot that has the right shape only by chance
+        does not have it for this parameter.
     """
     longer = tuple(n + 1 for n in shape)
     for stage, slots in declared.items():

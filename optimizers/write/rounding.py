@@ -1,4 +1,4 @@
-"""Rounding of parameters in 16 bits: a constraint that loses no update, and a warning where updates are lost."""
+"""Rounding of parameters in 16 bits: a constraint that preserves small updates, and a warning if updates are lost."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from .constraints import Constraint, ConstraintContext, Slots, Tensors
 class Rounding(Constraint):
     """W <- round(W' + r), r <- W' + r - W  with W' = W - lr alpha W - lr U, for parameters in bfloat16.
 
-    Rounded to nearest without r, an update with |lr U| < 2^-9 |W| is lost. There are three rules:
+    W' is the parameter after the write, before rounding, and r is the remainder of earlier roundings. If W' is rounded
+    to nearest without r, an update with |lr U| < 2^-9 |W| is lost. There are three rules:
 
-    - compensated: r in bfloat16, 2 bytes a parameter (Kahan 1965; Zamirai et al. 2020, arXiv:2010.06192, Algorithm 3).
-    - split: r in 2^-7 of half a unit in the last place of W, 1 byte. W and r are a weight of 24 bits, and the model
-      uses the first 16.
-    - stochastic: no r. W' is rounded up with probability (W' - low) / (high - low), with low and high its neighbours in
-      bfloat16, so that W is W' on average (the same paper, Algorithm 2).
+    - compensated: r is stored in bfloat16, 2 bytes for each entry (Kahan 1965; Zamirai et al. 2020, arXiv:2010.06192,
+      Algorithm 3).
+    - split: r is stored as a multiple of 2^-7 of half a unit in the last place of W, 1 byte for each entry. W and r
+      together are a weight of 24 bits, and the model uses the first 16 bits.
+    - stochastic: there is no r. W' is rounded up with probability (W' - low) / (high - low), where low and high are the
+      neighbours of W' in bfloat16. The mean of W is then W' (Zamirai et al. 2020, Algorithm 2).
 
-    Random numbers are a hash of the bits of W' and of the number of the update. They are the same on all ranks and for
-    any shards, and entries with equal W' are rounded in the same direction.
-    Decay acts on W, not on r. If a weight is overwritten between steps, an r above half a unit in the last place of the
-    new weight is dropped, and a smaller r is still added. Parameters in other dtypes are written without rounding and
-    have no state. `rounding` is the last constraint of a list. It cannot be combined with an averaging, which keeps its
-    iterates in 32 bits.
+    The random numbers are a hash of the bits of W' and of the number of the update. They are the same on all ranks and
+    for any sharding, and entries with equal W' are rounded in the same direction.
+    Decay applies to W, not to r. If a weight is overwritten between steps, an r above half a unit in the last place of
+    the new weight is dropped; a smaller r is still added. Parameters in other dtypes are written without this rounding
+    and have no state. `rounding` is the last constraint of a list. It cannot be combined with an averaging, because
+    iterates of an averaging are stored in 32 bits.
     """
 
     kind: Literal["rounding"] = "rounding"
@@ -75,7 +77,9 @@ class Rounding(Constraint):
     def _write_with_remainder(self, remainder: Tensor, before: Tensor, after: Tensor, mask: Tensor | None) -> Tensor:
         most = _half_ulp(before.bfloat16())
         rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
-        wanted = after.float() + torch.where(rest.abs() <= most, rest, 0.0)  # a larger one is of an overwritten weight
+        wanted = after.float() + torch.where(
+            rest.abs() <= most, rest, 0.0
+        )  # a larger r belongs to an overwritten weight
         held = wanted.bfloat16()
         rest = wanted - held.float()
         if self.rule == "split":
@@ -86,7 +90,7 @@ class Rounding(Constraint):
 
 
 def _half_ulp(x: Tensor) -> Tensor:
-    """Return half a unit in the last place of bfloat16 numbers, in float32, equal for zero and subnormal numbers."""
+    """Return half a unit in the last place of bfloat16 numbers, in float32. Zero counts as a subnormal number."""
     exponent = x.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8
 
@@ -94,13 +98,14 @@ def _half_ulp(x: Tensor) -> Tensor:
 _WINDOW = 5
 """Number of steps between the two samples of a parameter that are compared."""
 _LEAST = 0.5
-"""Fraction of the sampled entries that must change between the two samples. Below it there is a warning."""
+"""Smallest fraction of sampled entries that must change between the two samples; if fewer change, there is a warning.
+"""
 _SAMPLE = 65536
 """Largest number of entries in a sample, which bounds memory and time."""
 
 
 class RoundingWatch:
-    """A warning, given once, that the largest matrix in 16 bits hardly changes.
+    """Warns once if the largest matrix in 16 bits hardly changes.
 
     In bfloat16 W + dW rounds to W if |dW| < |W| 2^-9. Two samples of the matrix are compared, five steps apart. Samples
     are taken only while the learning rate is at least half of its peak, so that a warm-up causes no warning. Entries
@@ -113,9 +118,9 @@ class RoundingWatch:
         self._steps = 0
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the first sample of the matrix, or compare the second one with it.
+        """Take the first sample of the matrix, or compare the second sample with the first.
 
-        Return True if no further call is needed: there is no such matrix, or the samples were compared.
+        Return True if no further call is needed: there is no matrix in 16 bits, or the samples were compared.
         """
         self._chosen = self._chosen or _largest(optimizer)
         if self._chosen is None:
@@ -136,7 +141,7 @@ class RoundingWatch:
 
 
 def _largest(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """Return the param group and position of the first largest trained matrix in 16 bits, or None without one."""
+    """Return the largest trained matrix in 16 bits as (index of the param group, position); None if there is none."""
     found = [
         (index, position)
         for index, group in enumerate(optimizer.param_groups)

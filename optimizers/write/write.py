@@ -1,6 +1,6 @@
-"""The write into the parameters:  W <- W - lr alpha W - lr U.
+"""The write of an update U into parameters W:  W <- W - lr alpha W - lr U,  with learning rate lr and decay alpha.
 
-This file holds rules of weight decay, the rates of one step, and the only code that computes the formula.
+This file contains the rules of weight decay, the rates of one step, and the only code that computes the formula.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from eigengraft.numerics import copies, kept_on_device, scale_tensors_, subtract
 
 
 class WeightDecay(Component, ABC, family="weight_decay"):
-    """A rule of weight decay with a rate, which the `weight_decay` of a param group replaces."""
+    """A rule of weight decay with a rate. The `weight_decay` of a param group replaces the rate."""
 
     rate: float = Field(default=0.0, ge=0, description="decay rate")
     number: ClassVar[tuple[str, str] | None] = ("decoupled", "rate")
     cautious: ClassVar[bool] = False
-    """True if only entries decay whose update points towards zero."""
+    """True if the decay is limited to entries whose update points towards zero."""
     in_gradient: ClassVar[bool] = False
-    """True if rate * W is added to the gradient before anything else uses it, and the write decays nothing."""
+    """True if rate * W is added to the gradient before any other use of the gradient. The write then has no decay."""
     relative: ClassVar[bool] = False
     """True if alpha depends on the peak of the learning rate."""
 
@@ -42,7 +42,7 @@ class WeightDecay(Component, ABC, family="weight_decay"):
 
     @abstractmethod
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        """Return alpha of the formula.
+        """Return alpha of the formula of the write.
 
         rate: decay rate.
         lr: current learning rate.
@@ -51,16 +51,17 @@ class WeightDecay(Component, ABC, family="weight_decay"):
 
 
 def nonzero_peak(lr: float | Tensor, peak_lr: float) -> float | Tensor:
-    """Return the peak of a learning rate as a divisor, which is never 0.
+    """Return the peak of a learning rate for use as a divisor; the result is never 0.
 
-    Before a step the host raises `peak_lr` to a larger lr. It cannot do so for an lr that is a tensor, because it does
-    not read tensors on a device. For a tensor the larger of both is the peak. A number of 0 becomes 1.
+    Before a step the host raises `peak_lr` to lr if lr is larger. The host cannot do so if lr is a tensor, because it
+    does not read tensors on a device. For a tensor the result is therefore the larger of lr and `peak_lr`. If lr is a
+    float and `peak_lr` is 0, the result is 1.
     """
     return lr.clamp_min(peak_lr or tiny(lr.dtype)) if isinstance(lr, Tensor) else peak_lr or 1.0
 
 
 class L2(WeightDecay):
-    """g <- g + rate W (the L2 penalty; `.grad` itself is never written)."""
+    """g <- g + rate W  for the gradient g (the L2 penalty). `.grad` itself is never written."""
 
     kind: Literal["l2"] = "l2"
     in_gradient: ClassVar[bool] = True
@@ -122,9 +123,9 @@ class StepRates:
 
     lr: learning rate.
     alpha: decay factor, as in `WeightDecay.alpha`.
-    decay: the rule that alpha was computed by.
-    rate: the decay rate that alpha was computed from.
-    kept: 1 - lr alpha, the factor of a parameter that decays. None: it is computed from lr and alpha.
+    decay: the rule by which alpha was computed.
+    rate: the decay rate from which alpha was computed.
+    kept: 1 - lr alpha, the factor of a parameter that decays. None: the factor is computed from lr and alpha.
     """
 
     lr: float | Tensor
@@ -140,7 +141,7 @@ class StepRates:
 
     @property
     def decays(self) -> bool:
-        """True if the write has a decay. An alpha that is a tensor is not read and counts as a decay."""
+        """True if the write has a decay. If alpha is a tensor, it is not read, and the result is True."""
         return isinstance(self.alpha, Tensor) or self.alpha != 0
 
     @property
@@ -164,7 +165,7 @@ class Hyper:
     """Values of a param group at one step.
 
     lr: learning rate.
-    peak_lr: largest learning rate of the run, as far as it is known.
+    peak_lr: largest learning rate of the run that is known so far.
     weight_decay: decay rate.
     """
 
@@ -176,10 +177,11 @@ class Hyper:
     def of(cls, group: MutableMapping[str, Any], relative: bool) -> Self:
         """Read the values of a param group for one step.
 
-        Numbers of numpy are replaced by Python's in the group, so that `torch.load(weights_only=True)` reads a
-        checkpoint.
+        Numbers of numpy in the group are replaced by Python's numbers, so that `torch.load(weights_only=True)` can read
+        a checkpoint.
 
-        relative: True if the recipe depends on the peak of the learning rate. The peak is then updated.
+        relative: True if the recipe depends on the peak of the learning rate. Then `peak_lr` is the peak including this
+            step, else the value of the group.
         """
         for key in ("lr", "weight_decay"):
             if isinstance(group.get(key), np.number):
@@ -192,8 +194,8 @@ class Hyper:
 def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
     """Return the peak of the group's learning rate in a step with `lr`.
 
-    The peak is the largest of `peak_lr`, `max_lr` (which OneCycleLR writes into groups), and `lr` if it is larger by
-    more than rounding. An lr on a device is not read.
+    The peak is the largest of `peak_lr`, `max_lr` and `lr`. OneCycleLR writes `max_lr` into groups. An `lr` counts only
+    if it is larger by more than rounding, and if it is no tensor on a device, which is not read.
     """
     known = float(group["peak_lr"])
     peak = max(known, float(group["max_lr"])) if is_number(group.get("max_lr")) else known
@@ -201,7 +203,10 @@ def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
 
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:
-    """Return a number of a group as a float. A tensor on a device is returned unread, so that the host never waits."""
+    """Return a number of a param group as a float. A tensor on a device is returned as it is, without synchronization.
+
+    Raises ValueError if the value is no number, or if a number on the host is negative or nan.
+    """
     value: Any = group.get(key)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key}: it must be a number or a tensor with one element, got shape {tuple(value.shape)}")
@@ -223,13 +228,13 @@ def is_number(value: object) -> bool:
 class Rates:
     """Learning rate and weight decay of P parameters at one step.
 
-    decay: rule of weight decay of the recipe, which holds for all routes without a rule of their own.
-    routes: by path of a route, the factor of the learning rate of the param group, and the rule of weight decay, whose
-        rate replaces that of the param group. A rule of None is the rule of the recipe.
-    hypers: values of the param groups, by number of the group.
-    groups: `[P]`, number of the param group of each parameter.
-    by_value: True to treat groups with equal values as one group. Ranks that sum over the same parameters set it to
-        False: values may differ between ranks until they are checked, and all ranks must form the same groups.
+    decay: rule of weight decay of the recipe, for all routes without a rule of their own.
+    routes: by path of a route, a pair: the factor of the param group's learning rate, and the route's rule of weight
+        decay. The rate of this rule replaces the rate of the param group. None: the route uses the rule of the recipe.
+    hypers: values of the param groups, by index of the group.
+    groups: `[P]`, index of the param group of each parameter.
+    by_value: True to treat groups with equal values as one group. False for ranks that sum over the same parameters:
+        values may differ between ranks until they are checked, and all ranks must form the same groups.
     """
 
     decay: WeightDecay
@@ -241,9 +246,9 @@ class Rates:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """`[P]`, for each parameter the number of the first group whose values equal those of its own group.
+        """For each of P parameters, the index of the first group whose values equal those of the parameter's group.
 
-        A learning rate that is a tensor is not read and equals the same tensor object alone.
+        A learning rate that is a tensor is not read: it counts as equal only to the same tensor object.
         """
         seen: dict[tuple[float, ...], int] = {}
         first = {}
@@ -254,7 +259,11 @@ class Rates:
         return np.array([first[group] for group in self.groups.tolist()], dtype=np.int64)
 
     def step_rates(self, path: str, position: int) -> StepRates:
-        """Return learning rate and decay of the parameter at a position, whose update is at `path` in the recipe."""
+        """Return learning rate and decay of a parameter.
+
+        path: path of the parameter's update in the recipe.
+        position: position of the parameter.
+        """
         return self._scale(path, int(self.alike[position]))
 
     def _scale(self, path: str, group: int) -> StepRates:
@@ -266,20 +275,24 @@ class Rates:
         return self._scales[path, group]
 
     def lr(self, path: str, positions: NDArray[np.int64]) -> float | Tensor:
-        """Return the learning rate of parameters of one param group, whose update is at `path` in the recipe."""
+        """Return the learning rate that parameters of one param group share.
+
+        path: path of the update of these parameters in the recipe.
+        positions: positions of the parameters.
+        """
         return self.step_rates(path, int(positions[0])).lr
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
-        """Return the distinct decay factors of parameters whose update is at `path`, one for each group of `alike`."""
+        """Return the decay factors of parameters with their update at `path`, one for each group of equal values."""
         return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
 
     def decays(self, path: str) -> bool:
-        """Return True if parameters whose update is at `path` may decay in the write."""
+        """Return True if the write may decay parameters with their update at `path`."""
         alphas = (self._scale(path, group).alpha for group in self.hypers)
         return any(isinstance(alpha, Tensor) or alpha != 0 for alpha in alphas)
 
     def decays_gradients(self, path: str) -> bool:
-        """Return True if a decay is added to gradients of parameters whose update is at `path`."""
+        """Return True if a decay is added to the gradients of parameters with their update at `path`."""
         return any(scale.gradient_rate for scale in (self._scale(path, group) for group in self.hypers))
 
     def map_rows(
@@ -290,7 +303,7 @@ class Rates:
         x: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """Return function(x, y, rates) of the rows of two stacks, called once for all rows with the same rates.
+        """Return function(x, y, rates) for the rows of two stacks. Rows with equal rates are computed by one call.
 
         path: path of the update of all rows in the recipe.
         positions: `[n]`, position of the parameter of each row.
@@ -306,9 +319,9 @@ class Rates:
         return out
 
     def idle(self, nonzero: Callable[[Sequence[int]], bool]) -> NDArray[np.bool_]:
-        """Return `[P]`, True for parameters of groups whose learning rate and all of whose gradients are 0.
+        """Return flags `[P]`, True for the parameters of groups in which the learning rate and all gradients are 0.
 
-        A learning rate that is a tensor is not read and counts as nonzero.
+        A learning rate that is a tensor is not read, and counts as nonzero.
 
         nonzero: returns True if any gradient at the given positions has an entry other than 0.
         """
@@ -321,7 +334,7 @@ class Rates:
 
 
 class EntryUpdates(NamedTuple):
-    """n updates of entries of parameters, as three columns: a stack of many parameters needs no object for each.
+    """n updates of entries of parameters, stored as three columns, so that a stack needs no object for each update.
 
     positions: `[n]`, position of the parameter that each update changes.
     entries: n tensors to change: views of the entries that this rank holds of the parameters.
@@ -356,7 +369,7 @@ class EntryUpdates(NamedTuple):
         return cls(positions, entries, values)
 
     def chosen(self, rows: NDArray[np.bool_]) -> Self:
-        """Return the updates whose entry of `rows` `[n]` is True."""
+        """Return the updates for which `rows`, `[n]`, is True."""
         if rows.all():
             return self
         entries, values = (list(compress(column, rows.tolist())) for column in (self.entries, self.values))
@@ -368,8 +381,10 @@ def write(
 ) -> None:
     """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
 
-    tensors, updates: n tensors each, of equal shapes. The formula is computed in the dtype of the update.
-    mask: n booleans, 0-d or as wide as the tensors are; an entry whose mask is False stays as it is. None: all change.
+    tensors: n tensors W.
+    updates: n tensors U with the shapes of W. The formula is computed in the dtype of U.
+    scale: lr and alpha.
+    mask: n booleans, 0-d or with the shapes of W. Entries with the mask False do not change. None: all entries change.
     """
     direct = [mask is None and x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
     if all(direct):
@@ -386,7 +401,7 @@ def write(
 
 
 def after_write(before: Tensor, update: Tensor, scale: StepRates) -> Tensor:
-    """Return the result of `write` as a new tensor, in the dtype of the update. The given tensor does not change."""
+    """Return the result of `write` as a new tensor, in the dtype of the update. The tensor `before` does not change."""
     (after,) = copies([before], update.dtype)
     _write([after], [update], scale)
     return after
@@ -401,7 +416,7 @@ def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRate
 
 
 def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:
-    """Change tensors in place by their decay alone:  W <- W - lr alpha W.
+    """Change tensors in place by their decay, without the update:  W <- W - lr alpha W.
 
     Cautious decay changes only entries with U W > 0.
     """
@@ -417,7 +432,7 @@ def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates
 def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: StepRates) -> Sequence[Tensor]:
     """Return the updates plus their decay,  U + alpha W, in the dtype of the updates.
 
-    Cautious decay is added to entries with U W > 0 alone.
+    Cautious decay is added only to entries with U W > 0.
     """
     if not scale.decays:
         return updates
@@ -441,7 +456,7 @@ def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepR
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tensor] | None = None) -> None:
     """Copy n values into n tensors.
 
-    mask: n 0-d booleans. A tensor whose mask is False stays as it is. None: all change.
+    mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
     if mask is not None:
         values = [torch.where(own, value, x) for own, value, x in zip(mask, values, tensors, strict=True)]
@@ -449,7 +464,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tens
 
 
 def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepRates) -> Tensor:
-    """Return g + rate W if the decay is added to gradients, else g."""
+    """Return g + rate W for a gradient g if the decay is added to gradients, else g."""
     rate = scale.gradient_rate
     if isinstance(rate, Tensor):
         return gradient + parameter * rate

@@ -1,5 +1,5 @@
-"""Constraints and an averaging that only the recipe `track3` uses: same laws, same registry; a reader may skip them.
+"""Constraints and an averaging that only the recipe `track3` uses. A reader of the package may skip them.
 
-One module for each family. Their kinds work in recipes as all others do, and their classes are exported by
-`eigengraft.optimizers.write`.
+There is one module for each family. The components keep the contract of their family, are registered like all others,
+and can be used in any recipe. `eigengraft.optimizers.write` exports their classes.
 """

@@ -1,4 +1,4 @@
-"""Averaging of the record of 2026 in track 3 of modded-nanogpt: a look-ahead along the mean of past steps."""
+"""Averaging of the 2026 record of modded-nanogpt's track 3: a look-ahead along the mean of past steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ..write import nonzero_peak
 class EMANesterov(Averaging):
     """y = W + ahead D;  W' = y - lr U(y);  D <- beta D + (1 - beta) (W' - W)
 
-    The parameter is y in training, so that gradients and decay are taken there, and the base iterate W (the slot z) in
-    evaluation (the records of 2026 in track 3 of modded-nanogpt). Steps start from y and the look-ahead is not undone
-    before a step, so that D includes it. Outside of the updates `start` to `stop` there is no look-ahead, and y = W.
+    W is the base iterate (the slot z) with its next value W', D the moving average of steps, and U(y) the update from
+    the gradient at y. In training the parameter holds y, where gradients and decay are computed; in evaluation it holds
+    W, as in the 2026 records of modded-nanogpt's track 3. A step starts from y without undoing the look-ahead, so that
+    D includes the look-ahead. Outside of the updates `start` to `stop` there is no look-ahead, and y = W.
     """
 
     kind: Literal["ema_nesterov"] = "ema_nesterov"
@@ -70,7 +71,7 @@ class EMANesterov(Averaging):
         scales: Sequence[float | Tensor],
         mask: Sequence[Tensor] | None,
     ) -> None:
-        """Change y in place:  y <- y + scale drift, for tensors whose mask is True or None."""
+        """Change tensors y in place:  y <- y + scale drift.  Tensors with the mask False do not change."""
         if mask is None:
             accumulate(y, drift, scales)
             return

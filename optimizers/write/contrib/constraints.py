@@ -1,4 +1,4 @@
-"""Constraints of the record of 2026 in track 3 of modded-nanogpt."""
+"""Constraints of the 2026 record of modded-nanogpt's track 3."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class RadialBrake(Constraint):
     """U <- U - strength min(c, 0) W  with c = <U, W> / ||W||^2, over whole parameters.
 
     If c < 0, the step -lr U has a component along W that makes W longer. The fraction `strength` of this component is
-    removed (the record of 2026 in track 3 of modded-nanogpt, with strength 1/2). A parameter of zeros is not
-    constrained.
+    removed. The 2026 record of modded-nanogpt's track 3 uses strength 1/2. A parameter of zeros is not constrained.
     """
 
     kind: Literal["radial_brake"] = "radial_brake"
@@ -36,10 +35,11 @@ class RadialBrake(Constraint):
 
 
 class RowFloor(Constraint):
-    """U_i <- U_i max(1, ratio ||W_i|| / ||U_i||)  for every row i, all entries with one index of the first axis.
+    """U_i <- U_i max(1, ratio ||W_i|| / ||U_i||)  for every row i.
 
-    Each row changes by at least lr times ratio of its length (the record of 2026 in track 3 of modded-nanogpt, with
-    ratio 0.3825). A row of U that is 0 stays 0, and tensors with one axis are not constrained.
+    A row has all entries with one index on the first axis. The change lr ||U_i|| of a row is at least lr ratio ||W_i||.
+    The 2026 record of modded-nanogpt's track 3 uses ratio 0.3825. A row of U that is 0 stays 0. Tensors with one axis
+    are not constrained.
     """
 
     kind: Literal["row_floor"] = "row_floor"
@@ -57,10 +57,10 @@ class RowFloor(Constraint):
 
 
 class RadiusPin(Constraint):
-    """W' <- W' r / ||W'||  with r = <W', W> / ||W||,  W' = W - lr alpha W - lr U the parameter after the step.
+    """W' <- W' r / ||W'||  with r = <W', W> / ||W||.  W' = W - lr alpha W - lr U is the parameter after the step.
 
-    Without decay r = ||W|| - lr <U, W> / ||W||: the component of U across W turns W and does not make it longer (the
-    record of 2026 in track 3 of modded-nanogpt). A parameter of zeros, or one whose U is 0, is not constrained.
+    Without decay r = ||W|| - lr <U, W> / ||W||: the component of U orthogonal to W rotates W but does not make it
+    longer, as in the 2026 record of modded-nanogpt's track 3. A parameter with W = 0 or U = 0 is not constrained.
     """
 
     kind: Literal["radius_pin"] = "radius_pin"
@@ -79,10 +79,12 @@ class RadiusPin(Constraint):
 
 
 class LateDecay(Constraint):
-    """W' <- W' (1 - lr rate [U W > 0])  with W before the step and W' after it (cautious: where U points to zero).
+    """W' <- W' (1 - lr rate [U W > 0])  with the parameter W before the step and W' after the step.
 
-    It acts in the order of the recipe's constraints: behind `radius_pin` it decays the pinned parameter (the record of
-    2026 in track 3 of modded-nanogpt, with rate 0.025). The decay of the param group comes before the step.
+    [U W > 0] is 1 for entries that U moves towards zero and 0 for all others (cautious decay); if `cautious` is off, it
+    is 1 for all entries. The decay runs at its position in the recipe's constraints: listed after `radius_pin`, it
+    decays the pinned parameter, as in the 2026 record of modded-nanogpt's track 3 (rate 0.025). The decay of the param
+    group is separate and comes before the step.
     """
 
     kind: Literal["late_decay"] = "late_decay"
