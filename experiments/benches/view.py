@@ -12,7 +12,7 @@ Row = dict[str, Any]
 """One measurement. `Bench.row` describes the keys that every row has."""
 BenchRows = Sequence[Row]
 CellText = Callable[[BenchRows], str]
-"""The text of one cell of a table, computed from the rows of its line."""
+"""Function that returns the text of one cell of a table, given the measurements that the line of the table shows."""
 LinePoints = Callable[[BenchRows], Iterable[tuple[float, float]]]
 """The points (x, y) of one line of a figure, computed from the rows of one candidate."""
 Reduced = Callable[[BenchRows], float]

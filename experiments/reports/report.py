@@ -95,7 +95,7 @@ class Report:
 
     @cached_property
     def panels(self) -> list[ComparisonPanel]:
-        """The comparisons. A panel compares the methods at their best numbers, or the runs of equal conditions."""
+        """The comparisons. A panel compares methods at the best values of swept numbers, or runs of one condition."""
         return [*at_their_best(swept(self.records)), *compare(self.records)]
 
     def runs(self) -> DataFrame:
@@ -200,7 +200,10 @@ class Report:
         return found
 
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
-        """Return the figures of a panel: metric along each quantity, training loss along the first one, and more."""
+        """Return all figures of a panel.
+
+        The first ones show the metric along each quantity of `x`, and the training loss along the first quantity.
+        """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]
         for metric, along in [*drawn, (TRAINING_LOSS, self.x[0])]:

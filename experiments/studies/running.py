@@ -85,8 +85,8 @@ def prepare_study(
     """Check every cell of the study and every run that `directory` has already. Nothing is run. Raises RecipeError.
 
     failed: directories of runs that failed; in searches, their values count as diverged.
-    storage: URL of the database through which workers exchange results, which are first copied to `directory`; None:
-        the workers share `directory`.
+    storage: URL of the database through which workers exchange results. Its results are copied to `directory` before
+        the check. None: the workers share `directory`.
     """
     rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()

@@ -57,12 +57,12 @@ float32; 3.35e12 bytes per second."""
 
 
 def step_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:
-    """Return the counted milliseconds of one step of a model with a recipe."""
+    """Return the milliseconds of one step of a model with a recipe, computed from its operations and bytes."""
     return 6e3 * _numel(model) * TOKENS / card.bfloat16 + optimizer_ms(recipe, model, card)
 
 
 def optimizer_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:
-    """Return the counted milliseconds of the optimizer in one step of a model in float32."""
+    """Return the milliseconds that the optimizer adds to one step of a float32 model, computed in the same way."""
     full, half, traffic = _work(json.dumps(recipe), model)
     return 1e3 * max(full / card.float32 + half / card.bfloat16, traffic / card.traffic)
 

@@ -105,7 +105,10 @@ class GradientSums:
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
-        """Return the factor of gradients since the last backward, 0-d; None if it was not measured."""
+        """Return the 0-d factor by which gradients were multiplied since the last backward, as by a scaler or by clipping.
+
+        None: it was not measured.
+        """
         rows = [(p.grad, sample) for p, sample in self._left.values() if sample is not None and p.grad is not None]
         return _common_factor([sample for _, sample in rows], [_sample(grad) for grad, _ in rows]) if rows else None
 

@@ -124,8 +124,8 @@ def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: Mode
 
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
-    structure: facts about the modules; None if only named parameters are known, perhaps not all of a model. Then the
-        last position alone makes no head, and the last layer is unclear.
+    structure: facts about the modules; None if only named parameters are known, which may be a part of a model. A
+        layer is then not called a head because it comes last; it is reported as unclear instead.
     """
     return _Search(layers, rows, structure).heads()
 
@@ -567,7 +567,10 @@ def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
 
 
 def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int, Holder]]:
-    """Return (`id` of a parameter, its holder) for all modules in order. paths: canonical path of each, by path."""
+    """Return for each parameter of each module, in order, its `id` and its holder.
+
+    paths: canonical path of each module, by its path in `named_modules`.
+    """
     modules, found = dict(model.named_modules()), list[tuple[int, Holder]]()
     for path, module in modules.items():
         layer = parametrized_layer(modules, path)

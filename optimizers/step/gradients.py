@@ -119,7 +119,7 @@ class LocalSurvey:
 
     @property
     def device(self) -> torch.device:
-        """Device of the numbers."""
+        """Device of the gradients, and of what is computed from them; the CPU if there is no gradient."""
         return next((gradient.device for gradient in self.gradients if gradient is not None), torch.device("cpu"))
 
     def agreed(self) -> NDArray[np.bool_]:

@@ -349,7 +349,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return 1 - self.beta if self.damped and self.beta < 1 else 1.0
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
-        """Apply factor <- decay factor + weight scale y z^T in place, and return the factor.
+        """Apply  F <- decay * F + weight * scale * y z^T  to the factor F in place, and return it.
 
         now: `[N]`, 1 for blocks that observe and 0 for all others. None: all blocks observe.
         """

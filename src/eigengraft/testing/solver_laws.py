@@ -59,8 +59,10 @@ def usual_exponent(solver: RootSolver) -> Fraction:
 
 
 def solve(solver: Solver, a: Tensor) -> Tensor:
-    """Return the result of a solver for a stack, from the initial state. A basis solver is then called once more, for
-    another matrix.
+    """Return the result of a solver for a stack of matrices, from the initial state.
+
+    A basis solver is called twice, the second time for another matrix with the basis of the first call. The result is
+    that of the second call.
     """
     if isinstance(solver, PolarSolver):
         return solver.polar(a)
