@@ -1,4 +1,4 @@
-"""Recipes, and the optimizers they become."""
+"""Recipes, and the optimizers that are made from them."""
 
 from .checkpoint.consolidation import ConsolidateOnSave as ConsolidateOnSave
 from .convert_storage import convert_storage as convert_storage

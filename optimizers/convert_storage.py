@@ -1,5 +1,6 @@
-"""Conversion of a state dict to another `storage`. It is never done implicitly, because another rounding gives another
-trajectory.
+"""Conversion of a state dict to another `storage`.
+
+A state dict is never converted implicitly, because a different rounding of state gives a different trajectory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict
     Every slot is decoded from its saved storage and encoded, rounding to nearest, in the optimizer's storage.
 
     Args:
-        state_dict: state dict of a run whose recipe differs in `storage` only. It is not changed.
-        optimizer: an optimizer of the same parameters. It is not changed.
+        state_dict: state dict of a run whose recipe differs from the optimizer's only in `storage`; not changed.
+        optimizer: an optimizer of the same parameters; not changed.
 
     Returns:
         A state dict for `optimizer.load_state_dict`.
@@ -93,7 +94,7 @@ def _require_alike(saved: Recipe, wanted: Recipe) -> None:
 
 
 def _fresh_copy(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
-    """Return an optimizer of the same parameters with new state. It is never stepped."""
+    """Return an optimizer of the same parameters with new state, for the conversion only."""
     infos, groups = {}, []
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")

@@ -1,10 +1,10 @@
 """Isolation of an optimizer's computations from the contexts of its caller.
 
-A step under `torch.autocast`, `torch.inference_mode`, a `FakeTensorMode` or `torch.compile` equals the step outside of
-them. For that, every public method that computes enters `isolation` or is decorated with `isolated`. The default dtype
-belongs to all threads and is not changed; instead, every tensor in this package is made with an explicit dtype and
-device, which a test checks in the source. Global settings of accuracy (`torch.set_float32_matmul_precision`,
-`torch.use_deterministic_algorithms`) are the user's choice and are not changed.
+A step under `torch.autocast`, `torch.inference_mode`, a `FakeTensorMode` or `torch.compile` computes the same as a step
+without these contexts. To ensure this, every public method that computes enters `isolation` or is decorated with
+`isolated`. The default dtype of torch is shared by all threads and is not changed; instead, every tensor in this
+package is made with an explicit dtype and device, which a test checks in the source. Global settings of accuracy
+(`torch.set_float32_matmul_precision`, `torch.use_deterministic_algorithms`) are the user's choice and are not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eigengraft.numerics import active_fake_mode, fake_mode
 
 
 class _Grouped(Protocol):
-    """An optimizer. Only its parameters are read."""
+    """An optimizer of which only the parameters are read."""
 
     param_groups: list[dict[str, Any]]
 
@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 def kept_from_compiler(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Keep torch.compile from tracing a function and the functions that it calls.
 
-    `torch.compiler.disable` does the same but imports the compiler, which takes a second. This function does not import
-    the compiler: as long as no other code has imported it, nothing can be traced.
+    `torch.compiler.disable` does the same but imports the compiler, which takes a second. This function does not: as
+    long as no other code has imported the compiler, nothing can be traced, and the function is called directly.
     """
     disabled = _disable_dynamo(function)
 
@@ -52,7 +52,7 @@ def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a bound method without its decorator `torch._disable_dynamo`.
 
     The first call of the decorated method would import torch.compile, which takes a second. The method is returned
-    unchanged if torch.compile is imported already, or if something else has wrapped it too.
+    unchanged if torch.compile is already imported, or if another decorator has wrapped the method too.
     """
     plain: Callable[..., _T] | None = getattr(method, "__wrapped__", None)
     if "torch._dynamo" in sys.modules or plain is None or hasattr(plain, "__wrapped__"):
@@ -75,7 +75,7 @@ def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
     """Return a context without gradients, autocast and inference mode. If the parameters are fake tensors, the context
     is in their fake mode.
 
-    Modes of the caller that are already off cost nothing: usually the context is just `torch.no_grad()`.
+    A mode that is already off needs no context of its own: usually the result is just `torch.no_grad()`.
     """
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
@@ -96,10 +96,10 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function that runs under the autocast and inference mode that are active now.
+    """Return a function that runs under the autocast and inference mode that are active at this call.
 
-    It is used for closures, which a step calls within its isolation. A closure runs with gradients, unless inference
-    mode forbids gradients.
+    A step calls its closure within isolation; with this function the closure runs in the caller's modes. A closure runs
+    with gradients enabled, unless inference mode forbids gradients.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
@@ -109,7 +109,7 @@ def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
         contexts: list[AbstractContextManager[Any]] = [torch.inference_mode()] if inference else []
         contexts += [torch.autocast(device, dtype=dtype, cache_enabled=cached) for device, dtype in devices.items()]
         with _entered(contexts):
-            torch.clear_autocast_cache()  # a step has changed parameters since the last call
+            torch.clear_autocast_cache()  # cached casts are of parameters before the last step
             return function(*args, **kwargs)
 
     return call if devices or inference else function
@@ -122,7 +122,7 @@ def _without_autocast() -> list[AbstractContextManager[Any]]:
 
 @contextmanager
 def _fresh_casts() -> Iterator[None]:
-    """Clear autocast's cache of casted parameters at the end of the context, in which the parameters change."""
+    """Clear autocast's cache of cast parameters after the context, because the parameters change in the context."""
     try:
         yield
     finally:

@@ -45,21 +45,21 @@ from .write.write import Hyper
 class Optimizer(Reporting):
     """W <- W - lr alpha W - lr U  with the update U that the chain of the recipe computes from the gradients.
 
-    All state is allocated at construction. Parameters with `requires_grad=False` receive their state when they are
-    thawed.
+    lr is the learning rate and alpha the weight decay. All state is allocated at construction, except for parameters
+    with `requires_grad=False`, whose state is allocated when they are thawed.
 
     Args:
         params: parameters in any form that torch's optimizers accept: tensors, (name, tensor) pairs, or groups, which
             may have their own `lr` and `weight_decay`.
         recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
-        lr: learning rate of groups without their own. None: the recipe's.
-        weight_decay: decay rate of groups without their own. None: the recipe's.
+        lr: learning rate of param groups without an `lr`. None: the learning rate of the recipe.
+        weight_decay: decay rate of param groups without a `weight_decay`. None: the decay rate of the recipe.
         overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
-        checked: True to check the contract of every stage at every step, which is slower. A stage that breaks it raises
-            a `ContractError` with its path.
-        options: options of torch's optimizers. `capturable` sets the recipe's `graph`. `foreach=True` holds always.
-            `fused=True` holds for parameters with Adam's chain, and there is a warning about others. `foreach=False`
-            and `fused=False` have no effect, which is said once.
+        checked: True to check the contract of every stage at every step, which is slower. A stage that breaks the
+            contract raises a `ContractError` with the path of the stage.
+        options: options of torch's optimizers. `capturable` sets the recipe's `graph`. `foreach=True` is always in
+            effect. `fused=True` is in effect for parameters with Adam's chain; a warning names other parameters.
+            `foreach=False` and `fused=False` have no effect, and cause one warning.
 
     Raises:
         RecipeError: the recipe or an override is not valid.
@@ -69,19 +69,21 @@ class Optimizer(Reporting):
     _known: Mapping[int, ParamInfo] | None = None
     """Descriptions of parameters by id, while the constructor adds the groups. None: all groups were added."""
     _model: ModelLink | None = None
-    """The model that the optimizer was composed with. None: no model is known."""
+    """The model with which the optimizer was composed. None: no model is known."""
     _unknown_buffers = False
     """True if there was a warning that buffers are not restored, because no model is known."""
     _watches_rounding = False
-    """True until updates were checked for a loss to rounding, unless the recipe rounds by itself."""
+    """True until it was checked once that updates are not lost to rounding. False if the recipe has a constraint that
+    rounds."""
     _rounding: RoundingWatch | None = None
-    """The watch that checks them. None: there was no step yet."""
+    """The watch that checks whether updates are lost to rounding. None: there was no step yet."""
     _asks_fused = False
-    """True if `fused=True` was given for groups whose steps are not known yet."""
+    """True if `fused=True` was given for param groups for which no warning about it was due yet."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
-    """Mark by which `torch.amp.GradScaler` leaves `found_inf` and `grad_scale` to the step and reads nothing."""
+    """Attribute that `torch.amp.GradScaler` checks. If True, the scaler passes `found_inf` and `grad_scale` to the step,
+    and leaves their use to the step, so that the scaler reads no tensor on the device."""
 
     def __init__(
         self,
@@ -122,13 +124,16 @@ class Optimizer(Reporting):
             require_partners(self.recipe, chain(*self.param_sets.infos))
         if self.recipe.expect:
             require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
-        if not isinstance(params, DescribedParameters):  # `compose` warns of these, unless their id is silenced
+        if not isinstance(params, DescribedParameters):  # for a model, `compose` gives these warnings, unless silenced
             for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)
 
     @property
     def known_model(self) -> torch.nn.Module | None:
-        """The model that the optimizer was composed with. None: there is none, or it was deleted, or this is a copy."""
+        """The model with which the optimizer was composed.
+
+        None: no model was given, the model was deleted, or this optimizer is a copy.
+        """
         return None if self._model is None else self._model.model()
 
     @property
@@ -141,9 +146,9 @@ class Optimizer(Reporting):
 
         Args:
             param_group: a dict with `params`, optionally `lr`, `weight_decay` and `peak_lr`, and any keys of the user.
-                `peak_lr` is the largest learning rate of the run, to which the decays `corrected` and `independent` are
-                relative. Without `peak_lr` the peak is the group's `lr`, or the larger `max_lr` of a OneCycleLR, and a
-                larger `lr` in a step becomes the peak.
+                `peak_lr` is the largest learning rate of the run. The decays `corrected` and `independent` are relative
+                to it. Without `peak_lr`, the peak starts as the group's `lr`, or as `max_lr` of OneCycleLR if that is
+                larger; a larger `lr` in a step becomes the peak.
 
         Raises:
             ValueError: the group has an option of the recipe or of torch's optimizers, or does not fit the recipe. The
@@ -156,7 +161,7 @@ class Optimizer(Reporting):
             self._warn_of_fused("param group")
 
     def _warn_of_fused(self, who: str) -> None:
-        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last warning."""
+        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last such check."""
         if self._asks_fused and (text := unfused_warning(self.param_sets)):
             warn_user(f"{who}: {text}")
         self._asks_fused = False
@@ -192,11 +197,11 @@ class Optimizer(Reporting):
 
     @isolated
     def eval(self) -> None:
-        """Copy the iterate to evaluate into the parameters. Without an `averaging` in the recipe nothing changes.
+        """Copy the evaluated iterate into the parameters. Without an `averaging` in the recipe nothing changes.
 
-        Until `train()` is called the training iterate is in the state, and `train()` discards values that were written
-        into the parameters. Under `fully_shard` call `model.reshard()` before `train()`, because a forward leaves
-        gathered parameters behind.
+        Until `train()` is called, the training iterate is in the state. `train()` discards values that were written
+        into the parameters in between. Under `fully_shard`, call `model.reshard()` before `train()`, because a forward
+        leaves gathered parameters, which `train()` does not change.
         """
         self._swap_iterate("eval")
 
@@ -214,8 +219,8 @@ class Optimizer(Reporting):
         The update does not depend on modes of the caller, such as autocast. A closure runs in the modes of the caller.
 
         Args:
-            closure: function that computes the loss and its gradients, and returns the loss. `sam` and `line_search`
-                need it, and call it several times. None: the gradients are there already.
+            closure: function that computes the loss and its gradients, and returns the loss. Recipes with `sam` or
+                `line_search` need a closure, and call it several times. None: the gradients were computed before.
 
         Returns:
             The result of the first call of the closure, or None without a closure.
@@ -223,8 +228,8 @@ class Optimizer(Reporting):
         Raises:
             RuntimeError: the parameters hold the evaluated iterate, or the recipe needs a closure and there is none.
             FloatingPointError: a gradient is not finite, and the recipe has `failure: {nonfinite: raise}`.
-            ArithmeticError: roots or bases failed more often in a row than `failure.roots` tolerates.
-            DistributedError: ranks step with different gradients or numbers.
+            ArithmeticError: more successive roots or bases failed than `failure.roots` tolerates.
+            DistributedError: ranks have different gradients, or different values in param groups.
         """
         given = in_surroundings(closure) if callable(closure) else closure
         with isolation(self):
@@ -276,11 +281,11 @@ class Optimizer(Reporting):
 
     @property
     def _calls_again(self) -> str | None:
-        """Name of the part of the recipe that calls closures several times; None: there is no such part."""
+        """Field of the recipe that calls the closure several times, `sam` or `line_search`; None: neither is set."""
         return next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
-        """Return the calls of the closure in this step. Return None without a closure."""
+        """Return the object that calls the closure in this step; None without a closure."""
         rule = self._calls_again
         if closure is None and rule is None:
             return None
@@ -295,10 +300,10 @@ class Optimizer(Reporting):
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
     def _loss(self, passes: Passes, parameters: Iterable[Tensor]) -> Any:
-        """Call the closure, and return the loss of its first call. Afterwards the gradients and signals for the step
-        are set.
+        """Call the closure, and return the loss of its first call.
 
-        With `sam` the gradients and signals come from a second call of the closure, at perturbed parameters.
+        Afterwards the gradients and signals for the step are set. With `sam`, they come from a second call of the
+        closure, at perturbed parameters.
         """
         if self.recipe.sam is None:
             return passes.first()
@@ -320,7 +325,7 @@ class Optimizer(Reporting):
             )
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the mean of a number over the ranks that share parameters. All of these ranks call it."""
+        """Return the mean of a number over the ranks that share parameters. All of these ranks call the method."""
         groups = [one.rank_group.all_ranks for one in self.param_sets if one.rank_group is not None]
         ranks = max(groups, key=lambda group: group.size, default=None)
         if ranks is None:
@@ -335,8 +340,8 @@ class Optimizer(Reporting):
         Args:
             name: name of the signal.
             value: a number or a mapping {parameter: number or tensor} for the next step, or a function that is called
-                in every step. Ranks that hold the same entries of a parameter must provide the same tensor of its
-                shape. Numbers, and matrices over inputs, may differ between ranks.
+                in every step. Ranks that hold the same entries of a parameter must provide equal tensors if these have
+                the parameter's shape. Numbers, and matrices over inputs, may differ between ranks.
 
         Returns:
             True if any part of the recipe requests the signal.
@@ -346,16 +351,19 @@ class Optimizer(Reporting):
     def unprovided_signals(self) -> list[tuple[str, str, bool]]:
         """Return the requested signals that have no source.
 
-        A number that `provide` received for the next step is a source, and so is a closure for the loss.
+        A number that `provide` received for the next step counts as a source. A closure counts as the source of the
+        loss.
 
         Returns:
-            Triples (signal, path of the part that requests it, True if steps raise without it).
+            Triples (signal, path of the part of the recipe that requests the signal, True if a step without the signal
+            raises an error).
         """
         return self.param_sets.signals.unprovided(self.param_sets)
 
     def _adopt_changes(self, thorough: bool = True) -> None:
-        """Adopt parameters and state that other code replaced, cast or moved. Undo the count of steps whose gradients
-        were unusable.
+        """Adopt parameters and state that other code replaced, cast or moved.
+
+        Also undo the step counts of parameters whose last gradients were unusable.
         """
         moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
@@ -365,10 +373,10 @@ class Optimizer(Reporting):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.
 
-        Keys of state are "<block>/<stage path>/<slot>", and "averaging/<slot>" for iterates. Every param group has the
-        recipe as JSON text, and in `iterate` the iterate that the parameters hold. If state is sharded over ranks, all
-        of these ranks must call this method, and state consists of DTensors for torch.distributed.checkpoint. For plain
-        tensors use `full_state_dict`.
+        Keys of state are "<block>/<stage path>/<slot>", and "averaging/<slot>" for iterates. Every param group contains
+        the recipe as JSON text, and in `iterate` the name of the iterate that the parameters hold. If state is sharded
+        over ranks, all of these ranks must call this method, and the state consists of DTensors for
+        torch.distributed.checkpoint. For plain tensors use `full_state_dict`.
         """
         self._adopt_changes()
         with divided_state(self):
@@ -381,7 +389,9 @@ class Optimizer(Reporting):
 
     @isolated
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather all state on one rank, where `state_dict` returns it until it changes. All ranks call this.
+        """Gather all state on one rank. All ranks call this method.
+
+        On that rank `state_dict` returns the gathered state until the state changes.
 
         Args:
             to: rank that receives the state.
@@ -419,9 +429,9 @@ class Optimizer(Reporting):
 class ModelLink:
     """The model of an optimizer, and the names of the parameters in its groups.
 
-    Only a parameter that should have a gradient and has none is searched in the model. The model is referenced weakly.
-    Parameters are not referenced: torch refuses to swap a parameter with weak references, as `model.to` does with
-    DTensors.
+    A parameter is looked up in the model only if it requires a gradient and has none. The model is referenced weakly.
+    Parameters are not referenced, because `model.to` swaps DTensor parameters, and torch refuses to swap a parameter
+    that has weak references.
 
     model: weak reference to the model.
     """
@@ -432,14 +442,17 @@ class ModelLink:
         self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if a parameter of the model has a gradient and is not in the groups.
+        """Raise RuntimeError if the model has, in place of a parameter of the optimizer, one that is not in the groups.
 
-        Weights that were tied after the optimizer was made share one of its parameters, and are accepted.
+        The error is raised only if the replacement has a gradient. Weights that were tied after the optimizer was
+        made are accepted, because the tied parameter is in the groups.
         """
         model = self.model()
         if model is None:
             return
-        for group, names in zip(groups, self._names, strict=False):  # groups added later have no names
+        for group, names in zip(
+            groups, self._names, strict=False
+        ):  # groups that were added later have no names, and are not checked
             for parameter, name in zip(group["params"], names, strict=False):
                 if parameter.grad is None and parameter.requires_grad and name is not None:
                     _require_held(groups, model, name, parameter)
@@ -448,7 +461,7 @@ class ModelLink:
 def _require_held(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, name: str, parameter: Tensor) -> None:
     try:
         held = model.get_parameter(name)
-    except AttributeError:  # the parameter was removed, and no other is trained in its place
+    except AttributeError:  # the parameter was removed, and nothing is trained in its place
         return
     if held.grad is None or held is parameter:
         return

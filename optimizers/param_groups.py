@@ -1,4 +1,4 @@
-"""Checks of param groups and their parameters: options, keys, values, and what the routes of a recipe need."""
+"""Checks of param groups and their parameters: options, keys, values, and the requirements of a recipe's routes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .write.write import is_number, number
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
 _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
-"""Keys that a user writes, and may misspell."""
+"""Keys of a param group that a user writes. A key that is similar to one of these is reported as a misspelling."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
 _HOW = ("foreach", "fused", "capturable")
@@ -42,7 +42,8 @@ _MOMENTS = {
     "beta2": ("second_moment",),
     "betas": ("first_moment", "second_moment"),
 }
-"""Options of torch's optimizers that are decays of moments, and the roles of the slots that these moments are."""
+"""Options of torch's optimizers that are decays of moments. For each option: the roles of the slots that store these
+moments."""
 _CYCLE = "[{'from': 0.95, 'to': 0.85, 'steps': 300}, {'from': 0.85, 'to': 0.95, 'steps': 700}]"
 """The momentum of OneCycleLR with its default arguments in a run of 1000 steps, as a schedule of a recipe."""
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
@@ -55,15 +56,17 @@ WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 
 
 def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = None) -> None:
-    """Warn of options of torch's optimizers that are not followed here.
+    """Warn of options of torch's optimizers that have no effect here.
 
-    `foreach=True` holds always, and the optimizer checks `fused=True` when it knows its steps.
+    `foreach=True` is always in effect. `fused=True` is checked later, when the optimizer has decided how its steps run.
 
-    recipe: recipe whose fields an unknown option may stand for. None: the error names no fields.
+    given: the options.
+    who: name of the caller, the beginning of messages.
+    recipe: recipe with fields that an unknown option may mean. None: the error names no fields.
 
     Raises:
-        TypeError: an option is unknown. The message has the overrides of the recipe that are meant.
-        ValueError: an option is not supported and not off.
+        TypeError: an option is unknown. The message names the overrides of the recipe that have the same meaning.
+        ValueError: an option is not supported and is not off.
     """
     for key, value in given.items():
         if key not in (*_HOW, *_OFF):
@@ -86,9 +89,9 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
 
 
 def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return the overrides of a recipe that an option of torch's optimizers stands for, by dotted path.
+    """Return, by dotted path, the overrides of a recipe that have the meaning of an option of torch's optimizers.
 
-    `momentum` and `betas` are the decays of first and second moments. Another option stands for the fields of its name.
+    `momentum` and `betas` are the decays of first and second moments. Any other option means the fields of that name.
     """
     roles = _MOMENTS.get(key, ())
     values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
@@ -105,7 +108,7 @@ def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
 
 
 class Defaults(dict[str, Any]):
-    """The defaults of param groups, which explain to a scheduler of torch that they have no momentum."""
+    """The defaults of param groups. They raise an error with advice if a scheduler of torch wants to set a momentum."""
 
     def __init__(self, values: Mapping[str, Any], recipe: Recipe | None = None) -> None:
         super().__init__(values)
@@ -124,14 +127,14 @@ class Defaults(dict[str, Any]):
 
 
 def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return a param group without options of torch's optimizers that have no effect. The user's own keys stay.
+    """Return a param group without options of torch's optimizers that have no effect, but with the user's own keys.
 
     recipe: JSON text of the optimizer's recipe.
 
     Raises:
-        ValueError: the group has another recipe, or a key that the user expects to have an effect: an option of torch's
-            optimizers, a field of recipes, or a misspelt key.
-        TypeError: the group is no mapping.
+        ValueError: the group has a different recipe, or a key that the user expects to have an effect: an option of
+            torch's optimizers, a field of recipes, or a misspelt key.
+        TypeError: the group is not a mapping.
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"param group: it must be a mapping with 'params', got a {type(group).__name__}")
@@ -160,10 +163,11 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
 
 
 def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None:
-    """Warn of keys in a group that have no effect because the recipe declares them. Other keys are the user's.
+    """Warn of keys in param groups that have no effect because the recipe declares the values.
 
     Such a key is an option of torch's optimizers (`group["momentum"] = 0.5`), a field of recipes, or a field of one of
-    this recipe's stages (`group["beta"] = 0.5`). The warning names the path in the recipe.
+    this recipe's stages (`group["beta"] = 0.5`). The warning names the path in the recipe. There is no warning for any
+    other key, which is the user's own.
     """
     for group in groups:
         for key in sorted(group.keys() - KNOWN_KEYS):
@@ -185,7 +189,7 @@ def _elsewhere() -> frozenset[str]:
 def check_values(group: Mapping[str, Any]) -> None:
     """Raise ValueError for a learning rate, weight decay or parameter that cannot be used.
 
-    Integer parameters, such as quantized base weights, can have no gradient. They are accepted and stay frozen.
+    Integer parameters, such as quantized base weights, are accepted and stay frozen, because they have no gradients.
     """
     for key in ("lr", "weight_decay", *(["peak_lr"] if "peak_lr" in group else [])):
         value = number(group, key)
@@ -208,15 +212,15 @@ def check_values(group: Mapping[str, Any]) -> None:
 
 
 def first_peak(group: Mapping[str, Any]) -> float:
-    """Return the largest learning rate in a new group: its `lr`, or a rate that a scheduler has written into it."""
+    """Return the largest learning rate in a new group: its `lr`, or a larger rate that a scheduler has written."""
     return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if is_number(group.get(key)))
 
 
 def flat_piece(parameter: Tensor) -> str:
     """Return an error text if a tensor is a flat shard of FSDP1 or of DeepSpeed's ZeRO-3, else "".
 
-    Both mark their tensors. FSDP1 sets `_fsdp_flattened`. ZeRO-3 sets `ds_id`, and on parameters of the model also
-    `ds_shape`; their values are on other ranks most of the time.
+    Both libraries mark their tensors. FSDP1 sets the attribute `_fsdp_flattened`. ZeRO-3 sets `ds_id`, and on
+    parameters of the model also `ds_shape`. Values of ZeRO-3 parameters are on other ranks most of the time.
     """
     if getattr(parameter, "_fsdp_flattened", False):
         return f"a flat one of FullyShardedDataParallel (FSDP1); {WHOLE_SHARDS}"
@@ -241,7 +245,7 @@ def group_infos(
 def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
     """Raise ValueError if routes select by name, role or module and a parameter of two or more axes has no name.
 
-    Without a name, nobody knows whether a matrix is an embedding, an output head or neither. Vectors and scalars need
+    Without a name it is unknown whether a matrix is an embedding, an output head or neither. Vectors and scalars need
     no name.
     """
     matches = {route.name: route.match for route in recipe.routes}
@@ -293,9 +297,10 @@ def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
 
 def unclear_heads(recipe: Recipe, rows: Sequence[tuple[Tensor, ParamInfo]], names_only: bool) -> Iterator[str]:
-    """Yield a warning if the recipe routes output heads, and the last layer, perhaps a head, goes to its main update.
+    """Yield a warning if the recipe has a route for output heads, but the last layer, possibly a head, has no route.
 
-    There is none if the head is found, frozen or tied, nor for adapters and stacks of equal blocks.
+    The last layer then gets the main update. There is no warning if a head was recognized, is frozen or is tied, and
+    none for adapters and stacks of equal blocks.
 
     rows: all parameters with their descriptions.
     names_only: True if only names and shapes of the parameters are known, but not their model.

@@ -1,4 +1,4 @@
-"""Learning rates that transfer between widths: a factor for every matrix, from its role, shape and update."""
+"""Learning rates that transfer between model widths: a factor for each matrix, from role, shape and update."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.base import chain_bounds
 
 MATRIX_ROLES = ("hidden", "head")
-"""Roles whose outputs sum over all columns of the matrix. Parameters of other roles read one input at a time."""
+"""Roles of matrices whose outputs sum over all columns. Parameters of all other roles read one input at a time."""
 
 
 class WidthScaling(Component):
-    """U <- U f(m, n),  f(m, n) = sqrt(m / n) / s(m, n):  outputs of size 1 change by lr in every layer, of any width.
+    """U <- U f(m, n),  f(m, n) = sqrt(m / n) / s(m, n),  for the update U of a matrix with m outputs and n inputs.
 
-    The spectral condition (Yang, Simon & Bernstein 2023, arXiv:2310.17813, Condition 1): an update of a matrix with m
-    outputs and n inputs has the spectral norm sqrt(m / n). s is that of a direction of the chain at its largest:
-    sqrt(m n) where entries have the size 1 (Adam, SOAP, signs), so that f = 1 / n; 1 after `spectral` (Muon), so that
-    f = sqrt(m / n). Factors of stages (`scale`) count in s and so cancel. m and n are those of the whole matrix, as its
-    view defines them, before blocks and shards. Embeddings, vectors and biases read one input at a time, n = 1.
-    Decoupled weight decay is not scaled.
-    base_width: b.  f(m, n) / f(b, b) for matrices, 1 for all else: learning rates relative to a model of width b, where
-    hidden matrices b x b keep the recipe's own. This is muP (Yang et al. 2021, arXiv:2203.03466, Table 3) for Adam.
+    Outputs of size 1 then change by lr in every layer, of any width. This is the spectral condition (Yang, Simon &
+    Bernstein 2023, arXiv:2310.17813, Condition 1): the scaled update has the spectral norm sqrt(m / n). s(m, n) is the
+    largest spectral norm of a direction of the chain. If entries of directions have the size 1 (Adam, SOAP, signs),
+    s = sqrt(m n) and f = 1 / n; after `spectral` (Muon), s = 1 and f = sqrt(m / n). Factors of stages (`scale`) are
+    included in s, and therefore cancel. m and n are those of the whole matrix, as its view defines them, before blocks
+    and shards. Embeddings, vectors and biases read one input at a time: n = 1. Decoupled weight decay is not scaled.
+    With `base_width` b, the factor is f(m, n) / f(b, b) for matrices and 1 for all other parameters. Learning rates
+    are then relative to a model of width b, in which hidden matrices b x b keep the recipe's learning rate. For Adam
+    this is muP (Yang et al. 2021, arXiv:2203.03466, Table 3).
     """
 
     base_width: int | None = Field(
@@ -36,8 +37,11 @@ class WidthScaling(Component):
     )
 
     def factor(self, chain: Sequence[Stage], role: str, matrix: tuple[int, ...], path: str = "update") -> float:
-        """Return f for one matrix [m, ...] of a parameter with a role.
+        """Return the factor for one matrix of a parameter.
 
+        chain: stages of the update.
+        role: role of the parameter.
+        matrix: shape [m, ...] of the matrix.
         path: path of the chain, for errors.
 
         Raises:
