@@ -130,7 +130,7 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return the field of each number: x and x^2, for each of its entries, or of its four parts of 16 bits."""
+        """Return the field of each number: x and x^2, where x are its entries, or the four 16-bit parts of its bits."""
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
             for name, x in self.numbers.items()

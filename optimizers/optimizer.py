@@ -78,12 +78,12 @@ class Optimizer(Reporting):
     _rounding: RoundingWatch | None = None
     """The watch that checks whether updates are lost to rounding. None: there was no step yet."""
     _asks_fused = False
-    """True if `fused=True` was given for param groups for which no warning about it was due yet."""
+    """True if `fused=True` was given for a param group and not checked yet. It is checked when the group has its state."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
-    """Attribute that `torch.amp.GradScaler` checks. If True, the scaler passes `found_inf` and `grad_scale` to the step,
-    and leaves their use to the step, so that the scaler reads no tensor on the device."""
+    """Attribute that `torch.amp.GradScaler` checks. If True, the scaler sets `found_inf` and `grad_scale` on the
+    optimizer, whose step uses them, and reads no tensor on the device itself."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Specification, placement on ranks and phases of each parameter, which decide how its update is computed.
 
-They follow from the recipe and from names, shapes and layouts, and do not depend on values of parameters. Every rank
-therefore computes the same ones.
+All three follow from the recipe and from names, shapes and layouts, and do not depend on values of parameters. Every
+rank therefore computes the same result.
 """
 
 from __future__ import annotations
