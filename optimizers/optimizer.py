@@ -78,7 +78,7 @@ class Optimizer(Reporting):
     _rounding: RoundingWatch | None = None
     """The watch that checks whether updates are lost to rounding. None: there was no step yet."""
     _asks_fused = False
-    """True if `fused=True` was given for a param group and not checked yet. It is checked when the group has its state."""
+    """True if `fused=True` was given and not checked yet. It is checked when the param group has its state."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
