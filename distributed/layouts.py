@@ -211,7 +211,7 @@ def local_gradients(
     ranks of its mesh. `parameter.grad` is not changed. Raises ValueError for a gradient that cannot get the layout of
     its parameter, and DistributedError if ranks fail to redistribute.
 
-    rank_group: the ranks that share the parameters; None: this process alone.
+    rank_group: the ranks that share the parameters; None: this process shares no parameters.
     """
     gradients = [parameter.grad for parameter in parameters]
     if not any_dtensors(gradients) and not any_dtensors(parameters):

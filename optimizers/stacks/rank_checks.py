@@ -194,7 +194,7 @@ class RankChecks:
 
         Each rank checks all entries that it holds, including entries that another rank updates, so that a nan in the
         copy of one rank is detected with every recipe. With R copies a rank reads R times as many entries as it
-        updates. These are fewer entries than the rank receives of parameters in the same step.
+        updates. In the same step the rank receives more entries of parameters than it reads here.
 
         gradients: by position, the entries of the gradient that this rank holds. None: the parameter has no gradient.
         present: `[P]`, True for parameters that have a gradient on this rank.

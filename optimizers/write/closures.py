@@ -78,7 +78,7 @@ def require_closure(closure: object, repeated_by: str | None) -> None:
 def require_no_calls(closure: object, repeated_by: str | None) -> None:
     """Raise RuntimeError for a closure, or a part of the recipe that calls one, in a step of a `GradScaler`.
 
-    repeated_by: as of `require_closure`.
+    repeated_by: field of the recipe that calls the closure again, as in `require_closure`.
     """
     found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again"
     if closure is not None or repeated_by is not None:

@@ -90,7 +90,7 @@ class Rounding(Constraint):
 
 
 def _half_ulp(x: Tensor) -> Tensor:
-    """Return half a unit in the last place of bfloat16 numbers, in float32. Zero counts as a subnormal number."""
+    """Return half a unit in the last place of bfloat16 numbers, in float32; zero counts as subnormal."""
     exponent = x.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8
 

@@ -98,7 +98,7 @@ class Corrected(WeightDecay):
 
 
 class Independent(WeightDecay):
-    """alpha = rate / peak_lr: W shrinks by rate times the schedule alone (Wortsman et al. 2023)."""
+    """alpha = rate / peak_lr: in a step W shrinks by the fraction rate lr / peak_lr (Wortsman et al. 2023)."""
 
     kind: Literal["independent"] = "independent"
     relative: ClassVar[bool] = True
