@@ -105,7 +105,7 @@ class GradientSums:
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
-        """Return the 0-d factor by which gradients were multiplied since the last backward, as by a scaler or by clipping.
+        """Return the 0-d factor by which a scaler or clipping has multiplied gradients since the last backward.
 
         None: it was not measured.
         """

@@ -83,8 +83,8 @@ def require_no_calls(closure: object, repeated_by: str | None) -> None:
     found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again"
     if closure is not None or repeated_by is not None:
         raise RuntimeError(
-            f"Optimizer.step: {found} cannot be combined with a GradScaler, which unscales and checks the gradients that "
-            "exist before the call; train in bfloat16, which needs no scaler"
+            f"Optimizer.step: {found} cannot be combined with a GradScaler, which unscales and checks the gradients "
+            "that exist before the call; train in bfloat16, which needs no scaler"
         )
 
 

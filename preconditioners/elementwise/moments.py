@@ -307,7 +307,9 @@ class RMS(Stage):
             )
         uncorrected = summed or (None if self.bias_correction else "bias_correction false")
         if uncorrected and self.eps_on == "raw":
-            raise ValueError(f"eps_on: 'raw' cannot be combined with {uncorrected}, which corrects nothing; remove eps_on")
+            raise ValueError(
+                f"eps_on: 'raw' cannot be combined with {uncorrected}, which corrects nothing; remove eps_on"
+            )
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
