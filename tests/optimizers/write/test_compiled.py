@@ -179,12 +179,10 @@ def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPa
     assert torch.equal(tensor, torch.full((1, 8), 2.0))
 
 
-def test_signals_that_no_program_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {extent: shape for extent, shape in execution._SHAPES_OF_SIGNALS.items() if extent != "input_matrix"}
-    monkeypatch.setattr(execution, "_SHAPES_OF_SIGNALS", shapes)
-    recipe = {"base": "newton_muon", "compile": True, "set": {"update.inputs.statistic.interval": 1}}
-    with refused(ValueError, "compile", "update.inputs", "activation_gram"):
-        Optimizer([("w", nn.Parameter(normal(64, 64, seed=0)))], recipe)
+def test_signals_that_no_program_has_are_refused() -> None:
+    pair = [(f"q.lora_{own}.weight", nn.Parameter(normal(4, 4, seed=0))) for own in "AB"]
+    with refused(ValueError, "routes.pairs.compile", "partner_basis", "partner"):
+        Optimizer(pair, {"base": "lora_muon", "set": {"routes.pairs.compile": True}})
 
 
 @pytest.mark.parametrize("beta", [0.9, {"from": 0.5, "to": 0.9, "steps": 5}], ids=["constant", "scheduled"])
