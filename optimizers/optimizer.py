@@ -450,9 +450,8 @@ class ModelLink:
         model = self.model()
         if model is None:
             return
-        for group, names in zip(
-            groups, self._names, strict=False
-        ):  # groups that were added later have no names, and are not checked
+        # groups that were added later have no names, and are not checked
+        for group, names in zip(groups, self._names, strict=False):
             for parameter, name in zip(group["params"], names, strict=False):
                 if parameter.grad is None and parameter.requires_grad and name is not None:
                     _require_held(groups, model, name, parameter)

@@ -42,7 +42,7 @@ class Panel:
     lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
     keep: Return True for rows that are drawn.
     same: fields in which all drawn rows equal the first row. The panel's title shows their values.
-    largest: fields of which only the largest value is drawn. The panel's title shows that value.
+    largest: fields whose largest value alone is drawn. The panel's title shows that value.
     band: a value, as (v, v), or an interval to compare with.
     """
 

@@ -7,7 +7,6 @@ texts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eigengraft.errors import did_you_mean
 from eigengraft.reference import fields_of, first_sentence, flow, summary, type_text
 
 from .arguments import Imports
@@ -48,8 +48,7 @@ def list_command(
     elif what in registered:
         entries = [(kind, _about(member)) for kind, member in sorted(registered[what].members.items())]
     else:
-        near = get_close_matches(what, [RECIPES, *registered], n=1)
-        hint = f", did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(what, [RECIPES, *registered])
         raise ValueError(f"list: '{what}' is no family{hint} (families: {', '.join((RECIPES, *sorted(registered)))})")
     sought = [word.lower() for word in words or ()]
     found = [entry for entry in entries if all(word in " ".join(entry).lower() for word in sought)]

@@ -52,7 +52,7 @@ class Card(NamedTuple):
 
 
 H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
-"""NVIDIA's data sheet: 989e12 operations per second in bfloat16, of which passes of models reach about 40 %; 67e12 in
+"""NVIDIA's data sheet: 989e12 operations per second in bfloat16, and passes of models reach about 40 % of it; 67e12 in
 float32; 3.35e12 bytes per second."""
 
 

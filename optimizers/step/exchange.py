@@ -95,7 +95,7 @@ class LocalExchange:
         self._updates, self._missing = dict[int, Tensor](), dict[int, int]()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        """Return sums over the full gradients, of which this rank may hold shards."""
+        """Return sums over the full gradients. This rank may hold only shards of the gradients."""
         return LocalSurvey(given.gradients, given.present, given.linear)
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
-from types import NoneType
 
 import numpy as np
 import torch
@@ -193,7 +192,7 @@ class ParamSet:
         """
         self.local[:] = self._local(self.parameters)
         found = [parameter.grad for parameter in self.parameters]
-        if self.rank_group is not None or not {*map(type, found)} <= {Tensor, NoneType}:  # a DTensor is a subclass
+        if self.rank_group is not None or any_dtensors(found):
             found = local_gradients(self.names, self.parameters, self.rank_group)
         if self._complex:
             found = [None if gradient is None else as_pairs(gradient) for gradient in found]

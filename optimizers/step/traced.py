@@ -492,8 +492,8 @@ class Program:
     def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:
         """Return the scheduled numbers, then the numbers that stages ask for, as tensors.
 
-        step: step of the blocks, of which the stages ask for numbers.
-        run_step: step of the run, of which the scheduled numbers are functions.
+        step: step of the blocks. The numbers that stages ask for are computed from it.
+        run_step: step of the run. The scheduled numbers are computed from it.
         """
         asked = self._asked.row(step) if self.asked else ()
         return (*self._scheduled.row(run_step), *asked) if self.source.schedules.of_numbers else asked
