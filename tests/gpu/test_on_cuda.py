@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import eigengraft
 
-from .budgets import MERGING, STEPS, WIDTH, gpt2, table, without_refreshes
+from .budgets import STEPS, declared, gpt2, table
 from .models import Run, gradients, largest_difference
 
 pytestmark = pytest.mark.gpu
@@ -19,10 +17,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(table()))
 def test_a_steady_step_waits_for_nothing(name: str) -> None:
     """torch raises at the first wait. Gradients are checked on the device: on the host the check itself waits."""
-    declaration: Any = without_refreshes(eigengraft.load_recipe(name).model_dump(mode="json"))
+    declaration = declared(name)
     declaration["failure"]["detect"] = "device"
-    shapes = gpt2(4, WIDTH // 2 if name in MERGING else WIDTH)
-    named = [(parameter, nn.Parameter(torch.randn(shape, device="cuda"))) for parameter, shape in shapes]
+    named = [(parameter, nn.Parameter(torch.randn(shape, device="cuda"))) for parameter, shape in gpt2(4)]
     optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
     for step in range(STEPS):
         for _, parameter in named:
