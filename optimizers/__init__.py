@@ -12,6 +12,7 @@ from .models import gauss_newton_bartlett as gauss_newton_bartlett
 from .models import grouped as grouped
 from .models import hutchinson as hutchinson
 from .models import submodel as submodel
+from .models import watch_gradient_variance as watch_gradient_variance
 from .models import watch_inputs as watch_inputs
 from .models import watch_logits as watch_logits
 from .models import watch_output_gradients as watch_output_gradients

@@ -18,6 +18,7 @@ from .combinators.chains import Path as Path
 from .combinators.chains import Sum as Sum
 from .combinators.chains import Transform as Transform
 from .combinators.graft import Graft as Graft
+from .combinators.noise_metric import NoiseMetric as NoiseMetric
 from .combinators.partner_basis import PartnerBasis as PartnerBasis
 from .combinators.prodigy import Prodigy as Prodigy
 from .combinators.projected import Projected as Projected
@@ -50,7 +51,10 @@ from .elementwise.moments import LaggedRMS as LaggedRMS
 from .elementwise.moments import Momentum as Momentum
 from .elementwise.moments import MomentumMixture as MomentumMixture
 from .elementwise.moments import RunningMean as RunningMean
-from .elementwise.moments import k_maxwell as k_maxwell
+from .elementwise.momentum_weights import KernelStatistics as KernelStatistics
+from .elementwise.momentum_weights import entropy_kernel as entropy_kernel
+from .elementwise.momentum_weights import k_maxwell as k_maxwell
+from .elementwise.momentum_weights import maximum_entropy as maximum_entropy
 from .elementwise.scale import ClipNorm as ClipNorm
 from .elementwise.scale import ClipRMS as ClipRMS
 from .elementwise.scale import Normalize as Normalize

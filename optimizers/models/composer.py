@@ -16,6 +16,7 @@ from ..optimizer import Optimizer
 from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
 from ..recipe.routing import DescribedParameters, ParamInfo, canonical_names, describe_model
+from .gradient_variance import VARIANCE, watch_gradient_variance
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .lint import warn_of_faults
 from .logits import watch_logits
@@ -64,9 +65,12 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
     names_only = not isinstance(described, DescribedParameters)
     described = DescribedParameters.of(described)
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
+    asking = optimizer.param_sets.signals.listeners.asking
+    if VARIANCE in asking and all(param_set.rank_group is None for param_set in optimizer.param_sets):
+        watch_gradient_variance(optimizer)
     if described.model is not None:
         for signal, watch in _WATCHES.items():
-            if signal in optimizer.param_sets.signals.listeners.asking:
+            if signal in asking:
                 watch(optimizer, described.model)
         if optimizer.recipe.averaging is not None:
             watch_evaluation(optimizer, described.model)

@@ -12,7 +12,9 @@ from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball
 from .constraints import ParameterUpdate as ParameterUpdate
+from .constraints import Polar as Polar
 from .constraints import QKClip as QKClip
+from .contrib.averaging import Anchored as Anchored
 from .contrib.averaging import EMANesterov as EMANesterov
 from .contrib.constraints import LateDecay as LateDecay
 from .contrib.constraints import RadialBrake as RadialBrake

@@ -238,13 +238,20 @@ class EMA(Averaging):
         first = (pushes(due.steps, self.every, self.start) == 1) & (not self.bias_correction)
         blend(due.slots["mean"], self._below(due), [1.0 if one else 1 - self.decay for one in first], due.mask)
 
+    def means(self, batch: IterateBatch) -> Sequence[Tensor]:
+        """Return the mean of each parameter, divided by the sum of its weights. Each parameter must have a mean."""
+        counts = pushes(batch.steps, self.every, self.start).tolist()
+        totals = [1 - self.decay**count if self.bias_correction else 1.0 for count in counts]
+        return torch._foreach_div(list(batch.slots["mean"]), totals)
+
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        counts = pushes(batch.steps, self.every, self.start)
-        values = []
-        for parameter, mean, count in zip(self._below(batch), batch.slots["mean"], counts.tolist(), strict=True):
-            total = 1 - self.decay**count if self.bias_correction else 1.0
-            value = mean / total if count else parameter
-            values.append(value if self.weight == 1 else torch.lerp(parameter.to(value.dtype), value, self.weight))
+        values = list(self._below(batch))
+        begun = np.flatnonzero(pushes(batch.steps, self.every, self.start) > 0).tolist()
+        if not begun:
+            return values
+        for index, mean in zip(begun, self.means(batch.slice_rows(begun)), strict=True):
+            own = values[index].to(mean.dtype)
+            values[index] = mean if self.weight == 1 else torch.lerp(own, mean, self.weight)
         return values
 
 

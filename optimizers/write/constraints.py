@@ -1,4 +1,4 @@
-"""Constraints: the contract, two of its members, and the write of an update under constraints.
+"""Constraints: the contract, three of its members, and the write of an update under constraints.
 
 A constraint changes updates before the write and parameters after it.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eigengraft.component import ChainOf
 from eigengraft.numerics import block_norm, compute_dtype, copies, safe_ratio
+from eigengraft.preconditioners.polar.spectral import NewtonSchulz, PolarSolver
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
 from eigengraft.slots import Slot
@@ -199,6 +200,32 @@ class Hyperball(Constraint):
         stays = (still & (radii != 0)).unbind(0)
         rows = zip(parameters, moved, scales, stays, strict=True)
         return [torch.where(stay, old, new * scale) for old, new, scale, stay in rows]
+
+
+class Polar(Constraint):
+    """W' <- polar(W') = U V^T  for W' = U S V^T.  W' is the parameter after the step.
+
+    Rows or columns of W stay orthonormal: W lies on the Stiefel manifold. With a polar factor as the update this is
+    SPEL, W <- polar(W - lr polar(M)) (Manifold Constrained Steepest Descent 2026, arXiv:2601.21487; NVIDIA's Emerging
+    Optimizers), for which lr is about the angle by which a step turns W. Parameters are treated as matrices, first axis
+    x the rest. Parameters with one axis are not constrained. A parameter of zeros stays 0.
+    """
+
+    kind: Literal["polar"] = "polar"
+    solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
+
+    def retract(
+        self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
+    ) -> Tensors:
+        found, alike = list(moved), dict[tuple[int, ...], list[int]]()
+        for index, tensor in enumerate(moved):
+            if tensor.ndim > 1:
+                alike.setdefault(tuple(tensor.shape), []).append(index)
+        for indices in alike.values():
+            factors = self.solver.of_blocks(torch.stack([moved[index] for index in indices]))
+            for index, factor in zip(indices, factors.unbind(), strict=True):
+                found[index] = factor
+        return found
 
 
 class QKClip(Constraint):

@@ -117,8 +117,9 @@ class MomentumMixture(Stage):
     momentum, and change to different decays later without a jump.
 
     Two means with weights 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). K-Maxwell momentum
-    (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes them. Earlier mixtures
-    with constant weights are QHM (Ma & Yarats 2019, arXiv:1810.06801) and AggMo (Lucas et al. 2019, arXiv:1804.00325).
+    (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes them, and
+    `maximum_entropy` those of #368 and #369 approximately. Earlier mixtures with constant weights are QHM (Ma & Yarats
+    2019, arXiv:1810.06801) and AggMo (Lucas et al. 2019, arXiv:1804.00325).
     Mean k = 0, 1, ... is stored in the slot `m<k>`, so that a recipe can store the slow means in 8 bits.
     """
 
@@ -148,60 +149,6 @@ class MomentumMixture(Stage):
             total = m * mean.weight if total is None else total.add_(m, alpha=mean.weight)
         assert total is not None
         return total if self.nesterov is None else torch.lerp(direction, total, self.nesterov)
-
-
-def k_maxwell(
-    count: int,
-    start_age: float,
-    end_age: float,
-    ages: tuple[float, float] = (3.0, 64.0),
-    beta: float = 0.95,
-    begin: float = 0.3,
-) -> list[dict[str, Any]]:
-    """Return the `means` of a `momentum_mixture` whose mean age changes linearly from `start_age` to `end_age`.
-
-    The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are
-    w_k = c k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture.
-    Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from those of
-    `start_age` to those of `end_age`.
-
-    (8, 58, 26) has the weights of modded-nanogpt #357, and (6, 50, 22) those of #359.
-
-    Args:
-        count: Number of means, K, at least 2.
-        start_age: Mean age of the mixture at `begin`, in steps.
-        end_age: Mean age of the mixture at the end of the run, in steps.
-        ages: Mean ages of the fastest and of the slowest mean, in steps.
-        beta: Decay of all means before `begin`.
-        begin: Part of the run in which there is one mean, between 0 and 1.
-
-    Returns:
-        A list of K mappings with the keys `beta` and `weight`, as a recipe has them.
-
-    Raises:
-        ValueError: The ages are not in order, or a mean age needs a weight below 0.
-    """
-    youngest, oldest = ages
-    if count < 2 or not 0 < youngest < oldest:
-        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
-    spaced = [youngest * (oldest / youngest) ** (k / (count - 1)) for k in range(count)]
-
-    def weights(mean_age: float) -> list[float]:
-        c = (oldest - mean_age) / sum(k * (oldest - age) for k, age in enumerate(spaced, start=1))
-        found = [c * k for k in range(1, count)]
-        if min(*found, 1 - sum(found)) < 0:
-            lowest = sum(k * age for k, age in enumerate(spaced[:-1], start=1)) / sum(range(1, count))
-            raise ValueError(f"a mean age of {mean_age:g} needs a weight below 0; choose {lowest:.3g} to {oldest:g}")
-        return [*found, 1 - sum(found)]
-
-    def jump(before: float, after: float) -> list[dict[str, float]]:
-        return [{"from": before, "to": before, "fraction": begin}, {"from": after, "to": after, "steps": 1}]
-
-    def ramp(before: float, after: float) -> list[dict[str, float]]:
-        return [{"from": before, "to": before, "fraction": begin}, {"from": before, "to": after, "fraction": 1 - begin}]
-
-    rows = zip(spaced, weights(start_age), weights(end_age), strict=True)
-    return [{"beta": jump(beta, age / (age + 1)), "weight": ramp(start, end)} for age, start, end in rows]
 
 
 class HeavyBall(Stage):

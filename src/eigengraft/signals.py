@@ -80,6 +80,12 @@ for _signal in (
         by="eigengraft.hutchinson or eigengraft.gauss_newton_bartlett",
     ),
     Signal(
+        "gradient_variance",
+        "entry",
+        "the variance of the gradient over the micro-batches of the step",
+        by="eigengraft.watch_gradient_variance(optimizer), or by eigengraft.compose, from steps of several backwards",
+    ),
+    Signal(
         "activation_gram",
         "input_matrix",
         "the mean of x x^T over the inputs x that the parameter's layer has had",

@@ -54,6 +54,26 @@ AVERAGINGS = (
         ),
     ),
     Row({"kind": "ema_nesterov", "beta": 0.5, "start": 2, "stop": 9, "follow_lr": True}, "for a while"),
+    Row(
+        {"kind": "anchored", "start": 2, "full": 5, "inner": {"kind": "ema", "decay": 0.8}},
+        faults=(
+            unknown("anchored"),
+            Fault({"kind": "anchored", "start": 2, "full": 2}, "full", 2),
+            Fault({"kind": "anchored", "start": 3, "full": 9, "inner": {"kind": "ema", "start": 5}}, "start", 5, 3),
+            Fault(
+                {"kind": "anchored", "start": 1, "full": 2, "inner": {"kind": "ema", "inner": "schedule_free"}}, "inner"
+            ),
+        ),
+    ),
+    Row(
+        {
+            "kind": "anchored",
+            "start": 3,
+            "full": 6,
+            "inner": {"kind": "ema", "decay": 0.8, "start": 3, "inner": {"kind": "ema_nesterov"}},
+        },
+        "over a look-ahead",
+    ),
     Row({"kind": "ema", "decay": 0.8, "weight": 0.6}, "beside the parameter"),
     Row(
         {"kind": "ema", "decay": 0.8, "weight": 0.6, "start": 3, "inner": {"kind": "ema_nesterov"}}, "over a look-ahead"
@@ -81,6 +101,7 @@ CONSTRAINTS = (
         {"kind": "row_floor"},
         faults=(unknown("row_floor"), Fault({"kind": "row_floor", "ratio": 0.0}, "ratio", 0)),
     ),
+    Row({"kind": "polar"}, faults=(unknown("polar"), Fault({"kind": "polar", "solver": "qr"}, "solver", "qr"))),
     Row(
         {"kind": "qk_clip"},
         faults=(

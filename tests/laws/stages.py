@@ -103,6 +103,15 @@ STAGES = (
         ),
     ),
     Row(
+        {"kind": "noise_metric", "inner": [MOMENTUM]},
+        faults=(
+            unknown("noise_metric"),
+            Fault({"kind": "noise_metric", "inner": []}, "inner"),
+            Fault({"kind": "noise_metric", "inner": ["sign"], "bound": 0.5}, "bound", 1),
+            Fault({"kind": "noise_metric", "inner": ["sign"], "power": 3.0}, "power", 2),
+        ),
+    ),
+    Row(
         {**HEAVY_BALL, "nesterov": True},
         degree=1,
         rotates=True,

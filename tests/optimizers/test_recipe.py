@@ -102,9 +102,10 @@ def test_the_shipped_json_is_the_yaml() -> None:
 def test_every_stage_and_every_combination_with_stages_inside_is_in_the_cover() -> None:
     """Tests of products of recipes and options rest on it; a stage that must be told its signal has its own tests."""
     kinds = {name: stage_kinds(name) for name in SHIPPED}
-    told = {"diagonal_newton"}  # tests/providers/test_curvature.py
+    told = {"diagonal_newton", "noise_metric"}  # tests/providers
     assert told.union(*(kinds[name] for name in COVER)) == told.union(*kinds.values())
-    assert {kinds[name] for name in SHIPPED if not plain(name)} <= {kinds[name] for name in COVER}
+    asked = [name for name in SHIPPED if not plain(name) and not kinds[name] & told]
+    assert {kinds[name] for name in asked} <= {kinds[name] for name in COVER}
     assert len({kinds[name] for name in COVER}) == len(COVER) < len(SHIPPED)
 
 
@@ -131,7 +132,8 @@ def test_a_shipped_recipe_is_short_says_its_source_and_trains(name: str) -> None
     optimizer = eigengraft.compose(recipe, net, lr=max(recipe.lr, 1e-3))  # signs take small steps
     hidden = next(route.name for route in optimizer.routing_table() if route.route == "")
     optimizer.provide("max_logit", lambda: {net.get_parameter(hidden): torch.zeros(1)})  # there is no attention to clip
-    optimizer.provide("hessian_diagonal", lambda: {p: torch.ones_like(p) for p in net.parameters()})
+    for signal in ("hessian_diagonal", "gradient_variance"):
+        optimizer.provide(signal, lambda: {p: torch.ones_like(p) for p in net.parameters()})
     losses = train(net, optimizer, 30)
     assert losses[-1] < 0.95 * losses[0]
 

@@ -5,13 +5,15 @@ library. The records publish steps; recipes have fractions of a run, here of 12 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from eigengraft import load_recipe
-from eigengraft.preconditioners import k_maxwell
+from eigengraft import Optimizer, load_recipe, watch_gradient_variance
+from eigengraft.preconditioners import KernelStatistics, entropy_kernel, k_maxwell, maximum_entropy
 
 from ..refusals import refused
 from ..trajectories import distance, follow, normal, random_gradients, recipe
@@ -109,6 +111,48 @@ def test_ages_that_no_weights_have_are_refused() -> None:
         k_maxwell(6, 50.0, 30.0, ages=(64, 3))
 
 
+OLDEST = KernelStatistics(90.0, 3.7153849427, 0.07235, 0.02235)
+NEWEST = KernelStatistics(24.05, 2.3786333904, 0.137, 0.087)
+
+
+@pytest.mark.parametrize("statistics", [OLDEST, NEWEST], ids=["start", "end"])
+def test_a_kernel_of_maximum_entropy_has_its_statistics_and_no_neighbour_more_entropy(
+    statistics: KernelStatistics,
+) -> None:
+    """1e-9: statistics are sums of 256 numbers. A move that keeps all statistics lowers the entropy, to first order not
+    at all: the gradient of the entropy is a sum of the features."""
+    kernel, ages = entropy_kernel(statistics), np.arange(256.0)
+    features = np.vstack([np.ones(256), (-1.0) ** ages, ages, np.log1p(ages)])
+    found = features @ kernel
+    np.testing.assert_allclose(found, [1, 0, statistics.mean_age, statistics.mean_log_age], rtol=0, atol=1e-9)
+    assert kernel.min() > 0 and kernel[:2].tolist() == [statistics.newest, statistics.second]
+    slope, tail = -np.log(kernel[2:]) - 1, features[:, 2:]
+    left = slope - tail.T @ np.linalg.lstsq(tail.T, slope, rcond=None)[0]
+    assert np.abs(left).max() < 1e-9
+
+
+def test_means_follow_a_kernel_of_maximum_entropy() -> None:
+    """The sums of distances are those that the docstring has, and the sum and the mean age are the kernel's."""
+    means = maximum_entropy(8, OLDEST, NEWEST)
+    betas = np.array([mean["beta"][-1]["to"] for mean in means])
+    for statistics, end, far in ((OLDEST, "from", 0.24), (NEWEST, "to", 0.10)):
+        weights = np.array([mean["weight"][-1][end] for mean in means])
+        assert weights.sum() == pytest.approx(1, abs=1e-9)
+        assert weights @ (betas / (1 - betas)) == pytest.approx(statistics.mean_age, rel=1e-9)
+        made = (weights * (1 - betas) * betas ** np.arange(4000)[:, None]).sum(1)
+        made[:256] -= entropy_kernel(statistics)
+        assert np.abs(made).sum() == pytest.approx(far, abs=0.01)
+    stage = load_recipe({"update": [{"kind": "momentum_mixture", "means": means}], "total_steps": 100}).update[0]
+    assert len(stage.slots((3,))) == 8
+
+
+def test_statistics_that_no_kernel_has_are_refused() -> None:
+    with refused(ValueError, 256, "mean_log_age=1.0"):
+        entropy_kernel(KernelStatistics(90.0, 1.0, 0.1, 0.1))
+    with refused(ValueError, 1, "(1.0, 200.0)"):
+        maximum_entropy(1, OLDEST, NEWEST)
+
+
 def rmnp(given: Sequence[Tensor]) -> list[Tensor]:
     """Rows of the running mean, divided by their norms, with an RMS of 0.2."""
     mean, found = Mean(0.95, *given[0].shape), []
@@ -201,3 +245,106 @@ def test_rows_that_are_zero_take_the_direction_itself() -> None:
     (path,) = follow(recipe({"update": [stage]}, lr=0.1), [init], gradients)
     torch.testing.assert_close(path[0][1], -0.1 * gradients[0][0][1].sign(), rtol=0, atol=0)
     assert path.isfinite().all() and not torch.equal(path[1][1], path[0][1])
+
+
+def noise_metric(given: Tensor, heat: Tensor, axis: int) -> Tensor:
+    """The factors A^(-1/2) or B^(-1/2): root of the mean variance of a column or row over their mean, in [1/2, 2]."""
+    mean = heat.mean()
+    return given * (heat / mean).sqrt().clamp(0.5, 2).rsqrt().unsqueeze(axis)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_isomuon_damps_rows_and_columns_by_their_noise(shape: tuple[int, int]) -> None:
+    """Four micro-batches a step, the last two steps without: these keep the metric. 1e-9 as above."""
+    count, measured = 4, STEPS - 2
+    rows = torch.linspace(0.1, 3, shape[0], dtype=torch.float64).unsqueeze(1)
+    parts = [[rows * g / count for (g,) in random_gradients([shape], count, seed=77 * t)] for t in range(STEPS)]
+    weight = torch.nn.Parameter(normal(*shape, seed=5))
+    optimizer = Optimizer(
+        [("p0", weight)], load_recipe("isomuon", ["update.noise_metric.inner.spectral.solver.precision=input"]), lr=LR
+    )
+    watch_gradient_variance(optimizer)
+    w, path, ours = weight.detach().clone(), [], []
+    m, row, column = torch.zeros_like(w), torch.zeros(shape[0]).double(), torch.zeros(shape[1]).double()
+    for t, some in enumerate(parts):
+        several = some if t < measured else [sum(some, torch.zeros_like(w))]
+        for part in several:
+            (weight * part).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ours.append(weight.detach().clone())
+        g = torch.stack(several).sum(0)
+        if len(several) > 1:
+            variance = (count * torch.stack(several)).var(0, correction=0)
+            row, column = 0.95 * row + 0.05 * variance.mean(1), 0.95 * column + 0.05 * variance.mean(0)
+        m = 0.95 * m + 0.05 * g
+        p = newton_schulz(noise_metric(noise_metric(0.95 * m + 0.05 * g, row, 1), column, 0))
+        d = noise_metric(noise_metric(p, row, 1), column, 0)
+        w = w - LR * (0.01 * w + matched(d * p.norm() / d.norm()))
+        path.append(w)
+    assert distance([torch.stack(ours)], [torch.stack(path)], [path[0]]) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_spel_descends_on_orthonormal_weights(shape: tuple[int, int]) -> None:
+    """W <- polar(W - lr polar(M)), both polar factors exact. 1e-9 as above."""
+    init, gradients = normal(*shape, seed=5), random_gradients([shape], STEPS)
+    w, m, path = init, torch.zeros_like(init), []
+
+    def polar(x: Tensor) -> Tensor:
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
+        return u @ vh
+
+    for (g,) in gradients:
+        m = 0.95 * m + 0.05 * g
+        w = polar(w - 0.1 * polar(m))
+        path.append(w)
+    exact: dict[str, Any] = {
+        "update.spectral.solver": {"kind": "svd"},
+        "constraints": {"kind": "polar", "solver": "svd"},
+    }
+    ours = follow(recipe({"base": "spel", "set": exact}, lr=0.1), [init], gradients)
+    assert distance(ours, [torch.stack(path)], [init]) <= 1e-9
+    short = path[-1] if shape[0] <= shape[1] else path[-1].T
+    torch.testing.assert_close(short @ short.T, torch.eye(len(short)).double(), rtol=0, atol=1e-12)
+
+
+def test_spel_leaves_the_length_of_vectors_and_stays_near_orthonormal_by_newton_schulz() -> None:
+    """Five steps of Jordan's coefficients leave singular values in [0.68, 1.13] (Jordan et al. 2024)."""
+    weight, bias = (torch.nn.Parameter(normal(*shape, seed=1)) for shape in ((8, 5), (5,)))
+    optimizer = Optimizer([("p0", weight), ("p1", bias)], {"base": "spel", "routes": []}, lr=0.0)
+    before = bias.detach().clone()
+    for t in range(3):
+        weight.grad, bias.grad = normal(8, 5, seed=t), normal(5, seed=t)
+        optimizer.step()
+    values = torch.linalg.svdvals(weight.detach())
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.2
+    torch.testing.assert_close(bias.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inner", [None, {"kind": "ema_nesterov", "ahead": 0.5, "start": 2, "stop": 7}])
+def test_an_anchored_gradient_is_that_of_a_point_beyond_the_mean(inner: dict[str, Any] | None) -> None:
+    """y = W + a (W - E), a from 0 at the third update to 0.45 at the eighth; E <- E + (W - E) / 4 from the second on;
+    evaluated 0.4 W + 0.6 E. With a look-ahead, its drift is added to y. 1e-12, rounding."""
+    weight, gradients = torch.nn.Parameter(normal(5, 4, seed=5)), random_gradients([(5, 4)], 12)
+    tail = {"kind": "ema", "decay": 0.75, "start": 2, "bias_correction": False, "weight": 0.6, "inner": inner}
+    averaging = {"kind": "anchored", "ahead": 0.45, "start": 3, "full": 8, "inner": tail}
+    plain = {"update": [{"kind": "heavy_ball", "beta": 0.0}], "weight_decay": {"kind": "decoupled", "rate": 0.0}}
+    optimizer = Optimizer([weight], {**plain, "averaging": averaging}, lr=LR)
+    w, e = weight.detach().clone(), torch.zeros(5, 4).double()
+    drift, seen = torch.zeros_like(w), w.clone()
+    ahead = torch.zeros_like(w)
+    for t, (g,) in enumerate(gradients, start=1):
+        torch.testing.assert_close(weight.detach(), seen, rtol=0, atol=1e-12)
+        weight.grad = g.clone()
+        optimizer.step()
+        moved_to = w + ahead - LR * g
+        drift, w = 0.99 * drift + 0.01 * (moved_to - w), moved_to
+        e = w.clone() if t == 2 else e + (w - e) / 4 if t > 2 else e
+        ahead = 0.5 * drift if inner is not None and 2 <= t < 7 else torch.zeros_like(w)
+        seen = w + ahead + 0.45 * min(1.0, max(0.0, (t - 3) / 5)) * (w - e)
+    held = weight.detach().clone()
+    optimizer.eval()
+    torch.testing.assert_close(weight.detach(), 0.4 * w + 0.6 * e, rtol=0, atol=1e-12)
+    optimizer.train()
+    assert torch.equal(weight.detach(), held)

@@ -1,9 +1,10 @@
-"""Averaging of the 2026 record of modded-nanogpt's track 3: a look-ahead along the mean of past steps."""
+"""Averagings of 2026 records of modded-nanogpt's track 3: look-aheads along past steps, and away from a mean."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from dataclasses import replace
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from eigengraft.slots import Slot
 
-from ..averaging import Averaging, IterateBatch, accumulate, blend
+from ..averaging import EMA, Averaging, IterateBatch, accumulate, blend
 from ..constraints import ParameterUpdate
 from ..write import nonzero_peak
 
@@ -61,22 +62,87 @@ class EMANesterov(Averaging):
         if self.follow_lr:
             scale = self.ahead * (batch.lr / nonzero_peak(batch.lr, batch.peak_lr))
         open_now = (batch.steps >= self.start) & (batch.steps < (np.inf if self.stop is None else self.stop))
-        self._look_ahead(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
+        _look_ahead(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
         batch.show_y()
-
-    def _look_ahead(
-        self,
-        y: Sequence[Tensor],
-        drift: Sequence[Tensor],
-        scales: Sequence[float | Tensor],
-        mask: Sequence[Tensor] | None,
-    ) -> None:
-        """Change tensors y in place:  y <- y + scale drift.  Tensors with the mask False do not change."""
-        if mask is None:
-            accumulate(y, drift, scales)
-            return
-        for own, towards, scale, usable in zip(y, drift, scales, mask, strict=True):
-            own.copy_(torch.where(usable, own + towards * scale, own))
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.slots["z"]
+
+
+class Anchored(Averaging):
+    """y = W + a_t (W - M);  W' = W - lr U(y);  M the mean of W by the inner `ema`;  evaluated: as by the inner `ema`
+
+    In training the parameter holds y, which is ahead of W on the line from the mean M through W; gradients are taken
+    there. Weight decay is computed at W. The factor a_t is 0 up to the update `start`, then it grows linearly, and from
+    the update `full` on it is `ahead`. This is the anchor gradient of modded-nanogpt's track 3 (2026, #377: 0.45, from
+    step 2100 to 2200). If the inner `ema` averages an `ema_nesterov`, W is the base iterate of that averaging, and
+    a_t (W - M) is added to its look-ahead. W is computed from y and M, so that no further memory is needed, except for
+    parameters of 16 bits, for which y is stored.
+    """
+
+    kind: Literal["anchored"] = "anchored"
+    ahead: float = Field(default=0.45, gt=0, le=4, description="how far y is ahead of W, in units of W - M")
+    start: int = Field(ge=1, examples=[2100], description="update up to which there is no look-ahead")
+    full: int = Field(ge=2, examples=[2200], description="update from which on a_t is `ahead`")
+    inner: EMA = Field(default=EMA(), description="the mean, over W or over an `ema_nesterov`")
+
+    @model_validator(mode="after")
+    def _ahead_of_a_mean(self) -> Self:
+        first = self.inner.every if self.inner.start is None else self.inner.start
+        if self.start < first:
+            raise ValueError(f"start: there is no mean before update {first}, got {self.start}; raise start")
+        if self.full <= self.start:
+            raise ValueError(f"full: must be greater than start, which is {self.start}, got {self.full}")
+        if not isinstance(self.inner.inner, (EMANesterov, type(None))):
+            raise ValueError(f"inner: the mean must be over W or an `ema_nesterov`, got {self.inner.inner!r}")
+        return self
+
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        own = {"y": Slot(shape, role="iterate")} if low_precision else {}
+        return {**own, **self.inner.slots(shape, low_precision)}
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        ramp = {"ahead": self.ahead, "start": self.start, "full": self.full}
+        return {**ramp, **{f"inner.{name}": value for name, value in self.inner.state_meaning().items()}}
+
+    def follows_peak(self) -> bool:
+        return self.inner.follows_peak()
+
+    def begin(self, batch: IterateBatch) -> None:
+        batch.begin()
+
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        below = replace(batch, parameters=batch.y)
+        self._shift(replace(below, steps=batch.steps - 1), back=True)
+        self.inner.step(below, update)
+        self._shift(below, back=False)
+        batch.show_y()
+
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        below = replace(batch, parameters=torch._foreach_mul(list(batch.y), 1.0), mask=None)  # a copy
+        self._shift(below, back=True)
+        return self.inner.evaluated(below)
+
+    def _shift(self, batch: IterateBatch, back: bool) -> None:
+        """Add a_t (W - M) to the parameters of a batch in place. back: subtract it."""
+        ahead = self.ahead * ((batch.steps - self.start) / (self.full - self.start)).clip(0.0, 1.0)
+        own, factors = batch.slice_rows(np.flatnonzero(ahead > 0).tolist()), ahead[ahead > 0].tolist()
+        if not factors:
+            return
+        means = self.inner.means(own)
+        if self.inner.inner is None:  # W = y + a / (1 + a) (M - y)
+            blend(own.parameters, means, [a / (1 + a) if back else -a for a in factors], own.mask)
+            return
+        apart = torch._foreach_sub(list(self.inner.inner.evaluated(own)), list(means))
+        _look_ahead(own.parameters, apart, [-a if back else a for a in factors], own.mask)
+
+
+def _look_ahead(
+    y: Sequence[Tensor], drift: Sequence[Tensor], scales: Sequence[float | Tensor], mask: Sequence[Tensor] | None
+) -> None:
+    """Change tensors y in place:  y <- y + scale drift.  Tensors with the mask False do not change."""
+    if mask is None:
+        accumulate(y, drift, scales)
+        return
+    for own, towards, scale, usable in zip(y, drift, scales, mask, strict=True):
+        own.copy_(torch.where(usable, own + towards * scale, own))

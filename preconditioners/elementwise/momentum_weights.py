@@ -1,0 +1,192 @@
+"""Weights of `momentum_mixture` that change during a run, from a few statistics of the momentum's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def k_maxwell(
+    count: int,
+    start_age: float,
+    end_age: float,
+    ages: tuple[float, float] = (3.0, 64.0),
+    beta: float = 0.95,
+    begin: float = 0.3,
+) -> list[dict[str, Any]]:
+    """Return the `means` of a `momentum_mixture` whose mean age changes linearly from `start_age` to `end_age`.
+
+    The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are
+    w_k = c k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture.
+    Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from those of
+    `start_age` to those of `end_age`.
+
+    (8, 58, 26) has the weights of modded-nanogpt #357, and (6, 50, 22) those of #359.
+
+    Args:
+        count: Number of means, K, at least 2.
+        start_age: Mean age of the mixture at `begin`, in steps.
+        end_age: Mean age of the mixture at the end of the run, in steps.
+        ages: Mean ages of the fastest and of the slowest mean, in steps.
+        beta: Decay of all means before `begin`.
+        begin: Part of the run in which there is one mean, between 0 and 1.
+
+    Returns:
+        A list of K mappings with the keys `beta` and `weight`, as a recipe has them.
+
+    Raises:
+        ValueError: The ages are not in order, or a mean age needs a weight below 0.
+    """
+    youngest, oldest = ages
+    if count < 2 or not 0 < youngest < oldest:
+        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
+    spaced = [youngest * (oldest / youngest) ** (k / (count - 1)) for k in range(count)]
+
+    def weights(mean_age: float) -> list[float]:
+        c = (oldest - mean_age) / sum(k * (oldest - age) for k, age in enumerate(spaced, start=1))
+        found = [c * k for k in range(1, count)]
+        if min(*found, 1 - sum(found)) < 0:
+            lowest = sum(k * age for k, age in enumerate(spaced[:-1], start=1)) / sum(range(1, count))
+            raise ValueError(f"a mean age of {mean_age:g} needs a weight below 0; choose {lowest:.3g} to {oldest:g}")
+        return [*found, 1 - sum(found)]
+
+    return _annealed([age / (age + 1) for age in spaced], weights(start_age), weights(end_age), beta, begin)
+
+
+class KernelStatistics(NamedTuple):
+    """Four statistics of a kernel of momentum. The kernel has a weight for each past gradient, by its age in steps.
+
+    The age of the newest gradient is 0. The weights sum to 1, and weights times (-1)^age sum to 0: a gradient that
+    changes its sign from step to step has no effect.
+
+    mean_age: Mean age, in steps.
+    mean_log_age: Mean of log(1 + age).
+    newest: Weight of the newest gradient.
+    second: Weight of the gradient of age 1.
+    """
+
+    mean_age: float
+    mean_log_age: float
+    newest: float
+    second: float
+
+
+def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[np.float64]:
+    """Return the kernel of maximum entropy with given statistics (modded-nanogpt #368, #369).
+
+    The weights of ages 2, 3, ... have the largest -sum w log w of all weights with these statistics. They are
+    w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method on the convex dual finds b, c and d.
+
+    Args:
+        statistics: Statistics of the kernel.
+        length: Number of weights; older gradients have none.
+
+    Returns:
+        Weights `[length]` by age.
+
+    Raises:
+        ValueError: No positive weights have these statistics.
+    """
+    ages = np.arange(2, length, dtype=np.float64)
+    features = np.vstack([(-1.0) ** ages, ages, np.log1p(ages)])
+    _, _, newest, second = statistics
+    rest = 1 - newest - second
+    wanted = np.array([second - newest, statistics.mean_age - second, statistics.mean_log_age - second * np.log(2)])
+    unit = np.ptp(features, axis=1)
+    features, wanted = features / unit[:, None], wanted / (rest * unit)
+
+    def dual(at: NDArray[np.float64]) -> float:
+        z = features.T @ at
+        return float(z.max() + np.log(np.exp(z - z.max()).sum()) - at @ wanted)
+
+    at = np.zeros(3)
+    for _ in range(_NEWTON_STEPS):
+        z = features.T @ at
+        p = np.exp(z - z.max())
+        p /= p.sum()
+        slope = features @ p - wanted
+        if np.abs(slope).max() < _DUAL_TOLERANCE:
+            return np.concatenate([[newest, second], rest * p])
+        curvature = (features * p) @ features.T - np.outer(features @ p, features @ p)
+        step, size = -np.linalg.lstsq(curvature, slope, rcond=None)[0], 1.0
+        while dual(at + size * step) > dual(at) + 1e-4 * size * (slope @ step) and size > 1e-10:
+            size /= 2
+        at = at + size * step
+    raise ValueError(f"no {length} positive weights have {statistics}; a mean age nearer to its mean log age may help")
+
+
+_NEWTON_STEPS = 200
+"""Largest number of Newton steps. Statistics that weights can have take about ten."""
+_DUAL_TOLERANCE = 1e-12
+"""Largest error of a statistic, in units of the range of its feature. float64 reaches about 1e-15."""
+
+
+def maximum_entropy(
+    count: int,
+    start: KernelStatistics,
+    end: KernelStatistics,
+    ages: tuple[float, float] = (1.0, 200.0),
+    beta: float = 0.95,
+    begin: float = 0.25,
+) -> list[dict[str, Any]]:
+    """Return the `means` of a `momentum_mixture` near a kernel of maximum entropy that changes during the run.
+
+    The records store 256 gradients, and their kernel changes linearly from that of `start` to that of `end`. Here
+    `count` running means, whose mean ages are log-spaced, take their place. Their weights, which may be negative, give
+    the kernel's sum and its mean age, and otherwise the least squared distance from it. For the statistics of the
+    records and eight means, the sum of the distances is 0.24 at the start and 0.10 at the end: the weights of the
+    records alternate from age to age, and those of means do not. Until `begin` all means have the decay `beta`.
+
+    (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of #368 and #369.
+
+    Args:
+        count: Number of means, at least 2.
+        start: Statistics of the kernel at `begin`.
+        end: Statistics of the kernel at the end of the run.
+        ages: Mean ages of the fastest and of the slowest mean, in steps.
+        beta: Decay of all means before `begin`.
+        begin: Part of the run in which there is one mean, between 0 and 1.
+
+    Returns:
+        A list of mappings with the keys `beta` and `weight`, as a recipe has them.
+
+    Raises:
+        ValueError: The ages are not in order, or no positive weights have the statistics.
+    """
+    youngest, oldest = ages
+    if count < 2 or not 0 < youngest < oldest:
+        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
+    spaced = np.geomspace(youngest, oldest, count)
+    betas = spaced / (spaced + 1)
+    long = np.arange(int(20 * oldest))[:, None]  # beyond which the slowest mean has 2e-9 of its weight
+    kernels = (1 - betas) * betas**long
+    exact = np.vstack([np.ones(count), spaced])
+    system = np.block([[kernels.T @ kernels, exact.T], [exact, np.zeros((2, 2))]])
+
+    def weights(statistics: KernelStatistics) -> list[float]:
+        kernel = entropy_kernel(statistics)
+        wanted = np.concatenate([kernels[: len(kernel)].T @ kernel, [1.0, statistics.mean_age]])
+        return [float(weight) for weight in np.linalg.solve(system, wanted)[:count]]
+
+    return _annealed(betas.tolist(), weights(start), weights(end), beta, begin)
+
+
+def _annealed(
+    betas: Sequence[float], start: Sequence[float], end: Sequence[float], beta: float, begin: float
+) -> list[dict[str, Any]]:
+    """Return means whose decays change from `beta` to `betas` at `begin`.
+
+    Their weights change linearly from `start` at `begin` to `end` at the end of the run.
+    """
+
+    def jump(before: float, after: float) -> list[dict[str, float]]:
+        return [{"from": before, "to": before, "fraction": begin}, {"from": after, "to": after, "steps": 1}]
+
+    def ramp(before: float, after: float) -> list[dict[str, float]]:
+        return [{"from": before, "to": before, "fraction": begin}, {"from": before, "to": after, "fraction": 1 - begin}]
+
+    rows = zip(betas, start, end, strict=True)
+    return [{"beta": jump(beta, own), "weight": ramp(first, last)} for own, first, last in rows]
