@@ -1,1 +1,1 @@
-"""State as checkpoints hold it: strict loads, pickles, copies, state divided over ranks."""
+"""State in checkpoints: strict loads, pickles and copies of optimizers, and state that is sharded over ranks."""

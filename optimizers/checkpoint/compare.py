@@ -22,9 +22,9 @@ from ..write import Averaging
 from ..write.averaging import MODES, Mode
 
 _SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "graph")
-"""Fields of a recipe that change no number. A difference in them is ignored."""
+"""Fields of a recipe that change no number, so that differences in these fields are ignored."""
 _OF_GROUPS = ("lr", "weight_decay.rate")
-"""Fields that are only defaults of param groups. The saved groups are loaded, as with torch's optimizers."""
+"""Fields that are only defaults of param groups. A load sets the groups to the saved values, as torch's optimizers do."""
 _RENAMED = {"soap": "soap_fitted"}
 """Shipped names that belonged to another recipe in an earlier version, with the present name of that recipe."""
 
@@ -33,7 +33,7 @@ _RENAMED = {"soap": "soap_fitted"}
 class RecipeChange:
     """Differences between the recipe of a checkpoint and that of an optimizer, as lines "path: old -> new".
 
-    meaning: differences that give the numbers in slots another meaning. They forbid loading.
+    meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
     settings: all other differences. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
     renamed: present name of the saved recipe, if its earlier name now belongs to this optimizer's recipe; else None.
@@ -45,7 +45,10 @@ class RecipeChange:
     renamed: str | None = None
 
     def refusal(self, faults: list[str]) -> str:
-        """Return the error for state that does not fit. faults: lines that name the state."""
+        """Return the text of the error about a checkpoint that does not fit.
+
+        faults: lines that name the state that does not fit.
+        """
         lines = [*self.meaning, *(self.settings if faults else ())]
         remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
         if self.renamed is not None:
@@ -123,10 +126,10 @@ def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the present name of the saved recipe if `own` is the recipe that has its earlier name now, else None.
+    """Return the present name of the saved recipe if its earlier name now belongs to the recipe `own`, else None.
 
-    Either recipe may have overrides. Of the two shipped recipes, each is taken to be the one from which it differs in
-    fewer fields.
+    Either recipe may have overrides. Each is therefore identified with the shipped recipe, former or successor, from
+    which it differs in fewer fields.
     """
     for name, now in _RENAMED.items():
         successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
@@ -137,7 +140,7 @@ def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 
 def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the fields that give numbers in slots their meaning, by update and dotted path."""
+    """Return the fields that give numbers in slots their meaning, by path of the update rule and path of the field."""
     found = {}
     for at, rule in recipe.rules().items():
         own: dict[str, Any] = {}
@@ -152,7 +155,10 @@ def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[str]:
-    """Return the paths of views that differ in which entries form a matrix. Entry-wise updates need no view."""
+    """Return the paths of views that form other matrices from a parameter's entries in the two recipes.
+
+    Views of entry-wise updates are ignored, because these updates use no matrices.
+    """
     found = dict[str, None]()
     for info in infos:
         at = after.route(info)[0]
@@ -220,7 +226,7 @@ def compare_groups(
 
 
 def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
-    """Return the mode of saved groups: whether parameters hold the iterate of training or of evaluation.
+    """Return the mode of saved groups, "train" or "eval": the iterate that the parameters held.
 
     Raises:
         ValueError: the groups disagree, or the mode needs an averaging that the optimizer does not have.
@@ -266,7 +272,7 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
     if not missing and not unexpected:
         place = dict(zip(got, keys, strict=True))
         return [place[str(name)] for name in own]
-    if _texts(keys) and len(keys) == len(own):  # torch has put a model's names there, in the optimizer's order
+    if _texts(keys) and len(keys) == len(own):  # names of a model, which torch wrote in the optimizer's order
         return keys
     raise ValueError(
         f"state_dict: {where}: parameters are missing: {_listed(missing)}, unexpected: {_listed(unexpected)}"

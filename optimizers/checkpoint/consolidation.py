@@ -22,14 +22,14 @@ GATHER_FIRST = (
     "`accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())`, elsewhere call "
     "`optimizer.consolidate_state_dict()` on every rank"
 )
-"""Remedy in errors of collectives that not every rank has called."""
+"""Remedy in the error about a collective that a rank has not called."""
 
 
 @dataclass(frozen=True)
 class ConsolidatedState:
-    """The full state, gathered on one rank. It is valid until the next change of the state.
+    """The full state of an optimizer, gathered on one rank, and valid until the state changes.
 
-    rank: the rank that stores it.
+    rank: the rank that stores the gathered state.
     state: state by index of the parameter; None on all other ranks.
     """
 
@@ -37,7 +37,10 @@ class ConsolidatedState:
     state: dict[int, dict[str, Tensor]] | None
 
     def shown(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict with the full state. On other ranks its state is empty, and it cannot be pickled."""
+        """Return the state dict with the full state.
+
+        On ranks that do not store the full state, the result has no state and cannot be pickled.
+        """
         if self.state is None:
             return ShardedStateDict({**state_dict, "state": {}})
         return {**state_dict, "state": self.state}
@@ -101,7 +104,7 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
     """Complete a state dict (a hook of torch): names without wrappers, and sharded or consolidated state."""
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
-            # Names of a loaded checkpoint stay where there are none.
+            # A parameter without a name keeps the name that a loaded checkpoint has for it.
             given = zip(infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
     consolidated = optimizer.param_sets.consolidated
@@ -137,9 +140,9 @@ def _all_ranks(what: str) -> Iterator[None]:
 class ConsolidateOnSave:
     """A callback for Hugging Face's Trainer that gathers the state before Trainer saves.
 
-    Use it as `Trainer(callbacks=[ConsolidateOnSave()])`. Under DDP, Trainer asks one rank alone for the optimizer's
-    state dict. The callback calls `consolidate_state_dict` on all ranks before. It does not import transformers, and
-    ignores all events but three.
+    Use it as `Trainer(callbacks=[ConsolidateOnSave()])`. Under DDP, Trainer calls `state_dict` on one rank alone, so
+    the callback calls `consolidate_state_dict` on all ranks first. The class does not import transformers. All events
+    except the three below have an empty handler.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -161,7 +164,11 @@ class ConsolidateOnSave:
 
 
 def _consolidate(args: Any, saves: bool, others: dict[str, Any]) -> None:
-    """Gather the state of an event's optimizer on rank 0. accelerate may have wrapped the optimizer."""
+    """Gather the state of an event's optimizer on rank 0. Wrappers of the optimizer (accelerate) are removed first.
+
+    saves: True if Trainer saves after this event; otherwise nothing is gathered.
+    others: keyword arguments of the event, with the optimizer.
+    """
     optimizer = others.get("optimizer")
     while optimizer is not None and not hasattr(optimizer, "consolidate_state_dict"):
         optimizer = getattr(optimizer, "optimizer", None)

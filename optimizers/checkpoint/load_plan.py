@@ -30,7 +30,7 @@ from .sharded_state import full_tensor, local_state
 class LoadPlan:
     """A state dict that has been checked against an optimizer and is not loaded yet.
 
-    mode: iterate that the saved parameters hold.
+    mode: "train" or "eval", the iterate that the saved parameters hold.
     batches: for each batch of param groups, its parameter sets after the load and the values of their state.
     state: the optimizer's `state` mapping, which stays the same object.
     extra: entries of the user in the saved state that belong to no parameter.
@@ -95,8 +95,8 @@ class LoadPlan:
 def strict_loading(optimizer: ComposedOptimizer, state_dict: Any) -> Iterator[None]:
     """Add the check of a state dict, and the installation of its plan, to torch's `load_state_dict` in this context.
 
-    The check is the last hook before the load and the installation the first one after it. So hooks of the user work as
-    in torch: pre-hooks may change the state dict, and post-hooks find the loaded state.
+    The check is the last hook before the load, and the installation is the first hook after the load. Hooks of the user
+    therefore work as in torch: pre-hooks may change the state dict, and post-hooks receive the loaded state.
     """
     _require_state_dict(state_dict)
     with ExitStack() as hooks:
@@ -130,9 +130,9 @@ def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 
 
 def _as_saved(parameter: Tensor, state: Any) -> Any:
-    """Return the saved state of a parameter with its step as a tensor and entries of hosts on its device.
+    """Return the saved state of a parameter, with entries that hosts added on the parameter's device.
 
-    Some tools save the step as a plain number.
+    A step that a tool saved as a plain number becomes a tensor.
     """
     if not isinstance(state, Mapping):
         return state
@@ -151,7 +151,7 @@ def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, A
 
 
 def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
-    """Return this rank's shards of the values of a batch, and check the formats of coded slots."""
+    """Return this rank's shards of the values of a batch. Raise ValueError if quantized slots have another format."""
     local = dict(values)
     for param_set in param_sets:
         if param_set.rank_group is None:
@@ -181,7 +181,10 @@ def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange 
 
 
 def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[Tensor, Any]]) -> list[str]:
-    """Return a fault if ranks received the state of different parameters. All ranks must call it."""
+    """Return a list with one fault if ranks received the state of different parameters, else an empty list.
+
+    All ranks must call it.
+    """
     absent = [
         place for place, got in enumerate(chain.from_iterable(own.values() for own in batches)) if _is_absent(got)
     ]
@@ -216,7 +219,7 @@ def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -
 
 
 def _is_absent(got: Any) -> bool:
-    """Return True if a parameter has no saved state, as a frozen parameter."""
+    """Return True if a parameter has no saved state, for example because it was frozen."""
     return isinstance(got, Mapping) and not own_state(got)
 
 

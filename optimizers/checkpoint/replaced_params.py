@@ -17,13 +17,13 @@ from ..state.param_sets import ComposedOptimizer, ParamSets, inherit_counts
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
     """Bring the state in line with parameters that changed since the optimizer was made.
 
-    Before the first step, parameters may be replaced (accelerate, sharding) or cast. They receive fresh state; names,
-    routes and groups stay. Parameters may move to another device at any time (`model.to("cuda")`). Returns True if the
-    state of stepped parameters has to follow them there.
+    Before the first step, parameters may be replaced (accelerate, sharding) or cast. The state is then built again;
+    names, routes and groups stay. Parameters may move to another device at any time (`model.to("cuda")`). Returns True
+    if the caller has to copy the state of stepped parameters to their new device.
 
     Raises:
         ValueError: parameters were replaced or cast after a step or after a load, have another shape or number, or are
-            on the meta device now, which holds no values. Nothing changes.
+            on the meta device now, which holds no values. The optimizer is then unchanged.
     """
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     if not param_sets.same_parameters(groups):
@@ -56,7 +56,7 @@ def _rebuild(optimizer: ComposedOptimizer) -> None:
 
 
 def _stepped(param_sets: ParamSets) -> bool:
-    """Return whether any parameter has been stepped, here or in the run that was loaded."""
+    """Return True if any parameter has been stepped, here or in the run whose state was loaded."""
     return any(bool(param_set.step_counts.any()) for param_set in param_sets)
 
 
@@ -99,7 +99,11 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
 
 
 def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
-    """Raise ValueError for a parameter that its state cannot follow: another shape, a cast after a step, no values."""
+    """Raise ValueError if a parameter has another shape, was cast after a step, or is on the meta device.
+
+    spec: the parameter's description when the optimizer was made.
+    stepped: True if any parameter of the optimizer has been stepped.
+    """
     made, got = (f"{tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
     if parameter.shape != spec.shape or (stepped and parameter.dtype is not spec.dtype):
         raise ValueError(
@@ -116,8 +120,8 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
     """Raise ValueError if a group holds flat pieces of parameters in place of the parameters.
 
-    Some wrappers mark their pieces. DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, leave a single vector
-    without a mark in place of matrices.
+    Some wrappers mark their pieces. DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, replace all matrices by
+    a single vector without a mark, which is recognized by its shape.
 
     found: tensors in the group.
     own: parameters of the group when the optimizer was made, by name.

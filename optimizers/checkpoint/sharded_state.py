@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class ShardedStateDict(dict[str, Any]):
-    """A state dict of which this rank holds one shard. torch.distributed.checkpoint saves it.
+    """A state dict of which this rank holds one shard, to be saved by torch.distributed.checkpoint.
 
-    It cannot be pickled, because the file would look like the state of all ranks.
+    Pickling it raises RuntimeError, because the file would look like the state of all ranks.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,7 +51,7 @@ class ShardedStateDict(dict[str, Any]):
 
 
 def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
-    """Return the state of each parameter as DTensors of the shapes of a checkpoint. All ranks must call it."""
+    """Return the state of each parameter as DTensors with the shapes that checkpoints have. All ranks must call it."""
     rank_group = _rank_group(param_set)
     entries = manifest(param_set)
     where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
@@ -123,7 +123,7 @@ def gathered(state_dict: Any) -> Any:
 
 
 def full_tensor(x: Any) -> Any:
-    """Return a DTensor as a plain tensor, a collective of its ranks, and anything else unchanged."""
+    """Return a DTensor as a plain tensor, which is a collective of its ranks. Return any other object unchanged."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
@@ -158,8 +158,8 @@ def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh
     """Return the mesh and placements of state that has an entry for each entry of a parameter.
 
     Such state is sharded as the parameter is. If replicas divide the update of a parameter, its state is sharded over
-    the replicas too. If they divide rows of a shard, no placement describes that, and the state is sharded evenly along
-    its first axis over all ranks.
+    the replicas too. If replicas divide the rows of a shard, no placement describes the division, and the state is
+    sharded evenly along its first axis over all ranks.
 
     lead: number of axes of the state before those of the parameter.
     """
@@ -184,7 +184,10 @@ def _cut_in_shards(param_set: ParamSet, position: int) -> bool:
 
 
 def _full(tensor: Tensor, param_set: ParamSet, position: int, lead: int) -> Tensor:
-    """Return the full tensor of state of which each rank has a box, the part of the parameter that it updates."""
+    """Gather the full tensor of state of which each rank stores a box: the entries of the parameter that it updates.
+
+    lead: number of axes of the state before those of the parameter.
+    """
     boxes, ranks = layout_of_parameter(param_set, position).boxes, _rank_group(param_set)
     own, what = tuple(tensor.shape[:lead]), f"state of {param_set.names[position]}"
     flat = tensor.new_zeros(math.prod(own) * max(box.numel for box in boxes))
@@ -215,7 +218,10 @@ def _after(lead: int, placement: Placement) -> Placement:
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
-    """Return a DTensor as one that is sharded evenly along its first axis, or as a plain tensor; keep plain tensors."""
+    """Return a DTensor unchanged if it is sharded along its first axis over all ranks, else as a full plain tensor.
+
+    A plain tensor is returned unchanged.
+    """
     if not is_dtensor(value):
         return value
     mesh = rank_group.mesh(device)

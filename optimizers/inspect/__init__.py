@@ -1,1 +1,1 @@
-"""What an optimizer tells of itself: routes and bytes, and what its stages do and their state is like."""
+"""Reports about an optimizer: routes and bytes of its parameters, and measurements of its stages and their state."""

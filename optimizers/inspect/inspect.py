@@ -98,14 +98,14 @@ def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection
 
 
 def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
-    """Raise ValueError for fake tensors. They have no values to measure."""
+    """Raise ValueError if parameters are fake tensors, which have no values to measure."""
     for param_set in param_sets:
         if fake_mode(param_set.parameters[0]) is not None:
             raise ValueError(f"{who}: {param_set.names[0]} is a fake tensor, which has no values to measure")
 
 
 def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
-    """Yield the norms of each parameter in a watched step. A parameter without a gradient has no row for its norm."""
+    """Yield the norms of each parameter in a watched step: of the weight, the gradient (if there is one), the update."""
     ranks = 1 if param_set.rank_group is None else param_set.rank_group.size
     squares = watch.squares(ranks).T.tolist()
     for name, (weight, gradient, update), given in zip(param_set.names, squares, watch.with_gradient, strict=True):
@@ -118,7 +118,7 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield the rows of a watched step for the blocks of a stack. Of two rows of a block, the later one counts."""
+    """Yield the rows of a watched step for the blocks of a stack. A later sample of a block replaces an earlier one."""
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
         if isinstance(rows, torch.Tensor):
@@ -147,7 +147,7 @@ def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
 
 
 class Sample(NamedTuple):
-    """Sums of one measure over some rows of a stack.
+    """Sums from which one measure follows, for some rows (blocks) of a stack.
 
     stage: dotted path of the stage.
     slot: name of the slot; "" for a measure of the direction.
@@ -169,12 +169,16 @@ class StepWatch(Watch):
     """Measures directions and storage errors of the stages of one stack during one step, and changes nothing.
 
     update_rms: root mean square of a direction. For a chain it is the direction of the last stage.
-    cosine: cosine of the direction and the gradient that the stage received.
-    storage_error: ||stored - written||_F / ||written||_F of a coded slot, at its last write.
+    cosine: cosine of the angle between the direction and the gradient that the stage received.
+    storage_error: ||stored - written||_F / ||written||_F at the last write of a quantized slot, where `written` is the
+        stage's tensor and `stored` is its value after quantization.
     """
 
     def __init__(self, inner: Watch | None) -> None:
-        """inner: another watch, such as checked mode, that receives the same calls; None for none."""
+        """Watch the stages of a stack.
+
+        inner: another watch, such as checked mode, that receives the same calls; None if there is none.
+        """
         self.inner = inner
         self.samples: dict[tuple[str, str, str, tuple[int, ...] | None], Sample] = {}
         self._calls: list[tuple[State, Mapping[str, Tensor]]] = []
@@ -216,12 +220,12 @@ class StepWatch(Watch):
         square, product = _dot(update, update), _dot(update, gradient)
         squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
-        for path in paths:  # outside of all stages the last direction that returns is that of the chain
+        for path in paths:  # an outermost stage also sets the measures of its chain; those of the last stage remain
             self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
             self._add(state, path, ("", "cosine"), (product, square, squares))
 
     def _squares(self, gradient: Tensor, wide: Tensor) -> Tensor:
-        """Return the sums of squares `[N]` of a gradient. Stages that share the gradient share the result.
+        """Return the sums of squares `[N]` of a gradient. The last result is cached for stages with the same gradient.
 
         wide: the gradient in float64.
         """
@@ -230,7 +234,12 @@ class StepWatch(Watch):
         return self._given[1]
 
     def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Store a sample. It replaces an earlier sample of the same rows."""
+        """Store a sample in place of an earlier sample of the same measure and rows.
+
+        path: path of the stage or chain.
+        what: (slot, measure).
+        sums: the numbers a, b, c of the measure a / sqrt(b c), `[n]` each.
+        """
         (slot, measure), rows = what, state.rows
         place = tuple(rows.tolist()) if isinstance(rows, Tensor) else rows and (rows.start, rows.stop)
         sample = Sample(path, slot, measure, rows, state.mask, torch.stack(sums, -1))
@@ -251,11 +260,13 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 Found = dict[tuple[str, str], Tensor]
 """Values of shape `[n]`, one for each block, by (slot, measure)."""
 LONGEST_WAIT = 32
-"""How far back the last refresh of a random cadence is searched, in mean intervals. A share of e^-32 is older."""
+"""Number of mean intervals of a random cadence in which its last refresh is searched.
+
+The probability that the last refresh is older is e^-32."""
 
 
 def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, str, str, list[float]]]:
-    """Yield (stage path, slot, measure, value of each block) for the state of some blocks."""
+    """Yield (stage path, slot, measure, values) for the state of some blocks, with one value for each block."""
     stack_state = blocks.stack_state
     nothing_written = torch.zeros(len(blocks.stack.param_ids), dtype=torch.bool, device=context.device)
     slots: dict[str, dict[str, Slot]] = {}

@@ -15,7 +15,7 @@ from eigengraft.numerics import is_dtensor, local
 
 
 class NormWatch:
-    """The norms of parameters in one step. It copies the parameters before the step, and changes nothing.
+    """The norms of parameters, gradients and updates in one step. The parameters are copied before the step.
 
     with_gradient: True for each parameter that had a gradient in the step; empty before `squares` was called.
     """
@@ -33,8 +33,9 @@ class NormWatch:
     def squares(self, ranks: int = 1) -> Tensor:
         """Return sums of squares `[3, P]` in float64, on the device: of weights before the step, gradients, updates.
 
-        A parameter without a gradient has 0 for its gradient. If ranks share the parameters, the sum of the result
-        over ranks is that of whole parameters. Call this once, after the step and before gradients are cleared.
+        A parameter without a gradient has 0 in the row of gradients. If ranks share the parameters, the sum of the
+        results over all ranks has the values of whole parameters. Call this once, after the step and before gradients
+        are cleared.
 
         ranks: number of ranks that share the parameters.
         """
@@ -54,13 +55,13 @@ class NormWatch:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the entries of a tensor that this rank holds, those of a complex tensor as pairs of real numbers."""
+    """Return this rank's entries of a tensor. Complex entries are returned as pairs of real numbers."""
     own = local(tensor.detach())
     return torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, `[P]` in float64, in which squares of float32 cannot overflow."""
+    """Return the sum of squares of each tensor, `[P]`, in float64, so that squares of float32 numbers do not overflow."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
 
 

@@ -46,7 +46,7 @@ class Expectation(NamedTuple):
 
 
 def parse_expectation(text: str) -> Expectation:
-    """Parse an expectation. Raise ValueError if the text is none."""
+    """Parse an expectation such as ">= 90% of parameters". Raise ValueError if the text has another form."""
     match = re.fullmatch(PATTERN, text)
     if match is None:
         raise ValueError(
@@ -71,7 +71,7 @@ ExpectationText = Annotated[str, AfterValidator(_validated), WithJsonSchema({"ty
 
 
 def expected_rules(key: str, rules: Mapping[str, Any]) -> frozenset[str]:
-    """Return the paths of the updates that a key of `expect` refers to.
+    """Return the paths of the update rules that a key of `expect` refers to.
 
     key: path, name or kind of a stage; path or name of a route; or `update` for the recipe's own update.
     rules: update rules of a recipe by path.

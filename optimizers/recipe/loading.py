@@ -63,10 +63,10 @@ def _validated(source: Any) -> Recipe:
 
 
 def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of a recipe with its base resolved. They are not validated.
+    """Return the fields of a recipe with its base resolved. The fields are not validated.
 
     folder: folder to which the path of a file is relative; None means the working directory.
-    derived: names of the recipes that lead to this one by `base`.
+    derived: names of the recipes whose `base` leads to this one, in order. A name that appears again is a cycle.
     """
     if isinstance(source, Recipe):
         return source.model_dump(mode="json")
@@ -85,7 +85,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a mapping, and the fields of its base that it does not replace."""
+    """Return the fields of a mapping, completed by those fields of its base that the mapping does not replace."""
     source = present_schema(source)
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise RecipeError(f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}")
@@ -109,7 +109,10 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
 
 
 def present_schema(data: Any) -> Any:
-    """Return data of a recipe with the present names of fields, if a checkpoint of version 0.1 has it (schema 1)."""
+    """Return data of a recipe with the present names of fields.
+
+    Only data of schema 1 is changed, which checkpoints of version 0.1 contain. Other data is returned as it is.
+    """
     return {**_renamed(data), "schema": SCHEMA_VERSION} if isinstance(data, dict) and data.get("schema") == 1 else data
 
 
@@ -127,9 +130,9 @@ def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -
 
 
 def short_form(recipe: Recipe, base: str | None = None) -> dict[str, Any]:
-    """Return the declaration of a recipe with only what differs from `base`, or from the defaults.
+    """Return the shortest declaration of a recipe: the fields that differ from `base`, or else from the defaults.
 
-    base: name of a shipped recipe. None: the name of this recipe, if a shipped one has it.
+    base: name of a shipped recipe. None means the shipped recipe with the name of this one, if there is one.
     """
     base = recipe.name if base is None and recipe.name in shipped() else base
     if base is None:
@@ -146,11 +149,13 @@ def short_form(recipe: Recipe, base: str | None = None) -> dict[str, Any]:
 
 
 def _changes(before: Any, after: Any, old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of the fields that turn `before` into `after`, both components or values of fields.
+    """Yield (dotted path, value) of the fields whose assignment turns `before` into `after`.
 
-    Chains of other stages, and components of another kind, are replaced as one value.
+    A chain whose stages have other names, and a component of another kind, are replaced as one value.
 
+    before, after: two components, or two values of one field.
     old, new: `before` and `after` as plain data.
+    path: dotted path of the two values; "" for whole recipes.
     """
     if old == new:
         return
@@ -204,7 +209,10 @@ def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def _require_stages(path: str, chain: Any) -> None:
-    """Raise RecipeError for the name of a recipe in the place of a stage. The nearest stage would be no help there."""
+    """Raise RecipeError if a chain contains the name of a recipe where a stage is required.
+
+    The usual error suggests the stage with the most similar name, which would mislead here.
+    """
     for name in _kinds(chain):
         if name in shipped() and name not in Stage.members:
             stages = f"write `base: {name}`, or its stages, which `eigengraft show {name}` prints"
@@ -221,7 +229,11 @@ def _kinds(chain: Any) -> Iterator[str]:
 
 
 def _inside(component: type[Component] | None, raw: Any) -> Iterator[str]:
-    """Yield the kinds of stages in the fields of a component: in its chains, and in those of components inside it."""
+    """Yield the kinds of the stages in the fields of a component: in its own chains and in those of inner components.
+
+    component: class of the component; None if its kind is unknown, so that its fields are unknown too.
+    raw: the component as plain data.
+    """
     if component is None or not isinstance(raw, Mapping):
         return
     for name, field in component.model_fields.items():
@@ -252,7 +264,10 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def parse_yaml(text: str, source: str = "value") -> Any:
-    """Return the plain data of YAML 1.2 text. source: name of the text in errors."""
+    """Return the plain data of YAML 1.2 text.
+
+    source: name of the text in error messages.
+    """
     try:
         from ruamel.yaml import YAML
         from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -269,7 +284,7 @@ def parse_yaml(text: str, source: str = "value") -> Any:
 
 
 def write_yaml(data: Any, unicode: bool = True) -> str:
-    """Return plain data as YAML 1.2 text that reads back equal.
+    """Return plain data as YAML 1.2 text. `parse_yaml` of the text returns equal data.
 
     unicode: False to escape all characters beyond ASCII.
     """

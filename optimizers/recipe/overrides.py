@@ -15,15 +15,18 @@ from eigengraft.component import Component, families, plain, stage_name
 from eigengraft.errors import RecipeError, did_you_mean
 
 Overrides = Mapping[str, Any] | Iterable[str]
-"""Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order.
+"""Changes of a declaration, applied in order: a mapping {dotted path: value}, or strings "dotted.path=value".
 
-The string "~dotted.path" removes a stage from its chain, or a field, which then has its default."""
+The string "~dotted.path" removes a stage from its chain, or resets a field to its default."""
 _CHAINS = ("update.", "after_decay.", "routes.")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a text: its JSON value (numbers, true, null, lists) if it is JSON, else the text itself."""
+    """Return the JSON value of a text (a number, true, null, a list), or the text itself if it is not JSON.
+
+    Decimal numbers that JSON does not allow, such as "+1", "1." and ".5", are converted too.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -42,7 +45,10 @@ def apply_overrides(
 
 
 def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_value) -> list[tuple[str, Any]]:
-    """Return (dotted path, value) of every override. parse: function that converts values of strings."""
+    """Return (dotted path, value) of every override. For a removal the path begins with ~ and the value is None.
+
+    parse: function that converts the text after "=" into a value.
+    """
     if isinstance(overrides, Mapping):
         for path in overrides:
             if not str(path).strip():
@@ -71,8 +77,9 @@ def _written(value: Any) -> Any:
 
 
 def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a copy of raw `data` with every (dotted path, value) assigned in order. A path that begins with ~ is
-    removed.
+    """Return a copy of raw `data` with every (dotted path, value) assigned in order.
+
+    A path that begins with ~ names a stage or a field to remove; its value is ignored.
     """
     result = copy.deepcopy(dict(data))
     for path, value in pairs:
@@ -106,7 +113,7 @@ def _parent(node: Any, parts: list[str], path: str) -> Any:
 
 
 def _remove(node: Any, parts: list[str], path: str) -> None:
-    """Remove a stage from its chain, or a field, which then has its default."""
+    """Remove a stage from its chain, or a field from its mapping, so that the field has its default."""
     node, last = _parent(node, parts, path), parts[-1]
     position = _position(node, last) if isinstance(node, list) else None
     if position is not None:
@@ -178,7 +185,10 @@ def _missing(node: Any, part: str, where: str) -> str:
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every leaf of a declaration, without `None` and empty chains. Stages are named."""
+    """Yield (dotted path, value) of every leaf of a declaration that is neither None nor an empty list.
+
+    In paths, stages appear by name. For a chain, the list of its stage names is one more value.
+    """
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from flatten(value, f"{path}.{key}" if path else str(key))
@@ -191,7 +201,10 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def changed_leaves(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted path, old value, new value) where two declarations differ; "absent" where one has no such leaf."""
+    """Yield (dotted path, old value, new value) of every leaf in which two declarations differ.
+
+    The text "absent" is the value in a declaration that lacks the leaf.
+    """
     before, after = dict(flatten(old)), dict(flatten(new))
     for path in sorted(before.keys() | after.keys()):
         if before.get(path) != after.get(path):

@@ -30,21 +30,21 @@ from .routing import Match, ParamInfo
 from .schema import ELSEWHERE, with_base
 
 SCHEMA_VERSION = 2
-"""Version of the fields in JSON text of a recipe. Version 1 had fields under other names (`component.RENAMED`)."""
+"""Version of the field names in the JSON text of a recipe. Version 1 had other names (`component.RENAMED`)."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Sample shapes of blocks, over which the possible slots of a chain are collected."""
 
 
 def possible_slots(stages: Stages) -> Iterator[Slot]:
-    """Yield the slots of a chain over blocks of sample shapes. Most slots are repeated."""
+    """Yield the slots of a chain for blocks of every sample shape. Most slots are yielded several times."""
     for block in _SHAPES:
         with suppress(ValueError):  # a stage may refuse a shape; composing raises if a parameter has that shape
             yield from [slot for _, _, slot in chain_slots(stages, block)]
 
 
 class UpdateRule(Component):
-    """One way to update parameters: the chain, what follows weight decay, constraints, and the cut into blocks."""
+    """One way to update parameters: a chain of stages, stages after weight decay, constraints, view and blocking."""
 
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
@@ -63,25 +63,29 @@ class UpdateRule(Component):
         yield from walk(self.after_decay, f"{prefix}after_decay")
 
     def storable_roles(self) -> Iterator[str]:
-        """Yield the roles for which a quantizer can be chosen. Some are repeated."""
+        """Yield the roles of slots for which a quantizer can be chosen. A role may be yielded several times."""
         for slot in (*possible_slots(self.update), *possible_slots(self.after_decay)):
             if not slot.sensitive and slot.role not in NEVER_CODED:
                 yield slot.role
 
     def squares(self) -> bool:
-        """Return True if a step may square gradients. Only entry-wise chains with nothing but first moments do not."""
+        """Return True if a step may square gradients.
+
+        A step without constraints does not if its chain is entry-wise and stores only first moments and counts.
+        """
         kept = {slot.role for slot in (*possible_slots(self.update), *possible_slots(self.after_decay))}
         return bool(self.constraints) or not self.entrywise() or not kept <= {"first_moment", "count"}
 
     def adds_decay(self) -> bool:
         """Return True if weight decay is added to the direction before the write.
 
-        It is if stages follow the decay, or if a stage has a step size of its own that multiplies the decay.
+        That is necessary if stages follow the decay, or if a stage has a step size of its own, which then multiplies
+        the decay too.
         """
         return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
 
     def lagging(self) -> bool:
-        """Return True if the first gradient only initializes statistics."""
+        """Return True if a stage uses the first gradient only to initialize its statistics, without an update."""
         return any(stage.cached_traits().lagged for _, stage in self.stages())
 
     def spans(self) -> bool:
@@ -105,7 +109,7 @@ class UpdateRule(Component):
 
 
 class Route(UpdateRule):
-    """An update of its own for the parameters that match."""
+    """An update rule for the parameters that match a condition, in place of the recipe's own rule."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
     match: Match = Field(default=Match(), description="which parameters")
@@ -138,7 +142,10 @@ _RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
 class Recipe(UpdateRule):
-    """The whole declaration: the update of all parameters that no route takes, the routes, and what both share."""
+    """The whole declaration of an optimizer.
+
+    It contains the update rule of all parameters that no route matches, the routes, and the settings of both.
+    """
 
     model_config = ConfigDict(json_schema_extra=with_base)
     name: str | None = Field(default=None, description="what reports call it")
@@ -198,14 +205,22 @@ class Recipe(UpdateRule):
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:
-        """Return (path of the update, reason) for a parameter. The path is "" or "routes.<name>"."""
+        """Return (path of the update rule, reason) for a parameter.
+
+        The path is "routes.<name>" for the first route that matches, and "" for the recipe's own rule.
+        """
         for route in self.routes:
             if (reason := route.match.reason(info)) is not None:
                 return f"routes.{route.name}", reason
         return "", f"{info.why}, no route matches"
 
     def view_of(self, info: ParamInfo) -> ViewChoice:
-        """Return the matrices of a parameter under its update. Raise ValueError if its view does not fit or decide."""
+        """Return which axes of a parameter form its matrices under its update rule.
+
+        Raises:
+            ValueError: the view does not fit the shape, or a stage needs matrices and the view cannot tell which axes
+                form them.
+        """
         rule = self.rules()[self.route(info)[0]]
         needs = next((path for path, stage in rule.stages() if stage.cached_traits().matrices), None)
         choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
@@ -216,7 +231,7 @@ class Recipe(UpdateRule):
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
 
     def decays_in_gradient(self) -> bool:
-        """Return True if the weight decay of an update is added to gradients."""
+        """Return True if the weight decay of the recipe or of a route is added to the gradient."""
         rules = [self.weight_decay, *(route.weight_decay for route in self.routes)]
         return any(rule is not None and rule.in_gradient for rule in rules)
 
@@ -235,23 +250,28 @@ class Recipe(UpdateRule):
         return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json")})
 
     def to_yaml(self, base: str | None = None) -> str:
-        """Return the recipe as YAML that has only what differs from another recipe, or from the defaults.
+        """Return the recipe as YAML text with only the fields that differ from another recipe, or from the defaults.
 
         `load_recipe` of a file with this text gives an equal recipe.
 
         Args:
-            base: name of the shipped recipe that the text begins with. None: `name`, if a shipped recipe has this name;
-                otherwise the text has no `base`.
+            base: name of the shipped recipe in the text's `base`. None means the shipped recipe with this recipe's
+                `name`; if there is no such recipe, the text has no `base`.
 
         Raises:
             RecipeError: there is no shipped recipe of that name, or ruamel.yaml is not installed.
         """
-        loading = import_module(f"{__package__}.loading")  # which imports this module
+        loading = import_module(f"{__package__}.loading")  # imported here, because that module imports this one
         return str(loading.write_yaml(loading.short_form(self, base)))
 
 
 def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[StateKey, Slot]:
-    """Return the slots of a block under the update at `path` of a recipe, by a key without a block index."""
+    """Return the slots of a block by state key. The keys have no block index.
+
+    rule: the update rule of the block.
+    path: path of that rule in the recipe; "" for the recipe itself.
+    block: shape of the block.
+    """
     found = {}
     for stages, chain in ((rule.update, "update"), (rule.after_decay, "after_decay")):
         for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
@@ -260,9 +280,11 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
 
 
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raise ValueError for a `storage` key of a slot that its stage does not have, or of a stage with no such slots.
+    """Raise ValueError if a key of `storage` names a slot that its stage does not have for any block.
 
-    blocks: (path of the update, shape) of all blocks.
+    Raises also if a key names a stage none of whose slots can be stored by the quantizer.
+
+    blocks: (path of the update rule, shape) of all blocks.
     """
     if not recipe.storage:
         return

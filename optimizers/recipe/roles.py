@@ -2,8 +2,8 @@
 
 Output heads are searched among all layers of a model: by the model's own methods, by names, by sizes, and by position.
 A name counts only where it means an output: `proj` beside the embedding and the blocks is a head, `proj` of each
-attention is not. Two facts identify a hidden layer with such a name: other layers have as many inputs as it has
-outputs, or it is in blocks that are repeated. Nothing here depends on values, wrappers, ranks or devices.
+attention is not. A layer with such a name is hidden if other layers have as many inputs as this layer has outputs, or
+if it is in a block that is repeated. No role depends on values, wrappers, ranks or devices.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ _LIKELY = re.compile(
     r"|(out|output|final|last|pred|prediction|vocab|lm|class|action|value|policy)"
     r"_?(proj|projection|projector|layer|linear|fc|dense|conv|net)"
 )
-"""Names of output heads at the top of a model. They are used only if no head is found otherwise."""
+"""Names of output heads at the top of a model, used only if no head is found by stronger evidence."""
 _NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
-"""Likely names that attention layers have too. At the last position they are still no heads if others consume them."""
+"""Names in `_LIKELY` that projections of attention have too.
+
+A last layer with such a name is not a head if another layer may consume its outputs."""
 _NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
 _FINAL = re.compile(
     r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
@@ -53,7 +55,7 @@ _HIDDEN = frozenset(("dense", "pre_logits"))
 _PARTS = frozenset(("model", "module", "backbone", "net", "network", "base_model", "student", "transformer"))
 """Names of attributes that contain a complete model."""
 MOST_PADDING = 256
-"""Largest number of rows by which a vocabulary is padded. A table of 50,257 rows is used with a head of 50,304."""
+"""Largest number of rows by which a vocabulary is padded: a table of 50,257 rows is used with a head of 50,304."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class Layer:
 
     key: `id` of the weight.
     path: path of the layer, without wrappers, adapters and parametrizations.
-    kind: "linear" and "conv" may be heads. "other" (attention, recurrent cells, experts) may be one by a clear name
-    only.
-    inputs: numbers of inputs that the layer may have.
+    kind: "linear", "conv" or "other" (attention, recurrent cells, experts). A layer of kind "other" is a head only if
+        it has a clear name.
+    inputs: number of inputs, or several candidates if it is unknown which axis is the input.
     outputs: number of outputs; 0 if it is unknown.
     tied: True if the weight is shared with an embedding.
     """
@@ -112,7 +114,7 @@ class Heads:
     """The output heads of a model.
 
     why: for each head, by key, how it was found.
-    unclear: the last layer if it may be a head and nothing decides; else None.
+    unclear: the last layer if the evidence does not decide whether it is a head; else None.
     """
 
     why: dict[int, str]
@@ -124,8 +126,8 @@ def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: Mode
 
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
-    structure: facts about the modules; None if only named parameters are known, which may be a part of a model. A
-        layer is then not called a head because it comes last; it is reported as unclear instead.
+    structure: facts about the modules; None if only named parameters are known, which may be a part of a model. The
+        last layer is then never a head by its position alone; it is reported as unclear instead.
     """
     return _Search(layers, rows, structure).heads()
 
@@ -164,7 +166,7 @@ class _Search:
         return Heads(self.found, unclear)
 
     def consumed(self, layer: Layer) -> bool:
-        """Return True if another layer may consume the outputs of a layer."""
+        """Return True if another layer may consume the outputs of a layer, judged by numbers of inputs and outputs."""
         if any(other.path != layer.path for other in self.consumers[layer.outputs]):
             return True
         after = self.layers[self.places[layer] + 1 :] if layer.kind == "conv" and layer.outputs > 1 else ()
@@ -187,7 +189,10 @@ class _Search:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Add the last layer at or below each attribute that matches `names` if `accepts(layer, depth of the name)`."""
+        """Add the last layer at or below each attribute that matches `names`, if `accepts` agrees.
+
+        accepts: function of the layer and of the position of the matching attribute in the layer's path.
+        """
         named = dict[Attributes, list[Layer]]()
         for layer in layers:
             for depth, attribute in enumerate(layer.path):
@@ -255,7 +260,7 @@ class _Search:
                 return
 
     def _likely(self) -> Layer | None:
-        """Add heads by likely names, else by position. Return the last layer if nothing decides about it."""
+        """Add heads by likely names, else by position. Return the last layer if it may be a head, else None."""
         if not self.layers:
             return None
         last = self.layers[-1]
@@ -283,7 +288,10 @@ class _Search:
         return None
 
     def _at_top(self, layer: Layer, depth: int) -> bool:
-        """Return True if a likely name is at the top of the model, on a layer whose outputs no layer consumes."""
+        """Return True if a likely name is at the top of the model and no layer consumes the layer's outputs.
+
+        The last layer may have outputs that fit another layer's inputs, unless attention layers have its name too.
+        """
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
             return False
@@ -301,7 +309,10 @@ class _Search:
         return last if before and max(before) < int(matched[2]) else None
 
     def _parallel(self, head: Layer) -> None:
-        """Add the last layers of modules just before the head that have as many inputs or outputs as the head."""
+        """Add heads in parallel modules: last layers of the modules just before the head's module.
+
+        Such a layer must have as many inputs, or as many outputs, as the head.
+        """
         depth = len(self.root)
         parts = dict[Attributes, Layer]()
         for layer in self.layers:
@@ -313,9 +324,10 @@ class _Search:
             self.found[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
 
     def _beside(self) -> None:
-        """Add layers beside a head with as many inputs as the head: after it, or before it in a submodule.
+        """Add layers of the same module as a head, with as many inputs, directly after the head or before it.
 
-        In a list that is no sequence their inputs may differ, as those of detection heads for several scales.
+        Layers before the head are added only in a submodule that is no sequence. In a `ModuleList` the inputs may
+        differ, as for detection heads at several scales.
         """
         for head in [layer for layer in self.layers if layer.key in self.found and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]
@@ -330,7 +342,7 @@ class _Search:
                     self.found.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
 
     def _hidden(self, layer: Layer) -> bool:
-        """Return True if a layer beside a head is hidden."""
+        """Return True if a layer beside a head is not a head, by its name, its kind, or a layer that consumes it."""
         named = layer.path[-1] in _HIDDEN or layer.tied or layer.kind == "other"
         return named or self.consumed(layer) or self.repeated(layer)
 
@@ -343,7 +355,7 @@ def _lists(path: Attributes) -> Iterator[tuple[Attributes, Attributes]]:
 
 
 def _common(paths: Sequence[Attributes]) -> Attributes:
-    """Return the path of the innermost module that contains all layers and is none of them."""
+    """Return the path of the innermost module that contains all layers and is not itself a layer."""
     shared = list[str]()
     for attributes in zip(*(path[:-1] for path in paths), strict=False):
         if len(set(attributes)) > 1 or (attributes[0].isdigit() and shared):
@@ -387,12 +399,12 @@ _NAMED_NORM = re.compile(r"(^|\.|_)(layer|rms|batch|group|instance)_?norm(_?\d+|
 """Paths of norms whose gains may have two axes, such as those of a LayerNorm over several axes."""
 _BIAS = re.compile(r"(^|_)bias$")
 _HELD = re.compile(r"(?P<own>\w*weight\w*)_(orig|v|bar)")
-"""Name of the tensor from which torch.nn.utils.spectral_norm and weight_norm compute a weight."""
+"""Attributes in which torch.nn.utils.spectral_norm and weight_norm store a tensor from which a weight is computed."""
 _ORIGINAL = re.compile(r"original\d*")
 _KEPT = ("base_layer", "original_module")
 """Attributes in which adapters (peft) store the layer that they wrap."""
 _COPIES = "modules_to_save"
-"""The attribute in which adapters (peft) store copies of a layer, by the name of the adapter."""
+"""Attribute in which adapters (peft) store copies of a layer, under the names of the adapters."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Norms of torch.nn."""
 
@@ -402,7 +414,7 @@ class Holder:
     """A module that holds a parameter.
 
     path: path of the layer, without wrappers, adapters and parametrizations.
-    own: the attribute of the layer that is the parameter, or is computed from it.
+    own: the layer's attribute that is the parameter, or that is computed from the parameter.
     module: the layer; None if only its name is known.
     magnitude: True if the parameter scales the rows of a weight, as in weight_norm.
     """
@@ -414,7 +426,12 @@ class Holder:
 
     @classmethod
     def of(cls, path: str, own: str, module: nn.Module | None = None, magnitude: bool = False) -> Holder:
-        """Return the holder of a parameter that is the attribute `own` of the module with a canonical path."""
+        """Return the holder of a parameter, without the parts of its path that adapters and parametrizations add.
+
+        path: canonical path of the module that has the parameter.
+        own: the module's attribute that is the parameter.
+        module: the layer; None if only its name is known.
+        """
         attributes, kept = path.split(".") if path else [], list[str]()
         if _ORIGINAL.fullmatch(own) and attributes[-2:-1] == ["parametrizations"]:
             magnitude, own = own == "original0", attributes[-1]
@@ -442,7 +459,7 @@ class Holder:
 
 
 def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[ParamRole, str] | None:
-    """Return (role, reason) of a parameter by its holders and shape, or None for the weight of a layer."""
+    """Return (role, reason) of a parameter by its holders and shape, or None for a weight that is hidden or a head."""
     thin = sum(length > 1 for length in shape) < 2
     if any(_is_table(holder, thin) for holder in holders):
         return "embedding", "embedding"
@@ -485,7 +502,10 @@ def _sizes(module: nn.Module | None, names: tuple[str, str], stored: tuple[int, 
 
 
 def model_structure(model: nn.Module, paths: dict[str, str]) -> ModelStructure:
-    """Collect facts about the modules of a model. paths: canonical path of each module, by path."""
+    """Collect facts about the modules of a model.
+
+    paths: canonical path of each module, by its path in `named_modules`.
+    """
     sequentials, lists, declared = set[Attributes](), set[Attributes](), list[DeclaredHeads]()
     for path, module in model.named_modules():
         place = Holder.of(paths[path], "weight").path
@@ -504,7 +524,7 @@ def model_structure(model: nn.Module, paths: dict[str, str]) -> ModelStructure:
 
 
 def input_embeddings(model: nn.Module) -> set[int]:
-    """Return the `id` of weights of modules that `get_input_embeddings()` returns, without those of layers."""
+    """Return the `id` of the weights of all modules that `get_input_embeddings()` returns, except Linear layers."""
     found = set[int]()
     for module in model.modules():
         for table in _returned(module, "get_input_embeddings") or ():
@@ -561,7 +581,7 @@ def _may_be_matrix(holder: Holder) -> bool:
 
 
 def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
-    """Return True if a name is a name of embeddings and the shape of a weight fits a table."""
+    """Return True if an embedding usually has this name and the shape fits a table, which has two axes."""
     names = holder.path if holder.is_weight else (*holder.path, holder.own)
     return _EMBEDDING.search(".".join(names)) is not None and (not holder.is_weight or len(shape) == 2)
 

@@ -35,7 +35,9 @@ from .roles import (
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes in which torch.compile, activation checkpointing and FSDP store the wrapped module."""
 _PARALLEL = "module"
-"""The attribute in which DistributedDataParallel and DataParallel store it. Any other module may use this name too."""
+"""Attribute in which DistributedDataParallel and DataParallel store the wrapped module.
+
+Any other module may have an attribute of this name, so the type of the module decides where it is known."""
 
 
 def canonical_name(name: str) -> str:
@@ -56,7 +58,7 @@ def canonical_path(path: str) -> str:
 
 
 def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> list[str]:
-    """Return the canonical names of parameters. Names that would become equal are not changed.
+    """Return the canonical names of parameters. A name whose canonical form another name has too is not changed.
 
     model: the model of all parameters; None if it is unknown. Wrappers for data parallelism inside it are recognized by
         their types.
@@ -68,7 +70,7 @@ def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> lis
 
 
 def canonical_paths(model: nn.Module) -> dict[str, str]:
-    """Return the canonical path of every module of a model, by path. Several may be equal."""
+    """Return the canonical path of every module of a model, by path. A wrapper and its module have the same one."""
     inside = _inside(model)
     return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
 
@@ -81,7 +83,7 @@ def _inside(model: nn.Module) -> list[str]:
 
 
 def _without(inside: Iterable[str], name: str) -> str:
-    """Return a name without the `module` that follows each prefix."""
+    """Return a name without the attribute `module` directly after any of the prefixes."""
     for prefix in inside:
         if name.startswith(f"{prefix}{_PARALLEL}."):
             name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
@@ -91,7 +93,7 @@ def _without(inside: Iterable[str], name: str) -> str:
 def group_with_names(entry: Any) -> Any:
     """Return a param group whose parameters can be iterated twice, as (name, parameter) pairs if it has `param_names`.
 
-    Anything that is no param group is returned unchanged, for torch to accept or refuse.
+    Any other object is returned unchanged, so that torch accepts or refuses it.
     """
     if not isinstance(entry, dict) or not isinstance(entry.get("params"), Iterable):
         return entry
@@ -114,7 +116,7 @@ class ParamInfo:
     why: how the role was found.
     modules: class names of the modules that hold the parameter, and of their base classes.
     facts: matrices and factors of the parameter, as far as its modules define them.
-    unclear: True for the weight of the last layer if it may be an output head and nothing decides.
+    unclear: True for the weight of the last layer if the evidence does not decide whether it is an output head.
     """
 
     name: str | None
@@ -144,7 +146,7 @@ class DescribedParameters:
 
     @classmethod
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
-        """Return parameters with descriptions of all that have a name. Names become canonical."""
+        """Return parameters with a description for each named one. The names in the descriptions are canonical."""
         if isinstance(params, nn.Module):
             raise TypeError("params: got a module in place of parameters; use eigengraft.compose(recipe, model)")
         given = params if isinstance(params, DescribedParameters) else cls(params)
@@ -165,7 +167,7 @@ class DescribedParameters:
 
 @dataclass(frozen=True)
 class _Described:
-    """A parameter before output heads are found.
+    """A parameter and its facts, from which its description follows once the output heads of the model are known.
 
     holders: the modules that hold the parameter, several if it is tied.
     plain: role of the parameter, and how it was found; None for the weight of a layer, hidden or head.
@@ -189,14 +191,17 @@ class _Described:
         return tuple(self.parameter.shape[:1]) if table else ()
 
     def layer(self, holder: Holder) -> tuple[Layer, ...]:
-        """The layer of one of its places; () if there it is no weight of a layer."""
+        """Return the layer in which `holder` uses this parameter as a weight, as a 1-tuple; () if it is no weight."""
         tied = self.plain is not None and self.plain[0] == "embedding" and holder.is_layer
         if self.facts.factor is not None or (self.plain is not None and not tied):
             return ()
         return (layer_of(id(self.parameter), holder, tuple(self.parameter.shape), tied),)
 
     def info(self, heads: Heads) -> ParamInfo:
-        """The description, now that heads are known."""
+        """Return the description of the parameter.
+
+        heads: the output heads of the model.
+        """
         key, shape = id(self.parameter), tuple(self.parameter.shape)
         unclear = heads.unclear is not None and heads.unclear.key == key
         role, why = self.plain or ("hidden", f"{len(shape)}-d weight")
@@ -214,7 +219,7 @@ class _Described:
 def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = ()) -> dict[int, ParamInfo]:
     """Describe named parameters. Return their descriptions by `id`, with canonical names.
 
-    taken: names of other parameters. A canonical name among them is not used, and the given name stays.
+    taken: names of other parameters. A parameter whose canonical name is among them keeps its given name.
     """
     given = [name for name, _ in named]
     names = [name if new in taken else new for name, new in zip(given, canonical_names(given), strict=True)]
@@ -224,7 +229,8 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
     ]
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
     heads = output_heads(layers, {length for row in rows for length in row.rows})
-    if all(row.plain is None for row in rows):  # hidden layers of a model alone, selected for this optimizer
+    # a user who gives weights of layers only has selected hidden layers, so that the last one is no head either
+    if all(row.plain is None for row in rows):
         heads = replace(heads, unclear=None)
     return {id(row.parameter): row.info(heads) for row in rows}
 
@@ -266,7 +272,7 @@ AxisCounts = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_i
 
 
 class Match(Component):
-    """Conditions on a parameter. All given conditions must hold. A condition holds for any of its values."""
+    """Conditions on a parameter. All given conditions must hold. A list of values holds if one of them matches."""
 
     module: Strings = Field(default=(), description="class names of the owning module or its bases, e.g. Linear")
     name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")

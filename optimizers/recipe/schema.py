@@ -1,4 +1,4 @@
-"""JSON schema of a declaration, generated from the registry of components. It includes third-party components."""
+"""JSON schema of a declaration, generated from the registry of components, third-party components included."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("foreach", "fused", "capturable", "maximize"), "no recipe has this option of torch's"),
 }
-"""Advice for names that users try as fields of a recipe or a route: where the setting is."""
+"""Advice for names that users try as fields of a recipe or a route: where to write the setting instead."""
 
 
 def json_schema(cls: type[Component]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def json_schema(cls: type[Component]) -> dict[str, Any]:
 
 
 def _needed(node: Any, definitions: Mapping[str, Any]) -> set[str]:
-    """Return the names of all definitions that a schema refers to, directly or through others."""
+    """Return the names of all definitions that a schema refers to, directly or through other definitions."""
     found: set[str] = set()
     waiting = [node]
     while waiting:
@@ -100,7 +100,10 @@ def _takes_schedules(cls: type[Component], name: str) -> bool:
 
 
 def _linked(node: Any) -> Any:
-    """Replace family marks by references to the family's definition. pydantic refuses references of others."""
+    """Replace family marks by references to the family's definition.
+
+    The marks are needed because pydantic refuses references to definitions that it did not make.
+    """
     if isinstance(node, list):
         return [_linked(item) for item in node]
     if not isinstance(node, dict):
@@ -110,7 +113,10 @@ def _linked(node: Any) -> Any:
 
 
 def with_base(schema: dict[str, Any]) -> None:
-    """Add `base` and `set` to the schema of a recipe. They are resolved before validation (`loading`)."""
+    """Add `base` and `set` to the schema of a recipe.
+
+    The model has no fields of these names, because `loading` resolves both before validation.
+    """
     schema["properties"]["base"] = {
         "anyOf": [{"type": "string"}, {"type": "object"}],
         "description": "the recipe whose fields these replace: a shipped name, the path of a YAML file, or a recipe",
