@@ -51,8 +51,8 @@ def kept_from_compiler(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a bound method without its decorator `torch._disable_dynamo`.
 
-    The first call of the decorated method would import torch.compile, which takes a second. The method is returned
-    unchanged if torch.compile is already imported, or if another decorator has wrapped the method too.
+    The first call of the decorated method would import the compiler, which takes a second. The method is returned
+    unchanged if the compiler is already imported, or if another decorator has wrapped the method too.
     """
     plain: Callable[..., _T] | None = getattr(method, "__wrapped__", None)
     if "torch._dynamo" in sys.modules or plain is None or hasattr(plain, "__wrapped__"):
@@ -75,7 +75,7 @@ def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
     """Return a context without gradients, autocast and inference mode. If the parameters are fake tensors, the context
     is in their fake mode.
 
-    A mode that is already off needs no context of its own: usually the result is just `torch.no_grad()`.
+    Only modes that are active now are disabled, so that the result is usually `torch.no_grad()` alone.
     """
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
@@ -98,8 +98,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a function that runs under the autocast and inference mode that are active at this call.
 
-    A step calls its closure within isolation; with this function the closure runs in the caller's modes. A closure runs
-    with gradients enabled, unless inference mode forbids gradients.
+    A step runs in isolation. It wraps its closure by this function, so that the closure runs in the caller's modes.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
@@ -109,7 +108,7 @@ def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
         contexts: list[AbstractContextManager[Any]] = [torch.inference_mode()] if inference else []
         contexts += [torch.autocast(device, dtype=dtype, cache_enabled=cached) for device, dtype in devices.items()]
         with _entered(contexts):
-            torch.clear_autocast_cache()  # cached casts are of parameters before the last step
+            torch.clear_autocast_cache()  # the cache may have casts of parameters from before the last step
             return function(*args, **kwargs)
 
     return call if devices or inference else function

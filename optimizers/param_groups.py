@@ -108,7 +108,10 @@ def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
 
 
 class Defaults(dict[str, Any]):
-    """The defaults of param groups. They raise an error with advice if a scheduler of torch wants to set a momentum."""
+    """The defaults of param groups, which raise an error with advice if a scheduler of torch sets a momentum.
+
+    path: path of the recipe's field that a momentum means; None if there is no such field.
+    """
 
     def __init__(self, values: Mapping[str, Any], recipe: Recipe | None = None) -> None:
         super().__init__(values)
@@ -127,7 +130,7 @@ class Defaults(dict[str, Any]):
 
 
 def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return a param group without options of torch's optimizers that have no effect, but with the user's own keys.
+    """Return a param group with the user's own keys, but without options of torch's optimizers that have no effect.
 
     recipe: JSON text of the optimizer's recipe.
 
@@ -180,7 +183,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Return options of torch's optimizers and fields of recipes, without names that wrappers and schedulers use."""
+    """Return the names of options of torch's optimizers and of fields of recipes, except names that wrappers use."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
     return (frozenset(options) - _OF_WRAPPERS) | Recipe.model_fields.keys()
@@ -212,7 +215,7 @@ def check_values(group: Mapping[str, Any]) -> None:
 
 
 def first_peak(group: Mapping[str, Any]) -> float:
-    """Return the largest learning rate in a new group: its `lr`, or a larger rate that a scheduler has written."""
+    """Return the largest learning rate in a new group: its `lr`, or a larger rate that a scheduler has stored."""
     return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if is_number(group.get(key)))
 
 
@@ -271,7 +274,10 @@ def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
 
 def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise ValueError for a parameter whose update needs a partner that is missing or has a wrong shape."""
+    """Raise ValueError if the update of a parameter needs a partner that is missing or has a wrong shape.
+
+    The partner is the other factor of a product of two parameters, as in LoRA.
+    """
     infos, rules = list(infos), recipe.rules()
     named = {info.name: info for info in infos if info.name is not None}
     asked = {path: asking(rule.stages(path)).keys() & PARTNER for path, rule in rules.items()}
@@ -299,8 +305,8 @@ def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 def unclear_heads(recipe: Recipe, rows: Sequence[tuple[Tensor, ParamInfo]], names_only: bool) -> Iterator[str]:
     """Yield a warning if the recipe has a route for output heads, but the last layer, possibly a head, has no route.
 
-    The last layer then gets the main update. There is no warning if a head was recognized, is frozen or is tied, and
-    none for adapters and stacks of equal blocks.
+    The last layer is then updated by the recipe's main update. There is no warning if a head was recognized, is frozen
+    or is tied, and none for models with adapters or with stacks of equal blocks.
 
     rows: all parameters with their descriptions.
     names_only: True if only names and shapes of the parameters are known, but not their model.

@@ -24,7 +24,7 @@ from ..write.averaging import MODES, Mode
 _SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "graph")
 """Fields of a recipe that change no number, so that differences in these fields are ignored."""
 _OF_GROUPS = ("lr", "weight_decay.rate")
-"""Fields that are only defaults of param groups. A load sets the groups to the saved values, as torch's optimizers do."""
+"""Fields that are only defaults of param groups. A load restores the saved values of the groups, as in torch."""
 _RENAMED = {"soap": "soap_fitted"}
 """Shipped names that belonged to another recipe in an earlier version, with the present name of that recipe."""
 

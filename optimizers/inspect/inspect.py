@@ -105,7 +105,7 @@ def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
 
 
 def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
-    """Yield the norms of each parameter in a watched step: of the weight, the gradient (if there is one), the update."""
+    """Yield the norms of each parameter in a watched step: of the weight, the gradient (if any) and the update."""
     ranks = 1 if param_set.rank_group is None else param_set.rank_group.size
     squares = watch.squares(ranks).T.tolist()
     for name, (weight, gradient, update), given in zip(param_set.names, squares, watch.with_gradient, strict=True):

@@ -61,7 +61,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, `[P]`, in float64, so that squares of float32 numbers do not overflow."""
+    """Return the sum of squares of each tensor, `[P]`, in float64, so that squares of float32 do not overflow."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
 
 

@@ -1,4 +1,4 @@
-"""Reports of an optimizer about itself: routes and what they receive, bytes of state, slow steps, chosen solvers."""
+"""Reports of an optimizer about itself: routes and their parameters, bytes of state, slow steps, chosen solvers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .table import Inspection, Measurement
 
 @dataclass(frozen=True)
 class RoutedParameter:
-    """The route of one parameter, with the reason, and what follows from it.
+    """The route of one parameter, the reason for it, and the resulting blocks, bytes and ways to run the step.
 
     name: name of the parameter.
     shape: global shape of the parameter.
@@ -47,9 +47,9 @@ class RoutedParameter:
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
     width_factors: distinct factors by which `width_scaling` multiplies the directions of its matrices; () for none.
-    left_out: axes that have no factor, because they are too long, with the reason.
-    fallbacks: reasons why its step is not compiled although the recipe asks for it, not fused although it is Adam's
-        chain, or not run in chunks although the parameter is large enough.
+    left_out: a text for each axis that the stages do not precondition, with the reason.
+    fallbacks: reasons why the parameter's step is not compiled although the recipe asks for it, not fused although the
+        chain is Adam's, or not run in chunks although the parameter is large enough.
     """
 
     name: str
@@ -66,13 +66,13 @@ class RoutedParameter:
 
 @dataclass(frozen=True)
 class Reached:
-    """How much of a model a stage or a route receives, beside an expectation of the recipe.
+    """The share of a model that a stage or a route receives, and the bound that the recipe expects.
 
     key: the stage or route, as in `expect`.
     text: the expected bound, such as ">= 90% of parameters".
     found: number of entries, or of tensors, that the stage or route receives.
     total: number of entries, or of tensors, of the model.
-    holds: True if the expectation is met.
+    holds: True if `found` satisfies the bound.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Reached:
 
     @property
     def share(self) -> str:
-        """Return `found` as a percentage of `total`, and both numbers."""
+        """Return a text with `found` as a percentage of `total`, and the two numbers."""
         return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
 
 
 def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise RecipeError if an expectation is not met, and name the largest tensors that went elsewhere."""
+    """Raise RecipeError if an expectation does not hold. The message names the largest tensors that violate it."""
     infos = list(infos)
     faults = [
         f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {_astray(recipe, row.key, infos)}"
@@ -117,7 +117,10 @@ def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
 
 def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
-    """Name the largest tensors that do not reach a stage, or that do reach it if the expectation is an upper bound."""
+    """Return a text with the largest tensors that a stage or route does not receive.
+
+    For an upper bound, the text has the largest tensors that the stage or route does receive.
+    """
     paths, upper = expected_rules(key, recipe.rules()), parse_expectation(recipe.expect[key]).upper
     rows = [(info, *recipe.route(info)) for info in infos]
     chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
@@ -140,11 +143,11 @@ def left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ..
 class SlotSize:
     """Bytes of one slot, summed over all parameters that have it.
 
-    key: "<stage path>/<slot>", or "averaging/<slot>" and the like.
+    key: "<stage path>/<slot>"; for state that belongs to no stack, its key in the state dict ("averaging/<slot>").
     role: role of the slot.
-    storage: kind of the slot's quantizer; "" without one.
-    declared: bytes that the slot takes in the dtype in which it is computed.
-    stored: bytes that the slot takes as it is stored.
+    storage: kind of the slot's quantizer; "" if the slot is not quantized.
+    declared: bytes of the slot in the dtype in which it is computed.
+    stored: bytes of the slot in its storage.
     """
 
     key: str
@@ -155,15 +158,15 @@ class SlotSize:
 
 
 def slot_bytes(state: Any) -> int:
-    """Return the bytes of one parameter's state, without entries that a host has put there."""
+    """Return the bytes of one parameter's state, without entries that other libraries have added to the state."""
     return sum(slot.numel() * slot.element_size() for slot in own_state(state).values())
 
 
 def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
     """Return the reasons why a parameter's step runs slower than its recipe or its size suggests, by position.
 
-    A reason says why the step is not compiled although the update asks for it, why it is not fused although it is
-    Adam's chain, or why it is not run in chunks although the parameter is large enough to gain from chunks.
+    A reason says why the step is not compiled although the update asks for it, not fused although the chain is Adam's,
+    or not run in chunks although the parameter is large enough to gain from chunks.
     """
     found: dict[int, dict[str, None]] = {}
     for own in param_set.stack_states:
@@ -184,7 +187,7 @@ def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[
 
 
 def unfused_warning(param_sets: Iterable[ParamSet]) -> str:
-    """Return the text of a warning about parameters that no fused kernel updates, or "" if there are none."""
+    """Return the warning that `fused=True` has no effect on parameters which no fused kernel updates, else ""."""
     found = dict[str, str]()
     for each in param_sets:
         for own in each.stack_states:
@@ -207,7 +210,7 @@ def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
 
 
 class Reporting(torch.optim.Optimizer):
-    """The methods by which an optimizer reports about itself. None of them changes a trajectory.
+    """The methods by which an optimizer reports about itself. No method changes a trajectory.
 
     watched_rows: measurements of the step that was watched last.
     """
@@ -218,19 +221,19 @@ class Reporting(torch.optim.Optimizer):
     watched_rows: tuple[Measurement, ...] = ()
 
     def _adopt_changes(self, thorough: bool = True) -> None:
-        """Apply changes that a host made to parameters and state. It is called before state is read."""
+        """Apply changes that a host made to parameters and state. Every report that reads state calls this first."""
         raise NotImplementedError
 
     @property
     def iterate(self) -> Mode:
-        """Return which iterate the parameters hold: the one of training or the one of evaluation."""
+        """Return "train" or "eval": the iterate that the parameters hold."""
         raise NotImplementedError
 
     @isolated
     def watch_next_step(self: Watched) -> None:
         """Measure the directions of every stage in the next step, for `inspect`.
 
-        That step takes longer, and its result is the same.
+        The watched step takes longer, but its result is the same as that of any other step.
 
         Raises:
             ValueError: a parameter is a fake tensor, which has no values.
@@ -253,7 +256,7 @@ class Reporting(torch.optim.Optimizer):
     @property
     @isolated
     def skipped(self) -> Counter[str]:
-        """Return how many updates of each parameter, by name, were skipped because its gradient was not finite."""
+        """Return for each parameter, by name, how many updates were skipped because its gradient was not finite."""
         return self.param_sets.skipped()
 
     def routing_table(self) -> list[RoutedParameter]:
@@ -288,7 +291,7 @@ class Reporting(torch.optim.Optimizer):
         return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
 
     def slow_products(self) -> list[str]:
-        """Return a line for each device without instructions for the bfloat16 products that the recipe asks for."""
+        """Return a line for each device that has no instructions for bfloat16 products, if the recipe uses any."""
         fields = ", ".join(_in_bfloat16(self.recipe))
         devices = dict.fromkeys(stack_state.stack.device for stack_state in self.stack_states())
         return [
@@ -304,8 +307,8 @@ class Reporting(torch.optim.Optimizer):
         A line names the path in the recipe, the chosen solver, the other candidates, and the times that decided.
 
         Args:
-            device: type of the accelerator to choose for, such as "cuda". None means the device of the parameters. On
-                a CPU there is no choice, and no line.
+            device: type of the accelerator to choose for, such as "cuda". None means the device of the parameters. For
+                a CPU no solver is chosen by device, and the result is empty.
         """
         found: dict[tuple[str, int, str], str] = {}
         for own in self.stack_states():
@@ -321,7 +324,8 @@ class Reporting(torch.optim.Optimizer):
     def slot_sizes(self) -> list[SlotSize]:
         """Return the declared and the stored bytes of each slot, summed over all parameters.
 
-        Slots stand in the order of the chains, before iterates and counts, which belong to no stack.
+        The slots of stages come first, in the order of the chains. Iterates and counts, which belong to no stack, come
+        last.
         """
         found: dict[tuple[str, str, str], list[int]] = {}
         for own in self.stack_states():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar, overload
 
 Sums = tuple[float, float, float]
-"""The numbers a, b, c of a measurement a / sqrt(b c). They are sums over entries and add up over blocks and ranks."""
+"""The numbers a, b, c of a measurement a / sqrt(b c). Each number is a sum over entries, blocks and ranks."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Measurement:
     stage: dotted path of the stage, or of a chain for its final direction; "" for measures of the parameter.
     slot: name of the measured slot; "" for none.
     measure: name of the measure.
-    sums: the numbers a, b, c. A value that is no ratio of sums has (value, 1, 1), so that joined values are means.
+    sums: the numbers a, b, c. A value that is no ratio of sums has (value, 1, 1), so that values of several blocks are
+        joined to their mean.
     """
 
     parameter: str
@@ -32,7 +33,9 @@ class Measurement:
 
     @property
     def value(self) -> float:
-        """Return a / sqrt(b c): 0 if all are 0, nan or inf if the state is not finite or the ratio is undefined."""
+        """Return a / sqrt(b c), or 0 if a and b c are 0. The value is nan or inf if the state is not finite, and nan if
+        only b c is 0.
+        """
         a, b, c = self.sums
         below = math.sqrt(b * c) if 0 < b * c < math.inf else math.sqrt(b) * math.sqrt(c)
         return a / below if below else 0.0 if a == 0 else math.nan
@@ -57,9 +60,9 @@ WORST: Mapping[str, tuple[Literal["largest", "smallest"], ...]] = {
     "orthogonality": ("largest",),
     "storage_error": ("largest",),
 }
-"""Measure -> the ends of its range that point to a layer with a problem, in the order of the tables of worst layers."""
+"""For each measure, the ends of its range that indicate a layer with a problem. The order is that of reports."""
 _COUNTS = ("zero_gradients", "skipped", "failures")
-"""Measures whose value 0 is no problem, so that no layer is the worst."""
+"""Measures that count events. A layer with the count 0 has no problem and is never listed as the worst."""
 
 
 _Layer = TypeVar("_Layer")
@@ -85,7 +88,7 @@ COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
 
 @dataclass(frozen=True)
 class Inspection(Sequence[Measurement]):
-    """A read-only table of measurements. `print` aligns it, and `pandas.DataFrame(table.columns())` reads it."""
+    """A read-only table of measurements. `print(table)` aligns columns; `table.columns()` fits `pandas.DataFrame`."""
 
     rows: tuple[Measurement, ...] = ()
 
@@ -102,7 +105,10 @@ class Inspection(Sequence[Measurement]):
         return cls(tuple(found.values()))
 
     def by_parameter(self) -> Self:
-        """Return one row for all blocks of a parameter: ratios of sums over all entries, and means of other values."""
+        """Return a table with the blocks of each parameter joined into one row for each measure.
+
+        A ratio is computed from sums over all entries of the parameter. Any other value is the mean over blocks.
+        """
         return self.joined(replace(row, block=None) for row in self.rows)
 
     def select(
@@ -126,10 +132,10 @@ class Inspection(Sequence[Measurement]):
         return type(self)(tuple(row for row in rows if stage in (None, row.stage, row.stage.rpartition(".")[2])))
 
     def worst(self) -> Self:
-        """Return the row of the largest value of each measure that points to a problem, and of the smallest for some.
+        """Return the rows with extreme values of the measures in `WORST`, in its order.
 
-        The largest comes first. Gradients and updates are a problem at both ends, a condition number only if it is
-        large. A count that is 0 everywhere has no row.
+        A condition number has one row, its largest value. Gradients and updates have two rows, the largest and then the
+        smallest value, because both may indicate a problem. A count that is 0 everywhere has no row.
         """
         return type(self)(tuple(worst_ends((row, row.measure, row.value) for row in self.rows)))
 

@@ -42,10 +42,10 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
 ) -> Optimizer:
     """Compose the optimizer of a recipe for a model, or for named parameters or groups.
 
-    With a model, routes see module types, tied weights and output heads. The optimizer then also provides the signals
-    `activation_gram`, `output_gradient_gram` and `max_logit` if the recipe requests them, and warns if the model is
-    evaluated without `optimizer.eval()` although the recipe averages iterates. With named parameters, routes see names
-    and shapes only. Frozen parameters have no state until they are thawed.
+    With a model, routes can match module types, tied weights and output heads. The optimizer then also provides the
+    signals `activation_gram`, `output_gradient_gram` and `max_logit` if the recipe requests them. If the recipe
+    averages iterates, an evaluation of the model without `optimizer.eval()` causes a warning. With named parameters,
+    routes match names and shapes only. Frozen parameters have no state until they are thawed.
 
     Args:
         recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
@@ -58,7 +58,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         silence: ids of warnings to suppress. A warning ends with its id, such as `[storage-unused]`.
 
     Raises:
-        RecipeError: the recipe is invalid, or an expectation of it is not met.
+        RecipeError: the recipe is invalid, or the model does not satisfy a bound in the recipe's `expect`.
         ValueError: the recipe does not fit the parameters.
     """
     described = grouped(model, None) if isinstance(model, nn.Module) else model
@@ -112,7 +112,7 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
 
 
 def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for a parameter without a shape, or if all parameters are frozen."""
+    """Raise ValueError if a parameter is lazy and has no shape yet, or if all parameters are frozen."""
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"{name}: the parameter is lazy and has no shape yet; call the model once before")
@@ -129,11 +129,11 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
 
     Args:
         model: the layers that this optimizer updates.
-        full: the model that contains the layers under the same names. It may be on the meta device, because its values
-            are not read.
+        full: the model that contains the layers under the same names. `full` may be on the meta device, because its
+            values are not read.
 
     Raises:
-        ValueError: `full` has no parameter of that name and shape.
+        ValueError: `full` has no parameter with the name and shape of one of the layers' parameters.
     """
     known = {info.name: info for info in describe_model(full).values()}
     named, own = list(model.named_parameters()), dict[int, ParamInfo]()
@@ -158,9 +158,10 @@ def watch_evaluation(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 class EvaluationHook:
-    """A forward-pre-hook of a model. It removes itself after its warning, or when the optimizer is deleted.
+    """A forward-pre-hook of a model that warns about an evaluation without `optimizer.eval()`.
 
-    Copies and pickles of the hook do nothing.
+    The hook removes itself after the warning, or when the optimizer is deleted. Copies and pickles of the hook do
+    nothing.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:

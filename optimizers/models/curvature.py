@@ -1,4 +1,4 @@
-"""The signal `hessian_diagonal`: estimates of the Hessian's diagonal, called by a training loop every few steps."""
+"""The signal `hessian_diagonal`: estimators of the Hessian's diagonal that a training loop calls every few steps."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from .arguments import require_function, require_integer, require_loss, require_
 
 _NAME = "hessian_diagonal"
 PROBES = 1 << 34
-"""Index of the first random stream for probes. It is larger than those of all other random numbers."""
+"""Index of the first random stream for probes, larger than the index of any other random stream of the library."""
 
 
 @kept_from_compiler
 def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 1) -> bool:
-    """D = mean of u * (H u),  u random signs, H the Hessian of the loss: provided to the next step.
+    """Provide D = mean of u * (H u), an estimate of the diagonal of H, to the next step.
 
-    Hutchinson's estimator as in Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian. It is
-    unbiased, and exact for a diagonal H. Every rank calls it with the loss of its own batch, and the result is the mean
-    over ranks. The probes u follow from names and steps, so that they are equal on all ranks. Buffers of the model that
-    the optimizer was composed with are restored.
+    H is the Hessian of the loss, and the probes u are tensors of random signs. This is Hutchinson's estimator as in
+    Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian. D is unbiased, and exact for a diagonal H.
+    Every rank calls the function with the loss of its own batch, and D is the mean over ranks. The probes follow from
+    names and steps, so that all ranks draw equal probes. Buffers of the model that the optimizer was composed with are
+    restored.
 
     Args:
         optimizer: the optimizer that receives the signal.
-        loss: runs a forward and returns the loss, without a backward. It must be differentiable twice (for attention,
-            use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
+        loss: function that runs a forward and returns the loss, without a backward. The loss must be differentiable
+            twice (for attention, use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
         samples: number of probes u.
 
     Returns:
@@ -64,17 +65,18 @@ def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 
 
 @kept_from_compiler
 def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], count: int) -> bool:
-    """D = count G * G,  G the gradient of the mean loss of labels that the model draws: provided to the next step.
+    """Provide D = count G * G, an estimate of the diagonal of the Gauss-Newton matrix, to the next step.
 
-    The Gauss-Newton-Bartlett estimator of Sophia-G (Liu et al. 2023, arXiv:2305.14342, algorithm 2): an unbiased
-    estimate of the diagonal of the Gauss-Newton matrix, never negative. Every rank calls it with its own batch, and the
-    result is the mean over ranks. Buffers of the model that the optimizer was composed with are restored.
+    G is the gradient of the mean loss over `count` examples, with labels that are drawn from the model's distribution.
+    This is the Gauss-Newton-Bartlett estimator of Sophia-G (Liu et al. 2023, arXiv:2305.14342, algorithm 2). D is
+    unbiased and never negative. Every rank calls the function with its own batch, and D is the mean over ranks. Buffers
+    of the model that the optimizer was composed with are restored.
 
     Args:
         optimizer: the optimizer that receives the signal.
-        loss: runs a forward, draws a label for each example from the model's distribution, and returns the mean of
-            their negative log-likelihoods, without a backward.
-        count: number of examples in that mean.
+        loss: function that runs a forward, draws a label for each example from the model's distribution, and returns
+            the mean of the labels' negative log-likelihoods, without a backward.
+        count: number of examples in the mean.
 
     Returns:
         True if a stage requests the signal. If none does, `loss` is not called.
@@ -95,7 +97,11 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
 
 
 def _require(who: str, optimizer: Optimizer, loss: Callable[[], Tensor], **integers: int) -> None:
-    """Raise TypeError for arguments of a wrong type. integers: arguments that must be integers, by name."""
+    """Raise TypeError for arguments of a wrong type.
+
+    who: name of the public function, for the message.
+    integers: arguments that must be integers, by name.
+    """
     require_optimizer(who, optimizer)
     require_function(who, loss)
     for name, value in integers.items():
@@ -105,7 +111,7 @@ def _require(who: str, optimizer: Optimizer, loss: Callable[[], Tensor], **integ
 def _gradients(
     who: str, loss: Tensor, parameters: Sequence[Tensor], names: Sequence[str], create_graph: bool = False
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of a loss, with None for parameters that it does not depend on.
+    """Return the gradients of a loss, with None for parameters that the loss does not depend on.
 
     Raises:
         ValueError: there are no trained parameters, or the loss depends on none of them.
@@ -125,7 +131,12 @@ def _gradients(
 def _provide(
     who: str, optimizer: Optimizer, estimate: Callable[[Sequence[Tensor], Sequence[str]], list[Tensor]]
 ) -> bool:
-    """Estimate the signal for the trained parameters whose update requests it, and provide its mean over ranks."""
+    """Estimate the signal for the trained parameters whose update requests it, and provide its mean over ranks.
+
+    Return False, without an estimate, if no update requests the signal.
+
+    estimate: function of parameters and their names that returns a tensor for each parameter.
+    """
     listeners = optimizer.param_sets.signals.listeners
     if _NAME not in listeners.asking:
         return False
@@ -168,7 +179,7 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
 
 
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
-    """Return random signs of the shape of a tensor. They follow from name, step and sample."""
+    """Return random signs with the shape of a tensor, which follow from name, step and sample alone."""
     seed = zlib.crc32(name.encode())
     seeds, steps = (torch.full((1,), one, dtype=torch.int64, device=like.device) for one in (seed, step))
     drawn = uniform(seeds, steps, tuple(like.shape), torch.float32, PROBES + sample)[0]
@@ -178,7 +189,11 @@ def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
 def _products(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], probes: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Return H u for each parameter. gradients: None for gradients that do not depend on parameters."""
+    """Return the product H u of Hessian and probes for each parameter.
+
+    gradients: gradients with a graph; None for a gradient that does not depend on the parameters.
+    probes: the probe u of each parameter.
+    """
     rows = [(g, u) for g, u in zip(gradients, probes, strict=True) if g is not None]
     if not rows:
         return [torch.zeros_like(parameter) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""Sums of contributions of backward passes, tied to the gradients that the same passes accumulate."""
+"""Sums of values that backward passes contribute, reset together with the gradients that these passes accumulate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class _Sum:
-    """A joined value and its number of rows. The number is a tensor if a mask on the device decided about rows."""
+    """A joined value and its number of rows.
+
+    count: number of rows; a 0-d tensor if a mask on the device decided which rows are included.
+    """
 
     value: Tensor
     count: int | Tensor
@@ -35,7 +38,11 @@ class _Sum:
 
 @dataclass
 class _Running:
-    """The contribution of a running backward for one parameter. stamp: stamp of its gradient before the backward."""
+    """The contribution of a running backward for one parameter.
+
+    stamp: stamp of the parameter's gradient before the backward.
+    found: the contribution so far; None before the first one.
+    """
 
     parameter: Tensor
     stamp: tuple[int, ...]
@@ -45,7 +52,8 @@ class _Running:
 class _Backward(dict[Hashable, _Running]):
     """The contributions of one running backward, by key.
 
-    Only the callback at its end references this object. So the contributions of a backward that fails are dropped.
+    Only the callback at the end of the backward references this object, so that the contributions of a backward that
+    fails are dropped.
     """
 
 
@@ -53,13 +61,13 @@ class GradientSums:
     """Sums by key over the backward passes that accumulated the present gradient of the key's parameter.
 
     `add` is called inside a backward, before the parameter's gradient is accumulated. If the gradient is None or zero
-    at that time, a new sum begins. So contributions to gradients that were dropped by `zero_grad`, by hand or by a
-    skipped step are not included. A backward that changes no gradient (`torch.autograd.grad`) counts only if no other
-    backward changes one before the step. A mask decides whether a gradient is zero, so that the host reads nothing.
+    at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient. A
+    backward that does not change the parameter's gradient (`torch.autograd.grad`) counts only if no other backward
+    changes this gradient before the step. A mask decides whether a gradient is zero, so that the host reads nothing.
 
-    `factor` is the number by which gradients were multiplied between the last backward and the step, by GradScaler's
-    `unscale_` or by `clip_grad_norm_`: the ratio that more than half of the entries on the diagonals of gradients
-    share, else 1.
+    `factor` is the number by which GradScaler's `unscale_` or `clip_grad_norm_` multiplied gradients between the last
+    backward and the step. It is measured as the ratio that more than half of the entries on the diagonals of gradients
+    share, and is 1 if there is no such ratio.
 
     join: operation that joins values.
     measured: True if `factor` is needed, for which samples of gradients are kept.
@@ -84,7 +92,11 @@ class GradientSums:
         self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
-        """Join the contribution of one layer to the gradient of a parameter. Call it inside a backward only."""
+        """Join the value that one layer contributes for a parameter. This method is called inside a backward only.
+
+        key: identifies the sum.
+        count: number of rows that `value` was computed from.
+        """
         task = torch._C._current_graph_task_id()
         if (running := self._running.get(task)) is None:
             running = self._running[task] = _Backward()
@@ -96,7 +108,10 @@ class GradientSums:
         running[key].found = _Sum(value, count).joined(running[key].found, self._join)
 
     def take(self) -> Mapping[Any, tuple[Tensor, int | Tensor]]:
-        """Return (value, number of rows) by key, without keys whose gradient is None now, and drop all sums."""
+        """Return (value, number of rows) of each sum by key, and drop all sums.
+
+        Keys of parameters whose gradient is None now are left out.
+        """
         for running in list(self._running.values()):  # the step may run inside a backward
             self._end(running)
         found = {**self._loose, **self._held}
@@ -105,21 +120,24 @@ class GradientSums:
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
-        """Return the 0-d factor by which a scaler or clipping has multiplied gradients since the last backward.
+        """Return the factor by which a scaler or clipping has multiplied gradients since the last backward, 0-d.
 
-        None: it was not measured.
+        Return None if the factor was not measured.
         """
         rows = [(p.grad, sample) for p, sample in self._left.values() if sample is not None and p.grad is not None]
         return _common_factor([sample for _, sample in rows], [_sample(grad) for grad, _ in rows]) if rows else None
 
     def _begin(self, key: Hashable, parameter: Tensor) -> None:
-        """Drop the sum of a gradient that was removed or zeroed."""
+        """Drop the sum of a key if the gradient of its parameter was removed or zeroed."""
         grad, held = parameter.grad, self._held.pop(key, None)
         if grad is not None and held is not None:
             self._held[key] = held.where(local(grad.detach()).any())
 
     def _end(self, backward: _Backward) -> None:
-        """Join the contributions of a finished backward to the sums of the gradients that it has changed."""
+        """Join the contributions of a finished backward to the sums of those parameters whose gradients it changed.
+
+        Contributions for other parameters are stored separately, for the case that no backward changes the gradient.
+        """
         found, changed = dict(backward), list[tuple[Hashable, Tensor]]()
         backward.clear()
         for key, running in found.items():
@@ -128,9 +146,8 @@ class GradientSums:
                 self._loose[key] = running.found.joined(self._loose.get(key), self._join)
                 continue
             loose = self._loose.pop(key, None)
-            if is_dtensor(
-                running.parameter
-            ):  # earlier backwards without reduction (`set_requires_gradient_sync(False)`)
+            # under FSDP without reduction (`set_requires_gradient_sync(False)`), only the last backward changes it
+            if is_dtensor(running.parameter):
                 running.found = running.found.joined(loose, self._join)
             self._held[key] = running.found.joined(self._held.get(key), self._join)
             changed.append((key, running.parameter))
@@ -152,7 +169,7 @@ def _stamp(grad: Tensor | None) -> tuple[int, ...]:
 
 
 def _sample(grad: Tensor) -> Tensor:
-    """Return the entries on the diagonal of a gradient, as a view if it has two axes."""
+    """Return the entries on the diagonal of a gradient, as a view if the gradient has two axes."""
     return local(grad.detach()).diagonal().flatten()
 
 
@@ -165,7 +182,10 @@ def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
-    """Return the median ratio of entries, 0-d float32, if more than half of the ratios are close to it, else 1."""
+    """Return the median of the ratios now / before of entries if more than half of the ratios are close to it, else 1.
+
+    The result is 0-d in float32.
+    """
     device = before[0].device
     old, new = (torch.cat([x.to(device) for x in own]).float() for own in (before, now))
     ratios = torch.where(old == 0, torch.nan, new / old)
@@ -175,6 +195,7 @@ def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
 
 
 _MEASURED = 16
-"""Number of parameters whose gradients are sampled. Scaling applies to all gradients alike, so a few are enough."""
+"""Largest number of parameters whose gradients are sampled. Scaling multiplies all gradients by one factor, so that a
+few samples are enough."""
 _TOLERANCE = 0.01
-"""Relative difference below which ratios count as equal. It is above the rounding of two bfloat16 numbers, 2 * 2^-8."""
+"""Relative difference up to which ratios count as equal, larger than the rounding of two bfloat16 numbers, 2 * 2^-8."""

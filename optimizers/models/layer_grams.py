@@ -1,7 +1,7 @@
 """The signals `activation_gram` and `output_gradient_gram`: sums of outer products that hooks collect from layers.
 
-Second moments of a layer's inputs are known after a forward, those of the gradients of its outputs during the backward.
-Both are stored until the next step of the optimizer.
+The outer products of a layer's inputs are known after a forward, and those of the gradients of its outputs during the
+backward. The sums are stored until the next step of the optimizer.
 """
 
 from __future__ import annotations
@@ -27,27 +27,31 @@ from .arguments import require_watchable
 from .gradient_sums import GradientSums
 
 CallRows = Callable[[Tensor], tuple[Tensor, int]]
-"""Function of the gradient of a layer's output that returns (Gram of the rows of that call, their share of N)."""
+"""Function of the gradient of a layer's output that returns (Gram matrix of the rows of that call, number of rows).
+
+The numbers of all calls are added to N."""
 INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
 """Names of the two signals."""
 ParamPlace = tuple[int, int]
-"""Place of a parameter in an optimizer: index of its param group, and position in the group."""
+"""Position of a parameter in an optimizer: (index of its param group, position in the group)."""
 
 
 class LayerGrams:
-    """X^T X for every layer with a weight whose update requests a signal, X `[N, n]` the rows of the layer.
+    """Collector of X^T X for every layer whose weight has an update that requests a signal.
 
-    X has the rows of all calls whose backward contributed to the present gradient of the weight: of micro-batches, of
-    several calls of a module in one forward, and of modules that share the weight. A forward without a backward, or
-    with a gradient that is dropped, adds no rows. A forward that activation checkpointing repeats adds its rows once.
-    Rows are collected only if a stage needs the signal in the next step.
+    The rows of X `[N, n]` are the layer's inputs, or the gradients of its outputs. X has the rows of all calls whose
+    backward contributed to the present gradient of the weight: of micro-batches, of several calls of a module in one
+    forward, and of modules that share the weight. A forward without a backward, or with a gradient that is dropped,
+    adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only if a stage
+    needs the signal in the next step.
 
-    The optimizer and the model reference this object, and it references both weakly. In copies and pickles of the model
-    the hooks do nothing.
+    The optimizer and the model reference this object, which references the two weakly. In copies and pickles of the
+    model the hooks do nothing.
 
     name: name of the signal.
-    made: computes the signal of a layer from X^T X and N.
-    of_gradients: True if rows are gradients. If gradients are scaled after the backward, X^T X is scaled with them.
+    made: function that computes the signal of a layer from X^T X and N.
+    of_gradients: True if rows are gradients. If gradients are scaled after the backward, X^T X is scaled by the square
+        of the same factor.
     """
 
     def __init__(
@@ -67,8 +71,9 @@ class LayerGrams:
     def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         """Register a hook at each layer whose update requests the signal, unless another object has done so.
 
-        see: function of a layer's path, the layer, its arguments and its output. It returns the rows of the call, and
-            the tensor whose gradient hook collects them.
+        see: function of a layer's path, the layer, its arguments and its output. The result is a pair: a function that
+            computes the Gram matrix of the call, and the tensor whose gradient hook calls that function. The tensor is
+            None if no gradient reaches the output.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -80,7 +85,7 @@ class LayerGrams:
                 self._handles.append(module.register_forward_hook(LayerHook(self, path, see)))
 
     def remove(self) -> None:
-        """Remove the hooks. From now on, steps that need the signal are refused."""
+        """Remove the hooks and drop all rows. Later steps that need the signal raise an error."""
         _remove(self._handles)
         self._sums.clear()
 
@@ -112,7 +117,8 @@ class LayerGrams:
     def add(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
         """Add the rows of one call when the backward computes the gradient of its output.
 
-        A hook of the tensor does not change the graph, even if the next layer writes into the output.
+        A hook of the output tensor is used, because it leaves the graph unchanged, even if the next layer writes into
+        the output.
         """
         output.register_hook(partial(self._add, self._places[module], rows))  # type: ignore[no-untyped-call]
 
@@ -135,17 +141,17 @@ class LayerGrams:
 
 
 class LayerHook:
-    """A forward hook that collects the rows of one layer. Copies of it do nothing.
+    """A forward hook that collects the rows of one layer. Copies of the hook do nothing.
 
-    grams: the object that stores the rows; None in a copy.
-    path: path of the layer, for errors.
+    grams: the collector that stores the rows; None in a copy of the hook.
+    path: path of the layer, for error messages.
     see: as in `LayerGrams.watch`.
     """
 
     def __init__(self, grams: LayerGrams | None, path: str, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         self.grams, self.path, self._see = grams, path, see
 
-    @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
+    @_disable_dynamo  # equals torch.compiler.disable, but does not import the compiler before the first call
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.grams is not None and self.grams.wants(module):
             rows, differentiable = self._see(self.path, module, args, output)
@@ -157,7 +163,7 @@ class LayerHook:
 
 
 def gram_of(rows: Tensor) -> Tensor:
-    """Return X^T X of rows X `[k, n]`, in their compute dtype even under autocast."""
+    """Return X^T X of rows X `[k, n]`, in the compute dtype of X even under autocast."""
     rows = rows.detach().to(compute_dtype(rows.dtype))
     with without_autocast():
         return rows.mT @ rows
@@ -170,18 +176,21 @@ def differentiable(output: Any) -> Tensor | None:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, as layers under tensor parallelism receive them; keep plain tensors."""
+    """Return the full tensor of a DTensor, which layers under tensor parallelism receive, or a plain tensor itself."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
 def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
-    """Yield (id, place) of the parameters that an optimizer was made for. A framework may have replaced them since."""
+    """Yield (id, position) of the parameters that an optimizer was made for.
+
+    A framework may have replaced these parameters, so `parameter_at` returns the present parameter at a position.
+    """
     for index, parameters in enumerate(optimizer.param_sets.parameters):
         yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
 
 
 def parameter_at(optimizer: Optimizer, place: ParamPlace) -> Tensor:
-    """Return the present parameter at a place."""
+    """Return the present parameter at a position."""
     parameter: Tensor = optimizer.param_groups[place[0]]["params"][place[1]]
     return parameter
 
@@ -204,13 +213,13 @@ def _remove(handles: list[Any]) -> None:
 def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
     """Provide the signal `activation_gram` from the inputs of a model's layers. `compose` calls this function.
 
-    A = X^T X / N for every layer `y = W x`. X `[N, n]` has the inputs of all calls that contribute to the gradient of
-    the step. For matrices, x is the last axis of the first argument. For 1-d and 2-d convolutions of one group, the x
-    are patches.
+    The signal is A = X^T X / N for every layer `y = W x`. The rows of X `[N, n]` are the inputs x of all calls that
+    contribute to the gradient of the step. For a matrix W, an input x is a slice along the last axis of the first
+    argument. For 1-d and 2-d convolutions of one group, the inputs x are patches.
 
     Args:
         optimizer: the optimizer that receives the signal.
-        model: the model. It may be wrapped (DDP) or sharded before or after.
+        model: the model, which may be wrapped (DDP) or sharded before or after this call.
 
     Returns:
         The collector, or None if no stage requests the signal. Without a request no hook is registered.
@@ -225,7 +234,10 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
 
 
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Return the inputs of one call, stored until the backward as a copy or as their Gram, whichever is smaller."""
+    """Return the rows of one call and the tensor whose gradient hook collects them, as in `LayerGrams.watch`.
+
+    Until the backward the rows are stored as a copy, or as their Gram matrix if that is smaller.
+    """
     rows = _input_rows(path, module, args)
     few = len(rows) < rows.shape[1]
     return partial(_kept_rows, rows.clone() if few else gram_of(rows), len(rows), few), differentiable(output)
@@ -249,7 +261,7 @@ def _input_rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the patches that a kernel is applied to, `[positions, channels * kernel]`."""
+    """Return the patches of an input to which a convolution applies its kernel, `[positions, channels * kernel]`."""
     padding: Any = (0,) * len(module.kernel_size) if module.padding == "valid" else module.padding
     how = [module.kernel_size, module.dilation, padding, module.stride]
     if isinstance(module, nn.Conv1d):
@@ -261,18 +273,18 @@ def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
 def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
     """Provide the signal `output_gradient_gram` from a model's backward. `compose` calls this function.
 
-    N sum_i g_i g_i^T for every layer `y = W x`, where g_i is the gradient of the loss with respect to the i-th output y
-    that contributes to the gradient of the step. If the loss is the mean over N rows, as the losses of language models
-    over tokens, this is the mean of the outer products of each row's own gradient. N counts the rows of a matrix, and
-    the images (not the positions) of a 1-d or 2-d convolution. If the loss is the mean over fewer items, such as
-    sequences, the result is larger by the number of rows of an item.
+    The signal is N sum_i g_i g_i^T for every layer `y = W x`, where g_i is the gradient of the loss with respect to the
+    i-th output y that contributes to the gradient of the step. For a matrix W, N is the number of rows i. For a 1-d or
+    2-d convolution, N is the number of images, not of positions. If the loss is the mean over N rows, as in language
+    models over tokens, the signal is the mean of h_i h_i^T, where h_i = N g_i is the gradient of row i's own loss. If
+    the loss is the mean over fewer items, such as sequences, the signal is larger by the number of rows of an item.
 
-    The g_i have the scale of the step's gradient: if gradients were scaled after the backward, by GradScaler's
-    `unscale_` or by `clip_grad_norm_`, so are the g_i.
+    The g_i have the scale of the step's gradient: if GradScaler's `unscale_` or `clip_grad_norm_` scaled the gradients
+    after the backward, the g_i are scaled by the same factor.
 
     Args:
         optimizer: the optimizer that receives the signal.
-        model: the model. It may be wrapped (DDP) or sharded before or after.
+        model: the model, which may be wrapped (DDP) or sharded before or after this call.
 
     Returns:
         The collector, or None if no stage requests the signal. Without a request no hook is registered.

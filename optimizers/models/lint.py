@@ -29,13 +29,18 @@ from ..state.shown_state import own_state
 from ..write.constraints import Constraint, ConstraintContext
 
 _MOST = 256
-"""Bytes of state per entry above which a parameter is reported as costly. Adam has 8, SOAP on square matrices 24."""
+"""Bytes of state per entry above which the state of a parameter is reported as large.
+
+Adam has 8 bytes per entry, SOAP on square matrices has 24."""
 _SMALL = 1e-4
-"""A small second moment, relative to the largest of its block: of a gradient 100 times smaller, which is common."""
+"""Second moment, relative to the largest one of its block, that a storage should not round to 0.
+
+It belongs to a gradient that is 100 times smaller than the largest one, which is common."""
 
 _OVERSHOOT = 1.3
-"""Factor by which directions may exceed the bounds in traits of stages without state. Iterations for a polar factor
-give singular values of up to 1.2 in place of 1."""
+"""Factor by which directions may exceed the norm bound that a stage without state declares in its traits.
+
+Iterations for a polar factor give singular values of up to 1.2 in place of 1."""
 _WHITENING = frozenset(("second_moment", "root"))
 """Roles of the slots by which a stage divides directions."""
 
@@ -54,7 +59,7 @@ class Composition:
     names_only: bool = False
 
     def slots(self) -> dict[StateKey, dict[Slot, None]]:
-        """Return the slots of all blocks of the model, on all ranks, by a key without a block index."""
+        """Return the distinct slots of all blocks of the model, on all ranks, by state key without a block index."""
         found = dict[StateKey, dict[Slot, None]]()
         for rule, path, block in self._blocks():
             for key, slot in slot_keys(rule, path, block).items():
@@ -62,7 +67,10 @@ class Composition:
         return found
 
     def chains(self) -> dict[str, tuple[Stages, list[tuple[int, ...]]]]:
-        """Return (stages, blocks that they see) for each chain of the model, chains inside stages included, by path."""
+        """Return (stages, shapes of the blocks that the stages receive) for each chain of the model, by path.
+
+        Chains inside stages are included.
+        """
         found = dict[str, tuple[Stages, list[tuple[int, ...]]]]()
         for rule, path, block in self._blocks():
             for name, stages in (("update", rule.update), ("after_decay", rule.after_decay)):
@@ -71,7 +79,7 @@ class Composition:
         return found
 
     def _blocks(self) -> Iterator[tuple[Recipe | Route, str, tuple[int, ...]]]:
-        """Yield (update, its path, block) for all different blocks of the model, on all ranks."""
+        """Yield (update rule, path of the rule, shape of a block) for distinct blocks of the model, on all ranks."""
         recipe, found = self.optimizer.recipe, dict[tuple[str, tuple[int, ...]], Recipe | Route]()
         rules = recipe.rules()
         for info in chain.from_iterable(self.optimizer.param_sets.infos):
@@ -83,7 +91,7 @@ class Composition:
 
 
 RecipeCheck = Callable[[Composition], Iterable[str]]
-"""A check: it yields a sentence for each fault, with what has no effect or goes wrong, and the remedy."""
+"""Function of a composition that yields a sentence for each fault: a setting without effect or a risk, and a remedy."""
 _CHECKS: dict[str, RecipeCheck] = {}
 
 
@@ -105,7 +113,7 @@ def known_checks() -> tuple[str, ...]:
 def warn_of_faults(
     optimizer: Optimizer, steps: int | None = None, silence: Iterable[str] = (), *, names_only: bool = False
 ) -> None:
-    """Warn of every fault that the checks find.
+    """Warn of every fault that the checks find, except checks whose id is in `silence`.
 
     names_only: True if only names and shapes of the parameters are known, but not their model.
 
@@ -123,14 +131,14 @@ def warn_of_faults(
 
 @recipe_check("head-unclear")
 def _unclear_head(composed: Composition) -> Iterator[str]:
-    """Warn if the last layer, perhaps the output head, goes to the recipe's main update."""
+    """Warn if the recipe's main update receives the last layer although this layer may be the output head."""
     optimizer = composed.optimizer
     yield from unclear_heads(optimizer.recipe, optimizer.param_sets.rows(), composed.names_only)
 
 
 @recipe_check("state-large")
 def _large_state(composed: Composition) -> Iterator[str]:
-    """Warn if the state of a parameter is out of proportion to its size, as factors of long axes of thin matrices."""
+    """Warn if the state of a parameter is much larger than the parameter, as for a thin matrix with a long factor."""
     optimizer = composed.optimizer
     sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
     labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
@@ -149,7 +157,7 @@ def _large_state(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-unused")
 def _unused_storage(composed: Composition) -> Iterator[str]:
-    """Warn if an entry of `storage` applies to no slot of this model, because all are too small or of a wrong shape.
+    """Warn if an entry of `storage` names slots of this model but all are too small or have an unsupported shape.
 
     There is no warning for an entry of a route without parameters.
     """
@@ -169,7 +177,7 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-rounds-to-zero")
 def _rounded_second_moments(composed: Composition) -> Iterator[str]:
-    """Warn if second moments, by whose roots updates are divided, have a storage that rounds small values to 0."""
+    """Warn if the storage of second moments, by whose roots updates are divided, rounds small values to 0."""
     storage = {} if active_fake_mode() is not None else composed.optimizer.recipe.storage  # fake codes have no values
     found: dict[Quantizer, list[str]] = {}
     for key, own in (composed.slots() if storage else {}).items():
@@ -204,8 +212,8 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
 def _whitening_after_graft(composed: Composition) -> Iterator[str]:
     """Warn if a stage after a grafting divides by its own statistics or ignores the norm that the grafting has set.
 
-    A magnitude chain without state keeps the norm of the gradient. Second moments after it are no fault: the grafting
-    then preconditions gradients for Adam, as in 4-bit Shampoo.
+    There is no warning about statistics after a grafting whose magnitude chain has no state. Such a grafting keeps the
+    norm of the gradient and preconditions gradients for Adam, as in 4-bit Shampoo.
     """
     for path, (stages, (block, *_)) in composed.chains().items():
         graft: Stage | None = None
@@ -223,7 +231,7 @@ def _whitening_after_graft(composed: Composition) -> Iterator[str]:
 
 @recipe_check("clip-unused")
 def _unused_clip(composed: Composition) -> Iterator[str]:
-    """Warn of a clip whose factor is lost in a later stage, and of one whose bound is above all possible directions."""
+    """Warn about a clip whose factor a later stage removes, and about a clip whose bound no direction can exceed."""
     for path, (stages, blocks) in composed.chains().items():
         for place, stage in enumerate(stages):
             if stage.cached_traits(blocks[0]).clip is None:
@@ -267,7 +275,7 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
 
 
 def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple[str, Stages, tuple[int, ...]]]:
-    """Yield (path, stages, block that they see) for a chain and for the chains inside its stages."""
+    """Yield (path, stages, shape of the block that they receive) for a chain and for the chains inside its stages."""
     if stages:
         yield path, stages, block
     for stage in stages:
@@ -286,13 +294,13 @@ def _adapts(graft: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _whitens(stage: Stage, block: tuple[int, ...]) -> bool:
-    """Return True if a stage, or a stage inside it, keeps a statistic by which it divides directions."""
+    """Return True if a stage divides directions by a statistic that the stage, or a stage inside it, stores."""
     return any(slot.role in _WHITENING and slot.shape for _, _, slot in chain_slots((stage,), block))
 
 
 def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
-    """Return the first stage behind clips if its result does not depend on the norm of its input, and if it has no
-    state. Return None otherwise.
+    """Return the first stage that is not a clip if it has no state and its result does not depend on the norm of its
+    input. Return None otherwise.
     """
     for stage in stages:
         own = stage.cached_traits(block)
@@ -306,7 +314,7 @@ def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
 
 
 def _largest(stages: Stages, block: tuple[int, ...]) -> float:
-    """Return an upper bound of the Frobenius norm of the last direction of a chain, infinity if none is known."""
+    """Return an upper bound of the Frobenius norm of a chain's last direction; infinity if no bound is known."""
     norm = math.inf
     for stage in stages:
         own = stage.cached_traits(block)
@@ -332,7 +340,7 @@ def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _decays(constraint: Constraint) -> bool:
-    """Return True if a constraint without state makes parameters smaller, the more the larger the learning rate is."""
+    """Return True if a constraint without state shrinks parameters, and shrinks them more if the rate is larger."""
     if constraint.requires_some or constraint.slots((2, 2)):
         return False
     ones = [torch.ones(2, 2, dtype=torch.float32, device="cpu")]
@@ -341,13 +349,13 @@ def _decays(constraint: Constraint) -> bool:
 
 
 def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
-    """Return True if the entry `text` of a storage decides on a slot."""
+    """Return True if the key `text` of a `storage` is the one that applies to a slot."""
     named = next((where for where in (key.name, key.stage) if where in storage), None)
     return text == named if named is not None else text == slot.role and not slot.sensitive
 
 
 def _rounds_to_zero(quantizer: Quantizer) -> bool:
-    """Return True if a quantizer rounds a small second moment beside a large one to 0."""
+    """Return True if a quantizer rounds a small second moment to 0 in a block with a large one."""
     slot = Slot((64, 64))
     x = torch.full((1, *slot.shape), _SMALL, dtype=torch.float32, device="cpu")
     x[..., 0] = 1.0

@@ -34,21 +34,22 @@ _NAME = "max_logit"
 class MaxLogits(nn.Module):
     """S_h = scale max_(i, j) q_i . k_j for each head h, over all calls that contribute to the gradient of a step.
 
-    It is a submodule of an attention module, whose forward calls `self.max_logits(q, k, scale)`. The call returns
-    nothing, and costs nothing unless an optimizer requests the signal. `query`, `key` and `fused` are names of weights
-    in the attention module. The outputs of these weights are heads; the outputs of `fused` are queries, keys and values
-    in this order. A key head that several query heads share gets the largest of their S.
+    q_i and k_j are the query at position i and the key at position j. An attention module has this module as a
+    submodule, and calls `self.max_logits(q, k, scale)` in its forward. The call returns None, and costs nothing unless
+    an optimizer requests the signal. `query`, `key` and `fused` are names of weights in the attention module. The
+    outputs of these weights are heads; the outputs of `fused` are queries, keys and values in this order. A key head
+    that several query heads share receives the largest S of these query heads.
 
-    Under tensor parallelism a rank calls it with its own heads, as plain tensors or DTensors, and the signal of a
+    Under tensor parallelism a rank makes the call with its own heads, as plain tensors or DTensors, and the signal of a
     weight has the numbers of all heads. A rank's heads are the outputs of its shard of the weights. The shard of
     `fused` has the rank's queries, keys and values in this order. If keys are not sharded, because there are fewer key
-    heads than ranks, a rank passes the keys of its own queries. Every logit must be computed by some rank; under
-    context parallelism, from gathered keys.
+    heads than ranks, a rank passes the keys of its own queries. Every logit must be computed by some rank. Under
+    context parallelism, keys must therefore be gathered before the call.
 
     Args:
         query: name of the weight of queries.
         key: name of the weight of keys.
-        fused: name of the weight of queries, keys and values, in place of the other two.
+        fused: name of the weight of queries, keys and values, in place of `query` and `key`.
         causal: True if a query attends to no later key.
 
     Raises:
@@ -69,7 +70,7 @@ class MaxLogits(nn.Module):
         self._holder: weakref.ref[nn.Module] | None = None
         self._seen: _Seen | None = None
 
-    @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
+    @_disable_dynamo  # equals torch.compiler.disable, but does not import the compiler before the first call
     def forward(self, q: Tensor, k: Tensor, scale: float | None = None) -> None:
         """Record the largest logits of one call.
 
@@ -93,7 +94,10 @@ class MaxLogits(nn.Module):
         trained.register_hook(partial(source.add, self, found))  # type: ignore[no-untyped-call]
 
     def _found(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the largest products `[H]`. Sequences are processed one by one to save memory."""
+        """Return the largest product q_i . k_j of each head, `[H]`.
+
+        Sequences are processed one by one to save memory.
+        """
         k, found = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), []
         for queries, keys in zip(q.float(), k.float(), strict=True):
             products = queries @ keys.mT  # [H, T, S]
@@ -104,7 +108,10 @@ class MaxLogits(nn.Module):
         return torch.stack(found).amax(0)
 
     def listen(self, source: LogitSource, holder: nn.Module) -> None:
-        """Start recording for a source. holder: the module in which the names of weights are found."""
+        """Start recording for a source.
+
+        holder: the attention module, whose attributes are the weights.
+        """
         self._source, self._holder = weakref.ref(source), weakref.ref(holder)
 
     @property
@@ -113,13 +120,13 @@ class MaxLogits(nn.Module):
         return (self.fused,) if self.fused is not None else (str(self.query), str(self.key))
 
     def signal(self, largest: Tensor, axis_of: Callable[[str], int]) -> Mapping[str, Tensor]:
-        """Return the signal by name of the weight: numbers of all its heads, 0 for heads of other ranks.
+        """Return the signal by name of the weight: a number for each head of the weight, 0 for heads of other ranks.
 
         largest: S `[H]` of this rank's heads.
         axis_of: function from the name of a weight to the axis of its outputs.
 
         Raises:
-            ValueError: the outputs of a weight that form this rank's heads are unknown.
+            ValueError: the sharding does not determine which outputs of a weight form this rank's heads.
         """
         seen = self._seen
         assert seen is not None
@@ -150,17 +157,21 @@ class MaxLogits(nn.Module):
 
 @dataclass(frozen=True)
 class _Span:
-    """A rank's contiguous range of `full` items: `length` items from `start` on."""
+    """A rank's contiguous range of items: `length` of `full` items, beginning with item `start`."""
 
     start: int
     length: int
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return numbers for equal parts of all items: the given numbers for the span, and 0 elsewhere.
+        """Return a number for each part of all items: the given numbers for the parts in the span, and 0 elsewhere.
+
+        The parts have equal lengths; the span consists of one part for each given number.
+
+        name: name of the weight, for the message.
 
         Raises:
-            ValueError: the span has all items, so that ranks would not differ, or its ends cut a part.
+            ValueError: the span has all items, so that ranks would not differ, or its ends are inside a part.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
@@ -176,12 +187,13 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The arguments of the last call of a `MaxLogits`, and the weights at that time.
+    """Facts about the last call of a `MaxLogits`: the heads in its arguments, and the shards of the weights.
 
     width: number of entries of a head.
     key_heads: number of key heads on this rank.
-    heads: this rank's spans of query heads and key heads if they are DTensors; None for plain tensors.
-    shards: shape and local box of each weight, by name.
+    heads: this rank's spans of query heads and of key heads, if queries and keys are DTensors; None if queries and keys
+        are plain tensors.
+    shards: (shape of the weight, box of the rank's shard) by name of the weight.
     """
 
     width: int
@@ -195,13 +207,20 @@ class _Seen:
         return _Span(box.start[axis], box.shape[axis], shape[axis])
 
     def has_all(self, heads: int, own: _Span) -> bool:
-        """Return True if `heads` counts the heads of all ranks: the weight is not sharded, or outputs were gathered."""
+        """Return True if this rank computed all heads, because the weight is not sharded or its outputs were gathered.
+
+        heads: number of heads of this rank.
+        own: this rank's span of the outputs of the weight.
+        """
         if self.heads is not None:
             return self.heads[0].length == self.heads[0].full
         return own.length == own.full or heads * self.width == own.full
 
     def all_key_heads(self, own: _Span) -> int:
-        """Return the number of key heads of all ranks together."""
+        """Return the number of key heads of all ranks together.
+
+        own: this rank's span of the outputs of the weight of keys.
+        """
         if self.heads is not None:
             return self.heads[1].full
         if own.length == own.full:
@@ -250,7 +269,7 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
 
     Args:
         optimizer: the optimizer that receives the signal.
-        model: the model. It may be wrapped (DDP) or sharded before or after.
+        model: the model, which may be wrapped (DDP) or sharded before or after this call.
     """
     require_watchable("watch_logits", optimizer, model)
     if _NAME in optimizer.param_sets.signals.listeners.asking:
@@ -258,7 +277,7 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 class LogitSource:
-    """The recordings of all `MaxLogits` of a model, by parameter of an optimizer. It references both weakly."""
+    """The signal `max_logit`, collected from all `MaxLogits` of a model. Model and optimizer are referenced weakly."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.maximum)
@@ -279,7 +298,10 @@ class LogitSource:
         return torch._C._functorch.peek_interpreter_stack() is None
 
     def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
-        """Join the S of one call with those of other calls that contribute to the same gradients."""
+        """Join the logits S of one call with those of other calls that contribute to the same gradients.
+
+        This method is a hook of the call's queries or keys; `gradient` is the gradient of that tensor, and not used.
+        """
         if (optimizer := self._optimizer()) is not None:
             parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]
             for parameter in [parameter for parameter in parameters if parameter.requires_grad][:1]:

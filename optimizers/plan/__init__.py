@@ -1,1 +1,1 @@
-"""Plans without processes: what each rank would own, hold, compute and send."""
+"""Plans without processes: the blocks, state, work and messages that each rank would have."""

@@ -17,20 +17,20 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 
 WARM_UP = 3
-"""Number of first steps that are not timed, because they allocate memory and refresh."""
+"""Number of first steps that are not timed, because these steps allocate memory and compute the first refresh."""
 LARGEST = 1 << 24
-"""Size of the largest block that is measured, in entries. Larger blocks would take minutes."""
+"""Size of the largest block that is measured, in entries. Measuring a larger block would take minutes."""
 
 
 def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
     """Measure the milliseconds per step of each block shape, as a table for `distribution.work` of a recipe.
 
     Keys are shapes, such as '1024x256'. A value is the least of three means, each over whole refresh intervals. If two
-    updates have blocks of one shape, the slower one counts. Blocks of more than 2^24 entries are left out. Owners of
-    blocks follow from the table, so every rank must receive the same one.
+    updates have blocks of one shape, the slower one counts. Blocks of more than 2^24 entries are left out. The owners
+    of blocks follow from the table, so all ranks must use the same table.
 
     Args:
-        recipe: name, file, mapping or `Recipe`.
+        recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
         infos: descriptions of the parameters, as `describe_model` returns them.
         device: device on which to measure.
     """
@@ -49,7 +49,10 @@ def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str 
 
 
 def _alone(recipe: Recipe, path: str) -> Recipe:
-    """Return a recipe for one process that applies the update at a path to every parameter."""
+    """Return a recipe for one process that applies the update rule at a path to every parameter.
+
+    Constraints and averaging are left out, because they do not belong to blocks.
+    """
     rule = recipe.rules()[path]
     prefix = f"{path}." if path else ""
     roles = {key: how for key, how in recipe.storage.items() if "." not in key and "/" not in key}

@@ -1,6 +1,6 @@
 """Plans of sharded optimizers: the blocks, bytes, work and messages of each rank, computed without processes.
 
-Blocks and owners come from the functions that the optimizer itself uses. Parameters have shapes and no values.
+Blocks and owners are computed by the functions that the optimizer itself uses. Only shapes of parameters are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .traffic import Traffic, step_traffic
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency (mean work / largest work at a step) below which a plan searches for larger waves of refreshes."""
+"""Efficiency below which a plan searches for larger waves of refreshes. Efficiency is mean work / largest work."""
 STEP_COUNT = 8
 """Bytes of the step count that every rank stores for each parameter."""
 
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The share of each of R ranks.
+    """The blocks, state, work and messages of each of R ranks.
 
-    placements: layout and owners of each parameter, by name. With `group_size` they are those of one group of ranks.
+    placements: layout and owners of each parameter, by name. With `group_size` the ranks are those of one group.
     blocks: `[R]`, number of blocks that each rank owns.
     state: `[R]`, bytes of state.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
-    traffic: messages of a step by purpose: "gradients" to owners, "updates" back, "agreement" for the checks of
+    traffic: messages of a step by purpose: "gradients" to owners, "updates" from owners, "agreement" for the checks of
         gradients, and "synchronization", which only gloo needs.
     interval: number of steps after which the same refreshes are due again.
     balance: evenness of the work at every step of an interval.
-    advice: number of simultaneous refreshes that would shorten waiting; None if ranks hardly wait.
+    advice: number of simultaneous refreshes with which ranks would wait less; None if ranks hardly wait for each other.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def least_imbalance(self) -> float:
-        """Return bound / mean work, a lower bound of the imbalance over all assignments of owners."""
+        """Return `bound` / mean work, the lower bound of `imbalance` over all assignments of owners."""
         return self.bound / float(self.work.mean()) if self.work.any() else 1.0
 
     @property
@@ -93,10 +93,10 @@ def plan(
     parallel: DataParallelKind | Sequence[Placement] = "fsdp2",
     dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
 ) -> Plan:
-    """Compute how a recipe is divided over the ranks of a device mesh.
+    """Compute how the state, work and messages of a recipe are divided over the ranks of a device mesh.
 
     Args:
-        recipe: name, file, mapping or `Recipe`.
+        recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
         parameters: pairs of name and shape, or descriptions as `describe_model` returns them.
         mesh: shape of the device mesh.
         parallel: placement of parameters on the mesh. "ddp": replicated; "fsdp2": sharded along the first axis;
@@ -108,8 +108,9 @@ def plan(
         The plan, with arrays indexed by rank.
 
     Raises:
-        ValueError: there are no parameters, two have one name, or the mesh does not fit `parallel` or the recipe.
-        RecipeError: an expectation of the recipe is not met.
+        ValueError: there are no parameters, two parameters have the same name, or the mesh does not fit `parallel` or
+            the recipe.
+        RecipeError: the parameters do not satisfy a bound in the recipe's `expect`.
     """
     recipe = load_recipe(recipe)
     infos = known(parameters)
@@ -140,7 +141,7 @@ def plan(
 
 
 def known(parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo]) -> list[ParamInfo]:
-    """Describe parameters that may be given by name and shape alone. Names become canonical, as in an optimizer."""
+    """Return a description of each parameter. Parameters given by name and shape receive canonical names."""
     rows = list(parameters)
     named = [(given[0], _empty(*given)) for given in rows if not isinstance(given, ParamInfo)]
     infos = iter(describe_named(named).values())
@@ -170,7 +171,7 @@ def _layouts(
     mesh: tuple[int, ...],
     parallel: DataParallelKind | Sequence[Placement],
 ) -> list[Layout]:
-    """Return the layout of each parameter. Parameters of one shape share a layout."""
+    """Return the layout of each parameter. Parameters with equal shapes have the same layout object."""
     placements = _placements(mesh, parallel)
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
@@ -192,7 +193,7 @@ def _layouts(
 
 
 def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Placement]) -> Sequence[Placement]:
-    """Return a placement for each axis of the mesh, or () for plain tensors."""
+    """Return a placement for each axis of the mesh, or () for "ddp", where parameters are plain tensors."""
     from torch.distributed.tensor import Replicate, Shard
 
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
@@ -212,7 +213,7 @@ def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
 def _state_bytes(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
-    """Return `[R]`, the bytes of owned blocks, of shards that are updated in place, of iterates and of step counts."""
+    """Return the bytes of state of each rank, `[R]`: of owned blocks, updates in place, iterates and step counts."""
     rules = recipe.rules()
     state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
     for block_group in block_groups:
@@ -221,7 +222,7 @@ def _state_bytes(
         state += cost.state * _count_owned(block_group, ranks)
     found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
     for spec in specs:
-        key = spec.path, spec.shape  # parameters of one shape and update have one placement
+        key = spec.path, spec.shape  # parameters with equal shapes and updates have equal placements
         if key not in found:
             found[key] = _local_bytes(recipe, spec)
         state += found[key]
@@ -229,7 +230,10 @@ def _state_bytes(
 
 
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
-    """Return `[R]`, the bytes of state that stay with a parameter's shards: iterates, and state of in-place updates."""
+    """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`.
+
+    This state consists of iterates, slots of constraints, and the state of shards that are updated in place.
+    """
     rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placement
     assert placement is not None
 

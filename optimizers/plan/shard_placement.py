@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Callable[[Tensor], Shard]:
     """Return a `shard_placement_fn` for `fully_shard` that shards each parameter where the fewest blocks are cut.
 
-    A block that one rank holds whole is owned by that rank, so that a step communicates less. Results are the same. The
-    first axis, torch's default, wins ties. Along another axis torch shards only into equal parts, and makes one more
-    copy when it gathers parameters and reduces gradients.
+    A block that is entirely on one rank is owned by that rank, so that a step communicates less, with the same results.
+    If several axes are equally good, the first of them is chosen; torch's default is the first axis. Along any other
+    axis torch shards only into equal parts, and makes one more copy when it gathers parameters and reduces gradients.
 
     Args:
-        recipe: name, file, mapping or `Recipe`, which declares the blocks of each parameter.
+        recipe: name of a shipped recipe, path of a YAML file, mapping or `Recipe`, which declares the blocks of each
+            parameter.
         model: the model before it is sharded.
         ranks: number of ranks over which a parameter is sharded.
 

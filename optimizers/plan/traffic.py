@@ -1,6 +1,6 @@
-"""Bytes and messages of one step of a sharded optimizer, computed for all ranks without running one.
+"""Bytes and messages of one step of a sharded optimizer, computed for all ranks without running the step.
 
-Legend: R is the number of ranks, o and r are ranks, c[r] is the number of entries of a block that rank r holds.
+Legend: R is the number of ranks, o (owner) and r are ranks, c[r] is the number of entries of a block on rank r.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
 
 @dataclass
 class Traffic:
-    """Messages of a set of collectives. All fields but `ranks` have shape `[R]`.
+    """Messages of a set of collectives. All fields except `ranks` are arrays of shape `[R]`, one number for each rank.
 
     ranks: number of ranks.
     sent: bytes sent to other ranks.
@@ -52,8 +52,8 @@ class Traffic:
     def add_all_to_all(self, out: Counts, into: Counts, itself: Counts, receivers: Counts) -> None:
         """Add an all-to-all.
 
-        out: bytes that each rank sends, including those to itself.
-        into: bytes that each rank receives, including those from itself.
+        out: bytes that each rank sends, including bytes to itself.
+        into: bytes that each rank receives, including bytes from itself.
         itself: bytes that each rank sends to itself.
         receivers: number of other ranks that each rank sends to.
         """
@@ -71,7 +71,10 @@ class Traffic:
         self.buffers += (1 + self.ranks) * each
 
     def add_all_gather_uneven(self, lengths: Counts) -> None:
-        """Add an all-gather of `lengths[r]` bytes from each rank r, padded or as broadcasts."""
+        """Add an all-gather of `lengths[r]` bytes from each rank r: one padded all-gather, or a broadcast by each rank.
+
+        The function `pads` chooses between the two, as in a step.
+        """
         if pads(lengths.tolist()):
             self.add_all_gather(int(lengths.max()))
             return
@@ -90,7 +93,7 @@ def together(first: Traffic, second: Traffic) -> Traffic:
 
 
 def repeated(one: Traffic, times: int) -> Traffic:
-    """Return the messages of `times` groups of ranks, each of which sends the messages of `one`."""
+    """Return the messages of `times` groups of ranks. Each group sends the messages of `one`."""
     found = Traffic(one.ranks * times)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, np.tile(getattr(one, name), times))
@@ -98,7 +101,10 @@ def repeated(one: Traffic, times: int) -> Traffic:
 
 
 def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
-    """Return ring all-reduces of float64 vectors of these lengths: a rank sends 2 (R - 1) / R of each vector."""
+    """Return the messages of ring all-reduces of float64 vectors. A rank sends 2 (R - 1) / R of each vector.
+
+    vectors: length of each vector.
+    """
     found = Traffic(ranks)
     for numbers in vectors if ranks > 1 else ():
         each = -(-2 * (ranks - 1) * 8 * numbers // ranks)
@@ -112,7 +118,7 @@ def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
 def wire(
     block_groups: Sequence[BlockGroup], rounds: Sequence[Sequence[int]], layouts: Sequence[Layout], times: int
 ) -> tuple[Traffic, Traffic]:
-    """Return the messages of one step (to owners, from owners).
+    """Return (messages to owners, messages from owners) of one step.
 
     block_groups: the blocks that are exchanged.
     rounds: for each round, the indices of the block groups that are sent together.
@@ -132,7 +138,7 @@ def wire(
 
 
 def _lengths(block_groups: Sequence[BlockGroup], ranks: int) -> Counts:
-    """Return `[R]`, the bytes of the updates that each rank computes."""
+    """Return the bytes of the updates that each rank computes, `[R]`."""
     total = np.zeros(ranks, dtype=np.int64)
     for block_group in block_groups:
         each = block_group.nbytes // max(len(block_group.blocks), 1)
@@ -147,10 +153,18 @@ def _exchange(
     traffic: tuple[Traffic, Traffic],
     times: int,
 ) -> None:
-    """Add one round: owner o receives a block from the ranks of its replica, and sends the update to all holders."""
+    """Add the messages of one round to `traffic`.
+
+    The owner of a block receives the gradient from the ranks of its replica, and sends the update to all ranks that
+    hold entries of the block.
+
+    holdings: cache of c by position of the block.
+    traffic: (messages to owners, messages from owners).
+    times: number of tensors that are sent to owners for each block.
+    """
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = traffic
-    meets = np.zeros((ranks, ranks), dtype=np.bool_)  # [o, r]: rank r holds something of what o owns
+    meets = np.zeros((ranks, ranks), dtype=np.bool_)  # [o, r]: rank r holds entries of a block that rank o owns
     sums = np.zeros((5, ranks), dtype=np.int64)
     for block_group in block_groups:
         itemsize = block_group.gradient_dtype.itemsize, block_group.update_dtype.itemsize
@@ -172,7 +186,10 @@ def _exchange(
 def _alike(
     block_group: BlockGroup, layouts: Sequence[Layout], holdings: dict[Place, Counts]
 ) -> Iterator[tuple[Counts, Counts]]:
-    """Yield (c, number of owned blocks), `[R]` each, for blocks at one position in parameters of one shape."""
+    """Yield (c, number of blocks that each rank owns), `[R]` each, for blocks that have the same c.
+
+    These blocks have the same position in parameters of equal shapes.
+    """
     owners: dict[Place, list[int]] = {}
     for block in block_group.blocks:
         grid, shape = block.grid, layouts[block.position].shape
@@ -194,9 +211,9 @@ def step_traffic(
 ) -> dict[str, Traffic]:
     """Return the messages of a step by purpose: "gradients", "updates", "agreement" and "synchronization".
 
-    "gradients" includes everything that is sent to owners: gradients, parameters if weight decay is added to
-    directions, and entry signals. "updates" returns from the owners. "agreement" is the all-reduce of the checks.
-    "synchronization" precedes it on gloo.
+    "gradients" has all messages to owners: gradients, parameters if weight decay is added to directions, and entry
+    signals. "updates" has the messages from owners. "agreement" has the all-reduce of the checks. "synchronization" has
+    the exchange that precedes this all-reduce on gloo.
 
     plain: True if parameters are plain tensors, whose gradients ranks compare by norms.
     groups: number of groups of ranks, each of which computes all updates.
@@ -236,7 +253,11 @@ def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffi
 
 
 def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: int) -> None:
-    """Add an all-to-all of rows of parts of shards. width: bytes of an entry."""
+    """Add an all-to-all in which each holder of a shard sends the rows that it updated to the other holders.
+
+    message: (rows of a parameter, layout of the parameter).
+    width: bytes of an entry.
+    """
     out, into = np.zeros((2, found.ranks), dtype=np.int64)
     others: list[set[int]] = [set() for _ in range(found.ranks)]
     for rows, layout in message:

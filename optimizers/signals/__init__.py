@@ -1,4 +1,4 @@
-"""Signals of an optimizer, from those who provide them to the step that takes them. Parameter sets come in here."""
+"""Signals of an optimizer: sources, gathering over ranks, and delivery to the step. Parameter sets import from here."""
 
 from .partners import Steps as Steps
 from .partners import with_partners as with_partners

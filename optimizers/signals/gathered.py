@@ -15,7 +15,7 @@ from eigengraft.numerics import number_like
 from eigengraft.signals import Signal
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
-"""Level of a signal on a rank: a required value is missing, only optional values are missing, or all are there."""
+"""Level of a signal on a rank: a required value is missing, only optional values are missing, or no value is."""
 TENSORS = ("input_matrix", "output_matrix", "outputs")
 """Extents of signals that are tensors of equal shapes on all ranks and are reduced over ranks."""
 
@@ -35,7 +35,13 @@ class SignalCall:
     needed: Sequence[int]
 
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
-        """Return the fields to gather: the level, and numbers `[1]` or `[P]`, or the sizes `[P]` of tensors."""
+        """Return the fields to gather over ranks, by name.
+
+        All signals have a field for the level. Signals that are numbers have a second field with the numbers, `[1]` or
+        `[P]`. Signals that are tensors have a second field with the sizes of the tensors, `[P]`.
+
+        positions: number P of parameters.
+        """
         name, extent = self.signal.name, self.signal.extent
         level = ALL if all(position in self.values for position in self.wanted) else SOME
         level = MISSING if any(position not in self.values for position in self.needed) else level
@@ -51,14 +57,14 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Return the name of the field of the level."""
+        """Return the name of the field that contains the level."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
         """Return the positions that receive the signal.
 
-        Numbers for outputs may be provided for some parameters only. All other signals are used for all positions in
-        `wanted`, or, if a value is missing on some rank, for those in `needed`.
+        A signal with numbers for outputs is used for the parameters for which it is provided. All other signals are
+        used for all positions in `wanted` or, if a value is missing on some rank, for the positions in `needed`.
 
         level: lowest level of all ranks.
         sizes: `[R, P]`, sizes of tensors; None for signals without sizes.
@@ -73,8 +79,9 @@ class SignalCall:
 class GatheredSignals:
     """The signals of one parameter set in one step.
 
-    numbers: `[P]` or 0-d float64, by name.
-    tensors: tensor signals by name and position. For entry signals a tensor has the entries that this rank updates.
+    numbers: numbers by name of the signal, float64: `[P]`, one for each parameter, or 0-d for the whole step.
+    tensors: tensors by name of the signal and position of the parameter. A tensor of an entry signal has the entries
+        that this rank updates.
     missing: required signals that are missing on some rank.
     """
 
@@ -88,7 +95,11 @@ def gather_signals(
 ) -> GatheredSignals:
     """Gather the values of all ranks and reduce them as each signal declares. All ranks of the group must call it.
 
-    A signal that some parameters have and others lack is used by no parameter in this step, with a warning.
+    An optional signal that is missing for some parameters is not used in this step, and a warning says so.
+
+    positions: number P of parameters in the set.
+    ranks: ranks that share the parameters; None for one process.
+    what: name of the collective, for messages.
     """
     fields: dict[str, Field] = {}
     for call in calls:
@@ -113,7 +124,11 @@ def gather_signals(
 
 
 def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks: RankGroup | None) -> dict[int, Tensor]:
-    """Return the tensors of the used positions, reduced over ranks. Raise ValueError on all ranks if sizes differ."""
+    """Return the tensors of a signal by position, reduced over ranks. Raise ValueError on all ranks if sizes differ.
+
+    used: positions of the parameters that receive the signal.
+    sizes: `[R, P]`, sizes of the tensors on all ranks; None for entry signals, which are not reduced.
+    """
     tensors, signal = {at: call.values[at] for at in used}, call.signal
     if ranks is None or sizes is None:
         return tensors

@@ -22,12 +22,13 @@ Steps = Sequence[tuple[ParamSet, Step | None]]
 
 @dataclass(frozen=True)
 class PairedParameter:
-    """A parameter that may have a partner.
+    """A parameter that may have a partner, the other factor of a product of two parameters.
 
-    factor: its partner and side, as found from its name or module; None without a partner.
-    param_set: its parameter set; None if the parameter is frozen.
-    position: its position in the parameter set.
-    step: the present step of the parameter set; None if the set makes no step.
+    parameter: the parameter.
+    factor: name of the partner and the parameter's side of the product; None if the parameter has no partner.
+    param_set: the set that contains the parameter; None if the parameter is frozen.
+    position: position of the parameter in the set.
+    step: the present step of the set; None if the set makes no step.
     """
 
     parameter: Tensor
@@ -37,7 +38,11 @@ class PairedParameter:
     step: Step | None = None
 
     def full(self, mine: Tensor, what: str) -> Tensor:
-        """Return the full tensor of a local shard `mine` that is sharded as the parameter is. All its ranks call it."""
+        """Return the full tensor of which `mine` is this rank's shard. All ranks that share the parameter must call it.
+
+        mine: shard of a tensor with the sharding of the parameter.
+        what: name of the collective, for messages.
+        """
         if self.param_set is None:
             return self.parameter.full_tensor() if is_dtensor(self.parameter) else mine
         spec, ranks = self.param_set.specs[self.position], self.param_set.rank_group
@@ -54,12 +59,15 @@ class PairedParameter:
 
     @property
     def partner(self) -> str:
-        """Return the name of the other factor."""
+        """Return the name of the parameter that is the other factor."""
         assert self.factor is not None
         return self.factor.partner
 
     def signal(self, name: str, partner: PairedParameter) -> Tensor:
-        """Return the signal `name` `[p, r]`, as a copy because the partner may be updated before it is used."""
+        """Return the signal `name` of this parameter, `[p, r]`: the partner's value, its earlier value or its gradient.
+
+        The result is a copy, because the partner may be updated before the signal is used.
+        """
         assert self.factor is not None and self.param_set is not None
         if name == "partner_gradient":
             mine = partner.gradient
@@ -75,7 +83,7 @@ class PairedParameter:
 
     @property
     def kept(self) -> Tensor:
-        """Return this rank's shard as it was at its partner's last update, or the present shard if none is stored."""
+        """Return this rank's shard at the time of the partner's last update, or the present shard if none is stored."""
         slots = {} if self.param_set is None else self.param_set.iterates.tensors[self.position]
         return slots[PARTNER_STAGE]["before"] if PARTNER_STAGE in slots else self.value
 
@@ -102,7 +110,7 @@ def with_partners(
 ) -> Steps:
     """Return the steps with their partner signals. All ranks of the optimizer must call it.
 
-    asked: the requested signals by the path of an update, as in `Listeners.asked`.
+    asked: requested signals by path of the update rule, as in `Listeners.asked`.
     rows: all parameters of the optimizer with their descriptions.
     """
     if not any(PARTNER & names.keys() for names in asked.values()):
@@ -126,7 +134,7 @@ def with_partners(
 
 
 def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], steps: Steps) -> dict[int | str, PairedParameter]:
-    """Return every parameter by `id` and by name."""
+    """Return every parameter as a `PairedParameter`, by `id` and by name."""
     stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}
     for parameter, info in rows:

@@ -1,4 +1,4 @@
-"""Signals of an optimizer: requests of stages and constraints, provided values, and their way into a step."""
+"""Signals of an optimizer: requests of stages and constraints, provided values, and the signals of one step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Listeners:
     """The stages and constraints of a recipe that request signals.
 
     asking: for each requested signal, the path of the first stage or constraint that requests it.
-    asked: the same for each update, by the update's path.
+    asked: for each update rule, by path, a mapping like `asking` for the stages and constraints of this rule alone.
     somewhere: for each signal that at least one parameter must have, the path of the first constraint that requests it.
     paused: True during trial forwards, from which no signal is collected.
     """
@@ -47,7 +47,7 @@ class Listeners:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Treat forwards in this context as trials."""
+        """Collect no signals from forwards in this context."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -55,21 +55,28 @@ class Listeners:
             self.paused = before
 
     def needed(self, path: str, step: int) -> frozenset[str]:
-        """Return the signals that are required at a step of a parameter of the update at `path`."""
+        """Return the names of the signals that an update rule requires in a step.
+
+        path: path of the update rule.
+        step: step count of a parameter in that step.
+        """
         asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
         return frozenset().union(*asks)
 
     def takers(self, name: str, rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
-        """Return the ids of all parameters whose update requests a signal. rows: parameters with descriptions."""
+        """Return the ids of all parameters whose update requests a signal.
+
+        rows: all parameters of the optimizer with their descriptions.
+        """
         return {id(parameter) for parameter, info in rows if name in self.asked[self.recipe.route(info)[0]]}
 
     def next(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
         """Return the ids of parameters whose update uses a signal in its next step.
 
-        On an accelerator the finite check may still reject the last gradient of a parameter, which takes its step count
-        back by one. The result includes parameters that would use the signal then.
+        On an accelerator the finite check may still reject the last gradient of a parameter, whose step count is then
+        reduced by one. The result therefore includes parameters that would use the signal with the smaller step count.
 
-        rows: all parameters of the optimizer with their descriptions, those without state too.
+        rows: all parameters of the optimizer with their descriptions, including parameters without state.
         """
         due, seen = set[int](), set[int]()
         for param_set in param_sets:
@@ -82,7 +89,11 @@ class Listeners:
         return due | {id(own) for own, info in rows if id(own) not in seen and self._takes_first(info, name)}
 
     def _takes(self, path: str, name: str, step: int) -> bool:
-        """Return True if an update uses a signal at a step of a parameter: it is required then, or always optional."""
+        """Return True if an update rule uses a signal in a step: the step requires the signal, or may use it.
+
+        path: path of the update rule.
+        step: step count of a parameter in that step.
+        """
         if name not in self.asked[path]:
             return False
         own = [listener for _, listener in listeners(self._rules[path], path)]
@@ -91,19 +102,19 @@ class Listeners:
         )
 
     def _takes_first(self, info: ParamInfo, name: str) -> bool:
-        """Return True if the first step of a parameter, which has no state before it, uses a signal."""
+        """Return True if a parameter that has no state yet uses a signal in its first step."""
         path = self.recipe.route(info)[0]
         return self._takes(path, name, 1 - int(self._rules[path].lagging()))
 
 
 def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, stage or constraint) of everything in an update that may request signals."""
+    """Yield (dotted path, stage or constraint) of every part of an update rule that may request signals."""
     yield from rule.stages(path)
     yield from constraints(rule, path)
 
 
 def constraints(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Constraint]]:
-    """Yield (dotted path, constraint) of every constraint of an update."""
+    """Yield (dotted path, constraint) of every constraint of an update rule."""
     prefix = f"{path}." if path else ""
     yield from ((f"{prefix}constraints.{constraint.label}", constraint) for constraint in rule.constraints)
 
@@ -123,11 +134,11 @@ class Provided:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the signals that have a value."""
+        """Return the names of the signals that have a value for the next step."""
         return {name for name, values in self._kept.items() if values}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
-        """Join a value with earlier ones of the same step, as the signal declares.
+        """Join a value with earlier values for the same step, by the operation that the signal declares.
 
         Raises:
             ValueError: a key is no parameter of the optimizer, or a value has a wrong shape.
@@ -145,7 +156,10 @@ class Provided:
             kept[key] = (one if before is None else joined(_as_tensor(before), _as_tensor(one)), count + 1)
 
     def get(self, signal: Signal, parameter: Tensor) -> Tensor | None:
-        """Return the provided value for a parameter, or the one for all parameters; None if there is none."""
+        """Return the provided value of a signal for a parameter, or None if there is none.
+
+        A signal that is one number for the whole step has the same value for all parameters.
+        """
         kept = self._kept.get(signal.name, {}).get(None if signal.extent == "step" else id(parameter))
         if kept is None:
             return None
@@ -153,14 +167,14 @@ class Provided:
         return value / kept[1] if signal.reduce == "mean" and kept[1] > 1 else value
 
     def clear(self) -> list[str]:
-        """Drop the values and return their names. The sources stay."""
+        """Drop the values for the next step and return the names of their signals. Functions in `sources` stay."""
         names = list(self.names)
         self._kept.clear()
         return names
 
 
 def require_form(signal: Signal, value: Given) -> None:
-    """Raise ValueError for a mapping in place of one number, and the other way round."""
+    """Raise ValueError if a signal that is one number has a mapping as its value, or another signal has none."""
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
         raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
@@ -172,7 +186,7 @@ def _as_tensor(value: Tensor | float) -> Tensor:
 
 
 def _by_id(value: Given) -> Iterator[tuple[int | None, float | Tensor]]:
-    """Yield the values of a signal by the id of their parameter, or by None if there is one value for all."""
+    """Yield (id of the parameter, value) for a signal. The id is None for a value of all parameters."""
     if isinstance(value, Mapping):
         yield from ((id(parameter), one) for parameter, one in value.items())
     else:
@@ -196,9 +210,10 @@ def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> 
 
 
 class FirstStep:
-    """The signals that stages require in the first step only.
+    """The signals that stages require in the first step only, until this step has been made.
 
-    open: for each such signal, the paths of the updates whose parameters have made no step yet.
+    open: for each such signal, the paths of the update rules that require it. A signal is removed when a parameter of
+        these updates has made a step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -209,33 +224,36 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove signals whose parameters have made a step, here or before a checkpoint was loaded."""
+        """Remove signals if a parameter that requires them has made a step, here or before a checkpoint was saved."""
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
             self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
 
     def close(self, names: Iterable[str]) -> None:
-        """Remove signals that were provided, even if the step had no usable gradient."""
+        """Remove signals that were provided to a step, even if the step had no usable gradient."""
         for name in names:
             self.open.pop(name, None)
 
     def asks(self, name: str, path: str) -> bool:
-        """Return True if the parameters of an update require a signal in the next step."""
+        """Return True if the update rule at `path` requires a signal in the next step because it is the first step."""
         return path in self.open.get(name, ())
 
     def when(self, name: str) -> str:
-        """Return a text for errors: the steps in which a missing signal is required."""
+        """Return a text for error messages about the steps in which a missing signal is required."""
         return "the first step" if name in self.open else "every step"
 
 
 def steps_taken(param_sets: Iterable[ParamSet]) -> int:
-    """Return the number of steps of the run: the largest step count of a parameter. It follows from the state alone."""
+    """Return the number of steps of the run, which is the largest step count in the state of a parameter."""
     return max((int(param_set.step_counts.max()) for param_set in param_sets), default=0)
 
 
 class Schedules:
-    """The schedules of a recipe. by_path: every schedule, by the dotted path of its field."""
+    """The schedules of a recipe.
+
+    by_path: every schedule, by the dotted path of its field.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.by_path = recipe, dict(schedules(recipe))
@@ -252,13 +270,17 @@ class Schedules:
                 stack_state.rule, stack_state.run_step = rules[stack_state.path], step
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the scheduled numbers of a step by dotted path; for step 0, those of the first step."""
+        """Return the scheduled numbers of a step by dotted path. Step 0 has the numbers of step 1, the first step."""
         total = self.recipe.total_steps
         return {path: float(value_at(schedule, max(step, 1), total)) for path, schedule in self.by_path.items()}
 
 
 def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tensor:
-    """Return the numbers `[parts]` of equal parts of the outputs in a shape that broadcasts to this rank's shard.
+    """Return a signal with numbers for outputs in a shape that broadcasts to this rank's shard of a parameter.
+
+    value: `[parts]`, a number for each of several equal parts of the parameter's outputs.
+    at: position of the parameter in its set.
+    name: name of the signal, for the message.
 
     Raises:
         ValueError: the number of outputs is no multiple of the number of parts.
@@ -279,9 +301,9 @@ def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tenso
 
 
 PER_STACK = frozenset({"lr", "parameter_rms"})
-"""Signals that are computed for each stack."""
+"""Signals that are computed for each stack while it is stepped."""
 OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
-"""Signals that the optimizer computes. All others are provided."""
+"""Signals that the optimizer computes itself. All other signals are provided by the user or by watched models."""
 
 
 class Signals:
@@ -302,7 +324,10 @@ class Signals:
             )
 
     def provide(self, name: str, value: Given | SignalSource, parameters: Iterable[Tensor]) -> bool:
-        """Store a signal for the next step, or its source for every step. Return True if a stage requests it."""
+        """Store a value of a signal for the next step, or a function that returns a value in every step.
+
+        Return True if a stage or constraint requests the signal.
+        """
         signal = known_signals().get(name)
         if signal is None or name in OWN:
             free = ", ".join(sorted(known_signals().keys() - OWN))
@@ -328,7 +353,7 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if steps of parameter sets use any signal that is not computed for each stack."""
+        """Return True if steps of parameter sets use any signal or sum of slots that is not computed for each stack."""
         return not self.listeners.asking.keys() <= PER_STACK or any(map(self._total_keys, param_sets))
 
     def take(self, steps: Sequence[tuple[ParamSet, Step | None]]) -> list[tuple[ParamSet, Step | None]]:
@@ -350,7 +375,7 @@ class Signals:
         return found
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
-        """Raise ValueError if an update needs a sum over all parameters of a model and others have some of them.
+        """Raise ValueError if an update needs a sum over all parameters of a model but other optimizers update some.
 
         others: descriptions of the model's parameters that other optimizers update.
         """
@@ -375,7 +400,7 @@ class Signals:
             )
 
     def _total_keys(self, param_set: ParamSet) -> Mapping[str, str]:
-        """Return the slots whose sum over all blocks and ranks stages read, with the path of their update."""
+        """Return the keys of slots whose sum over all blocks and ranks a stage reads, with the path of the update."""
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
@@ -385,7 +410,7 @@ class Signals:
         return self._totals[param_set]
 
     def _of_all(self, ready: Sequence[tuple[ParamSet, Step]]) -> Iterator[tuple[str, Tensor | float]]:
-        """Yield the signals that are numbers of all parameters together."""
+        """Yield (name, number) of the signals and sums of slots that have one number for all parameters together."""
         if ready and "step_fraction" in self.listeners.asking:
             assert self.recipe.total_steps is not None
             taken = steps_taken(param_set for param_set, _ in ready)
@@ -400,7 +425,10 @@ class Signals:
         yield from totals.items()
 
     def _of_one(self, param_set: ParamSet, step: Step, shared: Mapping[str, Tensor | float]) -> Step:
-        """Return the step of a parameter set with its signals. shared: signals of all parameters together."""
+        """Return the step of a parameter set with its signals.
+
+        shared: signals that have one number for all parameters together.
+        """
         asked = {name for spec in param_set.specs for name in self.listeners.asked[spec.path]}
         entries: dict[str, Sequence[Tensor | None]] = {}
         entries |= {"parameter": param_set.iterates.parameters} if "parameter" in asked else {}
@@ -439,13 +467,21 @@ class Signals:
 
 
 def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
-    """Return the error of a missing signal. where: path that requests it; when: the steps that require it."""
+    """Return the error about a missing signal.
+
+    where: path of the stage or constraint that requests the signal.
+    when: text about the steps that require the signal.
+    got: text about the parameters that have no value.
+    """
     by = f"optimizer.provide('{signal.name}', ...) before the step{f', or with {signal.by}' if signal.by else ''}"
     return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, got {got}; provide it with {by}")
 
 
 def _with_tensors(step: Step, gathered: GatheredSignals, param_set: ParamSet) -> Step:
-    """Return a step with its tensor signals, in the form that blocks and constraints read."""
+    """Return a step with the gathered tensors in the form that blocks and constraints read.
+
+    Tensors of entries and of outputs become lists by position of the parameter; matrices become `SideMatrix` objects.
+    """
     entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
     outputs = dict[str, list[Tensor | None]]()
     for name, tensors in gathered.tensors.items():
