@@ -50,27 +50,28 @@ class SecondMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a stage on blocks of one shape that the engine needs and cannot learn from the other hooks.
+    """Facts about a stage on blocks of one shape that the engine needs and that do not follow from the other hooks.
 
-    Every default is safe. The engine calls `traits(block)` once for each shape and caches the result. The first six
-    fields may not depend on the shape: the engine reads them from `traits(())`.
+    Every default is safe: it is correct for any stage, and at most slower. The engine calls `traits(block)` once for
+    each shape and caches the result. The first six fields must not depend on the shape, because the engine reads them
+    from `traits(())`.
 
     signals: signals that the stage requests beside the gradient.
     lagged: True if the stage applies its state to a gradient before it learns from that gradient. A step then runs
-        apply, observe, refresh. The first gradient of a parameter only primes the chain: statistics are accumulated
-        from it, and the parameter is not changed.
+        apply, observe, refresh. The first gradient of a parameter only primes the chain: it is accumulated in the
+        statistics, and the parameter is not changed.
     entrywise: True if each entry of direction and state depends on the same entry of the gradients alone. Parts of a
         block may then be updated on different ranks.
     matrices: True if the stage reads blocks as matrices, first axis x the rest.
     sums: True if `apply` calls `context.parameter_sum`. All blocks of a parameter then have one owner and step
         together.
     learns: tensor that `observe` and `refresh` receive: the gradient, or the incoming direction.
-    refresh_cost: cost of one refresh of the block, in any unit that all stages share. Refreshes are spread over steps
-        so that this cost is even.
+    refresh_cost: cost of one refresh of the block, in a unit that all stages share. Refreshes are spread over steps so
+        that every step has about the same cost.
     work: floating-point operations of one step without refreshes. None: the number is computed from the slots.
     left_out: parts of the block that the stage does not change, each with the reason, as `show` prints them.
-    spectral_norm: upper bound of the spectral norm of the outgoing direction, for any incoming one. None: no such bound
-        is known.
+    spectral_norm: upper bound of the spectral norm of the outgoing direction, for any incoming direction. None: no such
+        bound is known.
     spectral_gain: upper bound of the ratio of the spectral norms of the outgoing and the incoming direction. None: no
         bound is known.
     scale_free: True if the outgoing direction is the same for c d as for the incoming direction d, for every c > 0.
@@ -121,10 +122,10 @@ class Stage(Schedulable, ABC, family="stage"):
     """One link of an update chain: it maps a direction, and keeps the state that it declares.
 
     A stage is a subclass of `Stage` with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen
-    pydantic fields. Defining it registers it, and it cannot be subclassed itself. It overrides some of eight hooks;
-    only `apply` is required. `block` is the shape of one block. All tensors have the stack axis first: `[N, *block]`
-    are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`, `run_chain` and
-    `map_wires` are in `eigengraft.preconditioners`.
+    pydantic fields. Defining the subclass registers it; a subclass of the subclass is refused. The subclass overrides
+    some of eight hooks; only `apply` is required. `block` is the shape of one block. All tensors have the stack axis
+    first: `[N, *block]` are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`,
+    `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
 
     slots(block) -> {name: Slot}                at construction  the state of a block
     inner(block) -> {name: Inner}               at construction  Inner(chain, block that it sees): the chains inside
@@ -150,7 +151,7 @@ class Stage(Schedulable, ABC, family="stage"):
     `state.block` is the shape of the block.
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
-    `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. It returns True if all
+    `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. The result is True if all
     blocks fulfil the condition, False if none does, else a NumPy array `[N]`. `context.correction(b, like)` is 1 -
     b^step, shaped to divide `like`. `context.per_block(f, like)` is f(step), shaped to multiply `like`. `context.first`
     is set in a block's first refresh. For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to
@@ -223,24 +224,23 @@ class Stage(Schedulable, ABC, family="stage"):
         return Traits()
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Update the statistics that `refresh` reads. Called every step, so it has to be cheap."""
+        """Update the statistics that `refresh` reads. This hook is called in every step, so it has to be cheap."""
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Recompute roots, bases or learned factors, on any contiguous slice `[n, *block]` of the stack. Called when
-        due, so it may be expensive.
+        """Recompute roots, bases or learned factors, on any contiguous slice `[n, *block]` of the stack.
+
+        This hook is called only when it is due, so it may be expensive.
         """
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """Return the new direction `[N, *block]`, and update the moments that live in the current frame. Called every
-        step.
-        """
+        """Return the new direction `[N, *block]`, and update moments in the present basis, in every step."""
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
         """Return numbers `[N]` about the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>".
 
         Nothing is written back, and the context has no signals. `inspect` adds measures that follow from roles and
-        cadence. A measure of the same name returned here replaces the added one.
+        cadence. A measure that is returned here replaces an added measure of the same name.
         """
         return {}
 
@@ -252,8 +252,9 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """Return the traits for a block. They are computed once and cached. Use the default `()` for traits that do not
-        depend on the shape.
+        """Return the traits for a block, which are computed once and cached.
+
+        block: shape of the block; the default () for traits that do not depend on the shape.
         """
         if block not in self._traits:
             self._traits[block] = self.traits(block)
@@ -264,9 +265,9 @@ class Stage(Schedulable, ABC, family="stage"):
         """Return the floating-point operations of one step of one block, without refreshes. Blocks are assigned to
         ranks so that this number is balanced.
 
-        The number is `Traits.work` if the stage gives it, else it is computed from the slots. A square matrix of order
-        d on an axis of length d costs a product with the block, 2 d numel operations. A basis costs two products, there
-        and back. Every other slot costs four operations for each of its numbers.
+        The number is `Traits.work` if the stage declares it, else it is computed from the slots. A square matrix of
+        order d on an axis of length d costs one product with the block, 2 d numel operations. A basis costs two
+        products, into the basis and back. Every other slot costs four operations for each of its numbers.
         """
         if (known := self.cached_traits(block).work) is not None:
             return known
@@ -313,8 +314,9 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the stack whose refresh is due in this step. first: True at the
-        first refresh of these blocks.
+        """Return the spans (start, stop, first) of the stack whose refresh is due in this step.
+
+        `first` is True if this is the first refresh of the blocks in the span.
         """
         if id(self) not in context.due:
             cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
@@ -328,8 +330,9 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """Run one step and return the new direction. The order is observe, refresh the due rows, apply; a lagged stage
-        applies first.
+        """Run one step and return the new direction.
+
+        The order is observe, refresh of the rows that are due, apply. In a lagged stage, apply is first.
         """
         lagged = self.cached_traits().lagged
         try:
@@ -349,8 +352,8 @@ class Stage(Schedulable, ABC, family="stage"):
         """Let lagged stages observe and refresh from a first gradient. No other state is written, and no parameter
         changes.
 
-        Lagged stages inside this stage receive the gradient through the `apply` of this stage. State that this `apply`
-        writes, and its result, are dropped.
+        Lagged stages inside this stage receive the gradient because `apply` of this stage is called. The result of this
+        call, and the state that it writes, are dropped.
         """
         if self.cached_traits().lagged:
             self._observe_and_refresh(state, gradient, direction, context)
@@ -384,8 +387,9 @@ def run_chain(
     Args:
         stages: the chain.
         state: state of the chain; `state.block` is the shape of a block inside the chain.
-    gradient: `[N, *block]`; the chain does not write to it.
-        direction: `[N, *block]`, the incoming direction. The same object as `gradient` means that both are one wire.
+        gradient: `[N, *block]`, which the chain does not change.
+        direction: `[N, *block]`, the incoming direction. If it is the same object as `gradient`, no stage with state
+            has run yet, and the two are one wire.
         context: steps, corrections and signals. If `context.priming` is set, all stages with state are only primed.
 
     Returns:
@@ -414,7 +418,8 @@ def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) ->
         direction: the second tensor that f is applied to, unless it is the same object as `gradient`.
 
     Returns:
-        (f(gradient), f(direction)). If both are one wire, f is computed once, and both results are the same object.
+        (f(gradient), f(direction)). If gradient and direction are one object, f is computed once, and the two results
+        are one object, too.
     """
     mapped = f(gradient)
     return mapped, mapped if direction is gradient else f(direction)
@@ -443,7 +448,7 @@ def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[flo
 def walk_blocks(
     stages: tuple[Stage, ...], block: tuple[int, ...], path: str = ""
 ) -> Iterator[tuple[str, Stage, tuple[int, ...]]]:
-    """Yield (dotted path, stage, block that the stage sees) for every stage of a chain and of the chains inside it."""
+    """Yield (dotted path, stage, shape of its blocks) for every stage of a chain and of the chains inside stages."""
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         yield here, stage, block
@@ -452,7 +457,7 @@ def walk_blocks(
 
 
 def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage]]:
-    """Iterate over every stage of a chain and of the chains inside it.
+    """Iterate over every stage of a chain and of the chains inside its stages.
 
     Args:
         stages: the chain.

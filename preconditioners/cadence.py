@@ -1,4 +1,4 @@
-"""Cadences: when a refresh is due. They decide on the host from steps alone, so that no device is waited for."""
+"""Cadences: the steps in which a refresh is due, decided on the host from steps alone, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from eigengraft.step_context import StepContext
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 _FEW = 16
-"""Number of blocks up to which `Every.due` tests phases one by one in Python, which then is faster than a NumPy array.
+"""Largest number of blocks whose phases `Every.due` tests one by one in Python. For so few blocks, a NumPy array is
+slower.
 """
 
 ROUNDED = 1e-9
-"""Tolerance of a phase, in steps. It covers rounding: in floating point n * (k / n) may be a little less than k."""
+"""Tolerance of a phase, in steps, because in floating point n * (k / n) may be slightly less than k."""
 
 
 class Cadence(Component, ABC, family="cadence"):
@@ -30,8 +31,9 @@ class Cadence(Component, ABC, family="cadence"):
 
     @property
     def interval(self) -> float:
-        """Mean number of steps between two refreshes of a block. When blocks are assigned to ranks, the cost of a
-        refresh counts 1 / interval in every step.
+        """Mean number of steps between two refreshes of a block.
+
+        When blocks are assigned to ranks, a refresh counts as the fraction 1 / interval of its cost in every step.
         """
         return 1.0
 
@@ -45,19 +47,21 @@ class Cadence(Component, ABC, family="cadence"):
         return np.zeros(len(phases), dtype=np.int64)
 
     def possible(self, step: int, earliest: int) -> bool:
-        """Return True if a block may be due at its update number `step`. The default is always True. earliest: as in
-        `due`.
+        """Return True if a block may be due at its update number `step`. The default is always True.
+
+        earliest: as in `due`.
         """
         return True
 
     @property
     def spread(self) -> bool:
-        """True if blocks are due at different steps of a period, in waves of at least the work `min_wave_work`."""
+        """True if blocks are due at different steps of a period, in waves, to even out the work of the steps."""
         return False
 
     def waves(self, refreshes: float) -> int | None:
-        """Return the number of waves, which divide a period into equal parts. None: one wave for each step of the
-        period.
+        """Return the number of waves of refreshes in a period. None: there is one wave for each step of the period.
+
+        A wave is a set of blocks that are refreshed in the same step. Waves are equally far apart.
 
         refreshes: work of all refreshes of a period, in units of the costliest refresh.
         """
@@ -65,21 +69,23 @@ class Cadence(Component, ABC, family="cadence"):
 
     @abstractmethod
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield spans (start, stop, first) of the blocks that are due. first: True at the first refresh of these
-        blocks.
+        """Yield spans (start, stop, first) of the blocks that are due.
 
-        earliest: step of the first refresh if the cadence itself sets none: 1, or 0 (the priming gradient) for a lagged
-            stage.
+        `first` is True if this is the first refresh of the blocks in the span.
+
+        earliest: step of the first refresh if the cadence does not set this step: 1, or 0 (the priming gradient) for a
+            lagged stage.
         """
 
 
 class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
-    t is the block's own step. With `stagger: cost` the phases spread the blocks over the interval in equal waves, as
-    many as leave each the work of `min_wave_work` blocks; with `none` all are due at once, as in the published codes.
-    Ranks refresh a wave side by side: where fewer blocks are due than there are ranks, the others wait. With
-    `min_wave_work: 1` every step pays about the same.
+    t is the number of the block's own step. A wave is a set of blocks that are due in the same step. With `stagger:
+    cost` the phases spread the blocks over the interval in waves of equal work. There are as many waves as possible if
+    each has at least the work of `min_wave_work` of the costliest blocks. With `stagger: none` all blocks are due at
+    once, as in the published codes. Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave
+    has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
     """
 
     kind: Literal["every"] = "every"
@@ -121,8 +127,9 @@ class Every(Cadence):
         return self._place(phases).astype(np.int64)
 
     def _place(self, phase: _Numbers) -> _Numbers:
-        """Return the step of a period, a whole number, at which blocks with this phase are due. An array of phases
-        gives an array.
+        """Return the step of a period, a whole number, in which blocks with this phase are due.
+
+        For an array of phases the result is an array.
         """
         spread = phase if self.stagger == "cost" else phase * 0
         return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
@@ -158,7 +165,10 @@ class Every(Cadence):
 
 
 def spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """Yield runs of equal nonzero codes as (start, stop, code == 2)."""
+    """Yield (start, stop, code == 2) for each run of equal codes that are not 0.
+
+    codes: for each block, 0 if it is not due, 1 if it is due, and 2 if it is due for the first time.
+    """
     edges = np.flatnonzero(np.diff(codes)) + 1
     for start, stop in zip([0, *edges], [*edges, len(codes)], strict=True):
         if codes[start]:

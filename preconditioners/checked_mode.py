@@ -1,4 +1,4 @@
-"""Checked mode: the contract of a stage is verified around each of its hooks while an optimizer runs.
+"""Checked mode: checks of a stage's contract before and after each of its hooks, while an optimizer runs.
 
 A violation is raised as a `ContractError` with the path of the stage, its hook and the step. Violations are a wrong
 shape, dtype or device, an input that was written to, state that was changed and not written back, and a number that is
@@ -37,10 +37,11 @@ class Hooks(Protocol):
 class Call:
     """One call of one hook of a stage, while it runs.
 
-    what: "<path>: <hook>() at step <t>", for errors.
+    what: "<path>: <hook>() at step <t>", for error messages.
     fine: bool `[N]`, True for blocks whose inputs are finite and whose state this step may change. The results of these
         blocks must be finite.
-    loads: for each key of the state, the tensors that the hook loaded, each with its count of writes at that time.
+    loads: for each key of the state, pairs of a tensor that the hook loaded and the tensor's count of writes at that
+        time.
     """
 
     what: str
@@ -49,7 +50,7 @@ class Call:
 
 
 class Checks(Watch):
-    """The checks of the stages of one stack.
+    """The watch that checks the stages of one stack.
 
     declared: the declared slots by "<stage path>/<slot>".
     written: keys of the slots that have been written back so far.
@@ -78,8 +79,10 @@ class Checks(Watch):
             self._require_finite(f"wrote slot '{name}'", value)
 
     def stored(self, state: State, name: str, value: Tensor) -> None:
-        """Record that a slot was written back. If the value is the tensor that was loaded, later writes to it are still
-        checked. Any other value has been copied into the state.
+        """Record that a slot was written back.
+
+        If the value is a tensor that a hook loaded, later writes to this tensor are still checked. Any other value has
+        been copied into the state, so that later writes to it do no harm.
         """
         key = StateKey.join(state.path, name)
         self.written.add(key)
@@ -89,7 +92,10 @@ class Checks(Watch):
 
     @contextmanager
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
-        """Check one call of a hook: its inputs must not be written to, and changed state must be written back."""
+        """Check one call of a hook, which runs in this context.
+
+        Raise ContractError if the hook writes to an input, or changes state without writing it back.
+        """
         versions = {name: tensor._version for name, tensor in inputs.items()}
         call = Call(what, _fine(inputs, state.mask))
         self._calls.append(call)
@@ -98,7 +104,7 @@ class Checks(Watch):
             _require_untouched(inputs, versions, call.what)
             _require_written_back(call)
         except ContractError as error:
-            if str(error).startswith(what.partition(":")[0]):  # it names the stage, or a stage inside it
+            if str(error).startswith(what.partition(":")[0]):  # the message names this stage, or a stage inside it
                 raise
             raise ContractError(f"{what}: {error}") from None
         except Exception as error:
@@ -127,8 +133,9 @@ class Checks(Watch):
         self._require_finite("returned a direction", value)
 
     def _require_finite(self, did: str, value: Tensor) -> None:
-        """Raise ContractError if a value is not finite in a block whose inputs are finite. did: text of the message for
-        the action that gave the value.
+        """Raise ContractError if a value is not finite in a block whose inputs are finite.
+
+        did: text about the action of the hook that produced the value, for the message.
         """
         call = self._calls[-1]
         if not value.is_floating_point() or len(value) != len(call.fine) or not has_values(value):
@@ -166,7 +173,7 @@ class CheckedHooks:
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
-    """Raise ContractError if an input was written to, that is if its count of writes differs from `versions`."""
+    """Raise ContractError if an input was written to, which is the case if its count of writes is not in `versions`."""
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:
             raise ContractError(
@@ -187,19 +194,20 @@ def _require_written_back(call: Call) -> None:
 
 
 def _fine(inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
-    """Return bool `[N]`, True for blocks whose inputs are all finite and that the mask selects. mask None: all blocks
-    are selected.
+    """Return bool `[N]`, True for blocks whose inputs are all finite and that the mask selects.
+
+    mask: bool `[N]`; None selects all blocks.
     """
     parts = [x.reshape(len(x), math.prod(x.shape[1:])).isfinite().all(1) for x in inputs.values()]
     return torch.stack(parts if mask is None else [*parts, mask]).all(0)
 
 
 def _what(hook: str, state: State, context: StepContext) -> str:
-    """Return "<path>: <hook>() at step <t>", or a range of steps if the blocks are at different ones."""
+    """Return "<path>: <hook>() at step <t>", with a range of steps if the blocks are at different steps."""
     steps = sorted({int(step) for step in context.steps}) or [0]
     return f"{state.path}: {hook}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")
 
 
 def _stack(shape: tuple[int, ...]) -> str:
-    """Return the shape of a slot with the stack axis as text, as "[N, 3, 4]"."""
+    """Return the shape of a stacked slot as text, such as "[N, 3, 4]"."""
     return f"[{', '.join(['N', *map(str, shape)])}]"

@@ -13,7 +13,10 @@ _FRACTION = {"type": "string", "pattern": "^[0-9]+(/[0-9]+)?$"}
 
 
 def _fraction(value: Any, zero: bool) -> Fraction:
-    """Return a number or a text such as '1/4' as a fraction. zero: True if 0 is allowed."""
+    """Return a number or a text such as '1/4' as a fraction.
+
+    zero: True if 0 is allowed.
+    """
     required = f"a number {'>= 0' if zero else '> 0'} or a fraction such as '1/4' is required"
     if isinstance(value, bool) or not isinstance(value, (int, float, str, Fraction)):
         raise ValueError(required)
@@ -47,8 +50,10 @@ ByOrder = dict[int, tuple[Fraction, ...]]
 
 
 def _by_order(value: Any) -> ByOrder | Fraction | None:
-    """Return a single exponent as a fraction, and a mapping {order of the block: exponent or exponents} as {order: one
-    exponent for each axis}. None stays None.
+    """Return exponents in their validated form.
+
+    A single exponent becomes a fraction. A mapping {order of a block: exponent, or list of exponents} becomes {order:
+    one exponent for each axis}. None stays None.
     """
     if value is None or not isinstance(value, Mapping):
         return None if value is None else _fraction(value, zero=False)
@@ -87,8 +92,10 @@ Exponents = Annotated[
         }
     ),
 ]
-"""The exponent of every axis: a single one, or a mapping from the order of a block (its number of axes) to one exponent
-or to a list with one for each axis, as {2: [1/2, 0]}. An axis with exponent 0 has no factor.
+"""The exponents of the axes of a block.
+
+A single exponent applies to every axis. A mapping from the order of a block (its number of axes) has one exponent, or a
+list with one exponent for each axis, such as {2: [1/2, 0]}. An axis with exponent 0 has no factor.
 """
 
 
@@ -100,8 +107,9 @@ def default_exponent(axes: Sequence[int]) -> Fraction:
 
 
 def exponent_of(exponents: Fraction | ByOrder | None, order: int, axis: int, default: Fraction) -> Fraction:
-    """Return the exponent of one axis of a block with `order` axes. default: exponent that is returned if `exponents`
-    has none for this order.
+    """Return the exponent of one axis of a block with `order` axes.
+
+    default: exponent for orders that `exponents` does not contain.
     """
     if exponents is None or isinstance(exponents, Fraction):
         return default if exponents is None else exponents

@@ -2,8 +2,8 @@
 
 On a CPU only one triangle of a large symmetric product is computed; the other triangle is copied from it.
 
-Legend: N blocks; a axis of the block, of length d; p product of the axes before a; q product of the axes after; T `[N,
-    d, d]`; Y, Z `[N, d, rest]` with Y Z^T = Z Y^T.
+Legend: N is the number of blocks; d is the length of the axis a of a block; p and q are the products of the lengths of
+the axes before and after a; T is `[N, d, d]`; Y and Z are `[N, d, rest]` with Y Z^T = Z Y^T.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torch import Tensor
 from eigengraft.numerics import may_branch_on_values, multiplied_in_float32, products
 
 ProductDtype = Literal["input", "bfloat16"]
-"""dtype of products. "input": the dtype of the operands. "bfloat16": sums in float32, and each result rounded to
-bfloat16.
+"""dtype of products. "input" is the dtype of the operands. With "bfloat16", operands and results are rounded to
+bfloat16, and sums are computed in float32.
 """
 
 
 def matrix_shape(block: Sequence[int]) -> tuple[int, int]:
-    """Return the shape (m, n) of a block as a matrix: m is its first axis, n the product of its other axes. A vector is
-    one column.
+    """Return the shape (m, n) of a block as a matrix.
+
+    m is the length of the first axis, and n is the product of the lengths of all other axes. A vector has one column.
     """
     return (block[0] if block else 1), math.prod(block[1:])
 
 
 def as_matrices(x: Tensor) -> Tensor:
-    """Return the blocks `[N, *block]` as matrices `[N, m, n]`, as `matrix_shape` says."""
+    """Return the blocks `[N, *block]` as matrices `[N, m, n]`, where (m, n) is the result of `matrix_shape`."""
     return x.reshape(len(x), *matrix_shape(x.shape[1:]))
 
 
@@ -44,18 +45,23 @@ def unfold(x: Tensor, axis: int) -> Tensor:
 
 
 def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
-    """Return the blocks `[N, *block]` of a shape, given their unfolding y `[N, d, p q]` along `axis`. This inverts
-    `unfold`.
+    """Return the blocks `[N, *block]` whose unfolding along `axis` is y `[N, d, p q]`. This inverts `unfold`.
+
+    shape: shape `[N, *block]` of the result.
     """
     p, d, q = math.prod(shape[1 : axis + 1]), shape[axis + 1], math.prod(shape[axis + 2 :])
     return y.reshape(len(y), d, p, q).transpose(1, 2).reshape(shape)
 
 
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Return x times_axis matrix: x as `[N, p, d, q]` with `matrix` `[N, d', d]` contracted over d.
+    """Return the product of x along one axis with a matrix: sum_j matrix[i, j] x[p, j, q] for x as `[N, p, d, q]`.
 
-    A diagonal matrix may be given as its diagonal `[N, d]`. A middle axis is moved to the front and multiplied by one
-    large product if p separate products would have few columns each.
+    For a middle axis, p separate products with q columns each may be slow. If q is small, x is copied so that this axis
+    is the first one, and one large product is computed.
+
+    x: blocks `[N, *block]`.
+    matrix: `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
+    axis: axis of the block.
     """
     if multiplied_in_float32(x):
         return mode_product(x.float(), matrix.float(), axis).to(x.dtype)
@@ -78,24 +84,25 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 
 
 _FEW = 16
-"""Number of columns below which a product does not fill a vector register."""
+"""Number of columns below which products are slow, because the columns do not fill a vector register."""
 _LONG = 4
-"""Ratio d / q of an axis to the columns after it above which one transposed product is faster than p products."""
+"""Ratio d / q of an axis's length to the number of columns above which one product of a copy of x is faster than p
+products."""
 
 _SHORT = 64
-"""Length below which adjacent axes are rotated together, by the Kronecker product of their matrices. The length is the
-product of the axes. Separate products make two passes over a block, which on a CPU take as long as one product with 64
-columns: axes of 3 x 3 and 7 x 7 gain, 8 x 8 do not.
+"""Product of the lengths of adjacent axes below which these axes are rotated together, by one Kronecker product.
+
+On a CPU, two separate products, which make two passes over a block, take as long as one product with 64 columns. Axes
+of 3 x 3 and 7 x 7 are therefore faster together, axes of 8 x 8 are not.
 """
 
 
 def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """Return x `[N, *block]` multiplied along each axis in `matrices` by its matrix `[N, d', d]`, whose entries are at
-    most about 1.
+    """Return x `[N, *block]` multiplied along each axis in `matrices` by the axis's matrix `[N, d', d]`.
 
-    In blocks of three axes or more, adjacent short axes are rotated by the Kronecker product of their matrices. Use
-    `mode_products` for roots: the Kronecker product of roots may overflow although the product of each root with x does
-    not.
+    Entries of the matrices must be at most about 1, as in rotations. In blocks of three axes or more, adjacent short
+    axes are rotated by the Kronecker product of their matrices. Use `mode_products` for roots: the Kronecker product of
+    roots may overflow although the product of each root with x does not.
     """
     if precision == "bfloat16":
         return rotate(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -103,8 +110,9 @@ def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = 
 
 
 def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """Return x `[N, *block]` multiplied along each axis in `matrices`, one after another, by its matrix `[N, d', d]` or
-    diagonal `[N, d]`.
+    """Return x `[N, *block]` multiplied along each axis in `matrices`, one axis after another.
+
+    matrices: for each axis its matrix `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
     """
     if precision == "bfloat16":
         return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -117,8 +125,9 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return how many of the last axes `_cycled` should multiply together, because they have few entries. Return None
-    if `_cycled` is not faster for these products.
+    """Return the number of last axes, with few entries, that `_cycled` should move to the end together.
+
+    Return None if `_cycled` is not faster for these products.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
@@ -130,11 +139,13 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 
 
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
-    """Return x times the matrix of every axis. The last `short` axes need one copy of x; without them nothing is
-    copied.
+    """Return x multiplied by the matrix of every axis, without a copy of x for each axis.
 
-    Each product X^T M^T moves the first axis to the end. After the long axes the short ones are the first axes. They
-    are multiplied there and are moved to the end together.
+    Each product X^T M^T multiplies the first axis by its matrix M, and moves this axis to the end. After all long axes
+    were processed so, the last `short` axes are the first ones. The short axes are multiplied at the front, and moved
+    to the end together by one copy of x.
+
+    short: number of last axes that are short; 0 for none, so that nothing is copied.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -155,7 +166,7 @@ def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
-    """Return x rotated along all axes, adjacent short axes by one Kronecker product."""
+    """Return x rotated along all axes in `matrices`. Adjacent short axes are rotated by one Kronecker product."""
     runs = short_runs(tuple(x.shape[1:]), frozenset(axis for axis, matrix in matrices.items() if matrix.ndim == 3))
     y = x.reshape(x.shape[0], *(math.prod(x.shape[run[0] + 1 : run[-1] + 2]) for run in runs))
     joined = {at: kronecker([matrices[axis] for axis in run]) for at, run in enumerate(runs) if run[0] in matrices}
@@ -166,8 +177,10 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
-    """Return the axes of a block as an ordered list of runs. Adjacent axes that are in `axes` share a run while the
-    product of their lengths is below `_SHORT`.
+    """Return the axes of a block as an ordered list of runs.
+
+    Adjacent axes that are in `axes` are in one run as long as the product of their lengths is below `_SHORT`. Any other
+    axis is a run of its own.
     """
     runs: list[list[int]] = []
     for axis in reversed(range(len(block))):
@@ -181,8 +194,9 @@ def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
 
 
 def kronecker(factors: Sequence[Tensor]) -> Tensor:
-    """Return the Kronecker product of stacks of matrices `[N, d', d]`. A single factor is returned as it is, also if it
-    is a diagonal.
+    """Return the Kronecker product of stacks of matrices `[N, d', d]`.
+
+    If there is only one factor, the result is this factor, which may be a diagonal `[N, d]`.
     """
     product, *others = factors
     for factor in others:
@@ -203,13 +217,14 @@ def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
 def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """Compute T <- beta T + alpha Y Z^T in place, for a symmetric T, and return T. If beta is 0, T is not read.
 
-    On a CPU a large T is computed in panels of c = 128 columns, each from the diagonal down. This takes a share (1 + c
-    / d) / 2 of the operations of a full product. Every matrix is multiplied separately, so that no result depends on
-    the other matrices of a stack.
+    On a CPU a large T is computed in panels of c = 128 columns, each from the diagonal down; the rest is copied. The
+    panels need the fraction (1 + c / d) / 2 of the operations of a full product. Every matrix is multiplied separately,
+    so that no result depends on the other matrices of a stack.
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
-    if y.shape[2] == 1:  # a CPU sums a stack of one with another kernel; the product alone has one kernel
+    # baddbmm has another kernel for a stack of one matrix, whose sums differ in the last bit; bmm has only one kernel
+    if y.shape[2] == 1:
         outer = torch.bmm(y, z.mT)
         return torch.mul(outer, alpha, out=total) if beta == 0 else total.mul_(beta).add_(outer, alpha=alpha)
     if not _halved(y):
@@ -224,31 +239,34 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """Return a copy of rows `[c, k]` with padding between the rows. The rows then fall into different sets of a CPU's
-    cache, and columns of the copy are read faster.
+    """Return a copy of rows `[c, k]` with padding between the rows.
+
+    With the padding, entries of a column are in different sets of a CPU's cache, so that columns are read faster.
     """
     copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
     return copied.copy_(rows)
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if a symmetric product is faster in panels. In bfloat16 panels are slower below 768 rows, because
-    torch multiplies a full stack at once.
+    """Return True if a symmetric product is faster in panels.
+
+    In bfloat16 this needs at least 768 rows, because torch multiplies a full stack of matrices at once.
     """
     return may_branch_on_values(y) and y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL
 
 
 _PANEL = 128
-"""Number of columns of a panel. With 64 or 256 some sizes from 256 to 1024 took longer, and none took
-much less time.
+"""Number of columns of a panel. Panels of 64 or 256 columns were slower for some matrices of order 256 to 1024, and not
+much faster for any.
 """
 
 
 def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
-    """Return x `[N, *block]` with the entries along a block axis reordered. order: `[N, d']`, d' <= d, the old index of
-    each new entry.
+    """Return x `[N, *block]` with the entries along a block axis reordered.
 
     On a CPU large blocks are copied one by one, because `gather` takes up to eight times as long.
+
+    order: `[N, d']`, the old index of each new entry. d' is at most the length d of the axis.
     """
     if x.device.type == "cpu" and x.shape[1:].numel() >= _ONE_BY_ONE:
         out = x.new_empty(*x.shape[: axis + 1], order.shape[1], *x.shape[axis + 2 :])
@@ -260,6 +278,6 @@ def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
 
 
 _ONE_BY_ONE = 1 << 12
-"""Number of entries of a block from which `reordered` copies blocks one by one on a CPU. For a smaller block the call
-takes longer than it saves.
+"""Least number of entries of a block for which `reordered` copies blocks one by one on a CPU. For smaller blocks the
+separate calls cost more time than they save.
 """

@@ -1,8 +1,8 @@
-"""Measures of factors for inspection: condition numbers, and the distance of a basis from eigenvectors. All are
-computed in float64.
+"""Measures of factors for inspection: condition numbers, and the distance of a basis from eigenvectors.
 
-Legend: A `[N, d, d]` statistics; Q `[N, d, r]` bases, r <= d; M = Q^T A Q `[N, r, r]`. The measure of a matrix that is
-    not finite is nan.
+All measures are computed in float64. The measure of a matrix that is not finite is nan.
+
+Legend: A `[N, d, d]` are statistics; Q `[N, d, r]`, r <= d, are bases; M = Q^T A Q `[N, r, r]`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from eigengraft.numerics import per_block
 
 
 def condition(a: Tensor, symmetric: bool = True) -> Tensor:
-    """Return `[N]`, the ratio of the largest to the least singular value. The ratio is at most 1 / u, where u is the
-    machine epsilon of a's dtype.
+    """Return the ratio of the largest to the smallest singular value of each matrix, `[N]`.
 
-    a: matrices, or diagonals `[N, d]`.
-    symmetric: True if the matrices are positive semi-definite. Eigenvalues below zero then count as rounding.
+    The ratio is at most 1 / u, where u is the machine epsilon of a's dtype. For a matrix of zeros it is nan.
 
-    A matrix of zeros has no condition number: the result is nan.
+    a: matrices `[N, d, d]`, or diagonals `[N, d]`.
+    symmetric: True if the matrices are positive semi-definite. Negative eigenvalues are then treated as rounding errors
+        of 0.
     """
     known, x = _finite(a)
     if x.ndim == 2:
@@ -33,8 +33,9 @@ def condition(a: Tensor, symmetric: bool = True) -> Tensor:
 
 
 def off_diagonal_share(m: Tensor) -> Tensor:
-    """Return `[N]`, ||M - diag M||_F / ||M||_F. The share is 0 if Q holds eigenvectors, at most 1, and nan where M is
-    zero.
+    """Return ||M - diag M||_F / ||M||_F of each matrix, `[N]`.
+
+    The share is 0 if the columns of Q are eigenvectors, at most 1, and nan where M is zero.
     """
     known, m = _finite(m)
     rest = m - torch.diag_embed(m.diagonal(dim1=-2, dim2=-1))
@@ -42,8 +43,9 @@ def off_diagonal_share(m: Tensor) -> Tensor:
 
 
 def turning_angle(a: Tensor, q: Tensor) -> Tensor:
-    """Return `[N]`, the mean angle in degrees between a column q of Q and A q, weighted by q^T A q. The angle is 0 for
-    eigenvectors.
+    """Return the mean angle in degrees between a column q of Q and A q, weighted by q^T A q, `[N]`.
+
+    The angle is 0 if all columns are eigenvectors.
     """
     known, a = _finite(a)
     q = q.double()
@@ -56,7 +58,7 @@ def turning_angle(a: Tensor, q: Tensor) -> Tensor:
 
 
 def orthogonality(q: Tensor) -> Tensor:
-    """Return `[N]`, ||Q^T Q - I||_F / sqrt(r), the distance of the columns from orthonormal columns."""
+    """Return ||Q^T Q - I||_F / sqrt(r), the distance of the columns of each basis from orthonormal columns, `[N]`."""
     known, q = _finite(q)
     gram = torch.bmm(q.mT, q)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
@@ -64,10 +66,14 @@ def orthogonality(q: Tensor) -> Tensor:
 
 
 def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
-    """Return `[N]`, ||A (X^m A^n - I)||_F / ||A||_F for X = A^(-n/m), a root `[N, d, d]` or its diagonal `[N, d]`.
+    """Return ||A (X^m A^n - I)||_F / ||A||_F of each matrix, `[N]`, the error of a root X = A^(-n/m).
 
-    powers: (m, n). An exact root has X^m A^n = I on the range of A. A root that was computed with a ridge r changes the
-    result by at most r / ||A||.
+    An exact root has X^m A^n = I on the range of A. If X was computed with a ridge r, that is for A + r I, the ridge
+    changes the result by at most r / ||A||.
+
+    a: A `[N, d, d]`, or diagonals `[N, d]`.
+    root: X, in the same form as A.
+    powers: (m, n).
     """
     known, a = _finite(a)
     usable, x = _finite(root)
@@ -83,8 +89,10 @@ def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (known, x64). known: bool `[N]`, True for matrices of x that are finite. x64: x in float64, with ones in
-    place of the matrices that are not.
+    """Return (known, x64).
+
+    known: bool `[N]`, True for matrices of x that are finite.
+    x64: x in float64, with ones in place of every matrix that is not finite.
     """
     known = x.flatten(1).isfinite().all(-1)
     return known, torch.where(per_block(known, x), x, 1.0).double()

@@ -1,1 +1,1 @@
-"""Stages that hold other stages: chain, sum, transform, graft, and chains in other coordinates."""
+"""Stages that contain other stages: chain, sum, transform, graft, and chains in other coordinates."""

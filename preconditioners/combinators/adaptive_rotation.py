@@ -1,4 +1,4 @@
-"""A basis that follows the result of a chain in that basis (ARO, arXiv:2602.09006)."""
+"""A basis that is computed from the result of a chain in that basis (ARO, arXiv:2602.09006)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from ..roots.power_qr import householder
 class AdaptiveRotation(Stage):
     """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T),  f = inner, one step of the power method towards max <d, Q f(Q^T d)>
 
-    d is the direction, Q `[N, n, n]` an orthogonal matrix on one axis. Adaptively rotated optimization is steepest
-    descent under the norm of f, in the coordinates in which that norm of d is largest. f keeps no state: for example
-    `sign`, `sinkhorn`, or rows of unit size. The shorter axis is rotated, or with `side: left` the first one, as in the
-    authors' code. If the first axis is the longer one, some rows of Q^T d hold only rounding errors, which signs would
-    make large. Blocks with one axis go to `inner` unrotated.
+    d is the direction, Q `[N, n, n]` an orthogonal matrix that multiplies one axis of length n, and f the chain
+    `inner`, which has no state: for example `sign`, `sinkhorn`, or rows of unit size. Adaptively rotated optimization
+    is steepest descent under the norm of f, in the coordinates in which that norm of d is largest. The shorter axis is
+    rotated, or with `side: left` the first axis, as in the authors' code. If the first axis is the longer one, some
+    rows of Q^T d have only rounding errors, which signs would make large. Blocks with one axis are passed to `inner`
+    unrotated.
     """
 
     kind: Literal["adaptive_rotation"] = "adaptive_rotation"

@@ -17,7 +17,7 @@ from ..base import Inner, Stage, Stages, Traits, chain_bounds, run_chain, walk
 
 
 class Chain(Stage):
-    """The stages one after another, as one stage with a name of its own."""
+    """Several stages that run one after another, as one stage with a name."""
 
     kind: Literal["chain"] = "chain"
     stages: Stages = Field(description="the stages in order")
@@ -44,8 +44,9 @@ class Path(Schedulable):
 class Sum(Stage):
     """sum_i weight_i path_i(d): several chains, each with a state of its own, on the same gradient and direction.
 
-    CASPR (Duvvuri et al. 2024) is the sum of (L^(-1/2) G, 2 L^(-1/4) G R^(-1/4), G R^(-1/2)) / 4. Inside an eigenbasis
-    the paths share one basis, and diagonal factors there are its eigenvalues.
+    d is the incoming direction. For example, CASPR (Duvvuri et al. 2024) is (L^(-1/2) G + 2 L^(-1/4) G R^(-1/4) +
+    G R^(-1/2)) / 4 for a matrix G with Shampoo's factors L and R. Inside an eigenbasis all paths have the same basis,
+    and diagonal factors in the paths are the eigenvalues of L and R.
     """
 
     kind: Literal["sum"] = "sum"
@@ -76,9 +77,10 @@ class Sum(Stage):
 class Transform(Stage):
     """inner(T(g), d)  with T = before, g the gradient and d the direction;  d is T(g) while the direction is still g.
 
-    Every stage of `inner` receives T(g) as its gradient: its statistics and second moments are made of it. T may keep
-    state, as in MARS. A T without state at the beginning of a recipe needs no `transform`: its stages may precede those
-    of `inner` in one chain. `[clip_norm, momentum, rms]` is Adam with clipped gradients.
+    Every stage of `inner` receives T(g) as its gradient, from which it computes statistics and second moments. The
+    chain T may keep state, as in MARS. If T has no state and is at the beginning of a recipe, no `transform` is needed:
+    the stages of T may precede the stages of `inner` in one chain, as in `[clip_norm, momentum, rms]`, which is Adam
+    with clipped gradients.
     """
 
     kind: Literal["transform"] = "transform"
@@ -104,7 +106,7 @@ class Transform(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
-        # T also maps the gradient that only primes `inner`, so its step number is one higher
+        # T also maps the gradient that only primes `inner`, so the step number of T is one higher
         before = replace(context, steps=context.steps + 1) if early else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

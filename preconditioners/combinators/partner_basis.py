@@ -22,12 +22,13 @@ from ..kronecker.basis_change import slot_axis
 class PartnerBasis(Stage):
     """inner(g R^(-1), d R^(-1)) R^(-T)  with Y = U R,  Y `[m, r]` the other factor of W = Y X^T, for blocks X `[n, r]`
 
-    U has orthonormal columns; g and d are the gradient and the direction of X. W is U (X R^T)^T, and g R^(-1) is the
-    gradient of X R^T. It does not change if Y is multiplied by an invertible matrix and X by the inverse, so the change
-    of W is the same for all factors of one W (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped
-    mass; Cesista et al. 2026, LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P =
-    U^T U_before: first moments M become M P^T, second moments are transported by the Hadamard square of P, and r x r
-    statistics V become P V P^T. If Y has not full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
+    U has orthonormal columns, and R `[r, r]` is upper triangular. g and d are the gradient and the direction of X. With
+    W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. This gradient does not depend on the choice of Y and X for one W
+    (up to the choice of U): if Y is multiplied by an invertible matrix and X by its inverse transpose, the change of W
+    stays the same (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al. 2026,
+    LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P = U^T U_before: first moments
+    M become M P^T, second moments are transported by the Hadamard square of P, and r x r statistics V become P V P^T.
+    If Y does not have full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
 
     The update needs the view `pairs` and no blocking.
     """
@@ -75,7 +76,10 @@ class PartnerBasis(Stage):
         return torch.bmm(run_chain(self.chain, inner, g, d, context), inverse.mT)
 
     def _transport(self, state: State, p: Tensor) -> None:
-        """Transport the state of the chain to new coordinates, x_new = P x_old along the last axis."""
+        """Transport the state of the chain to new coordinates, which are P times the old ones along the last axis.
+
+        p: P `[N, r, r]`.
+        """
         for path, name, slot in chain_slots(self.chain, state.block):
             scope, place = state.scope(path), slot_axis(slot, 1, 2)
             if _is_matrix(slot):
@@ -96,8 +100,9 @@ def _inverse(r: Tensor) -> Tensor:
 
 
 def _frame(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return U `[N, m, r]` and R `[N, r, r]` of Y = U R. The diagonal of R is >= 0. If m < r, rows of zeros are added
-    to Y first.
+    """Return U `[N, m, r]` and R `[N, r, r]` of the QR decomposition Y = U R, with the diagonal of R >= 0.
+
+    If m < r, rows of zeros are added to Y first, so that U is `[N, r, r]`.
     """
     short = y.shape[-1] - y.shape[-2]
     y = torch.nn.functional.pad(y, (0, 0, 0, short)) if short > 0 else y

@@ -22,12 +22,13 @@ class Prodigy(Stage):
 
     Afterwards r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g.  Sums are over all parameters of the update.
 
-    g is the gradient, d the direction, W a parameter and W_0 its value at its first update (Mishchenko & Defazio 2023,
-    arXiv:2306.06101, Algorithm 4). The paper has Adam without bias correction as `inner`, and the square root of Adam's
-    second decay as b. D is the estimated step size, in units of the parameters. The learning rate lr multiplies D: set
-    lr to 1, or to a schedule with 1 as its peak. An eps inside `inner` is in units of D g. Decoupled weight decay is
-    multiplied by D, as in the authors' code (konstmish/prodigy, `decouple`): W <- W - lr D alpha W - lr D inner, where
-    alpha is the weight decay.
+    g is the gradient, d the direction, W a parameter and W_0 its value at its first update; the state r is a number for
+    each block, and s has the shape of the block. b is the field `beta` (Mishchenko & Defazio 2023, arXiv:2306.06101,
+    Algorithm 4). The paper has Adam without bias correction as `inner`, and the square root of Adam's second decay as
+    b. D is the estimated step size, in units of the parameters. The learning rate lr multiplies D: set lr to 1, or to a
+    schedule with 1 as its peak. An eps inside `inner` is in units of D g. Decoupled weight decay is multiplied by D, as
+    in the authors' code (konstmish/prodigy, `decouple`): W <- W - lr D alpha W - lr D inner, where alpha is the weight
+    decay.
     """
 
     kind: Literal["prodigy"] = "prodigy"
@@ -64,7 +65,7 @@ class Prodigy(Stage):
         return out * scale
 
     def _estimate(self, state: State, context: StepContext) -> Tensor:
-        """Compute the next D `[N]`, store it and return it. D is the same for all blocks that are at the same step."""
+        """Compute the next D `[N]`, store it and return it. All blocks that are at the same step have the same D."""
         d = state["d"]
         gain, size = (number_like(context.total(state, name), d) for name in ("gain", "size"))
         found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
@@ -75,11 +76,14 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
-        """Update the sums r and s with this gradient."""
+        """Update r (slot `gain`), s and sum |s| (slot `size`), which are stored divided by `start`.
+
+        d: the present D, `[N]`.
+        """
         now = context.tensor("parameter", gradient)
         fresh = per_block(context.step <= 1, gradient)
         origin = torch.where(fresh, now, state["origin"])
-        weight = context.tensor("lr", d) * d * (d / self.start)  # divided by start, so that it does not underflow
+        weight = context.tensor("lr", d) * d * (d / self.start)  # divided by start, so that D^2 does not underflow
         s = state["s"] * self.beta + gradient * per_block(weight, gradient)
         inner = (gradient * (origin - now)).flatten(1).sum(1)
         state["origin"], state["s"] = origin, s

@@ -21,7 +21,7 @@ from ..roots.decompositions import leading_eigenvectors, unit_sized
 from ..roots.power_qr import same_signs
 
 DRAW = 1 << 34
-"""Number of the stream of noise that projections are drawn from."""
+"""Number of the stream of random numbers from which projections are drawn."""
 
 
 class Projected(Stage):
@@ -31,13 +31,14 @@ class Projected(Stage):
     lift_and_rest:  P N + limited((d - P R) diag(s))       (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
     rescale:        limited(d diag(s))                     (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
 
-    g is the gradient, d the direction. s_j = ||N_j|| / ||R_j|| has one entry for each index j of the other axes, with
-    norms over the r coordinates; with `per: block` it is one number for the block. limited(X) is X, scaled down if its
-    norm exceeds `growth` times the norm of the result of the step before. The implementations of Fira and APOLLO limit
-    the norm before the bias correction of Adam's moments. Here the limit is applied after `inner`, and so after its
-    bias correction, as in Fira's Algorithm 1. P holds the leading singular vectors of the gradient at a renewal, or
-    random numbers of variance 1 / r. The state of `inner` stays as it is when P changes, as in the papers. Blocks with
-    one axis go to `inner` without a projection.
+    The formulas are the three values of `result`. g is the gradient, and d is the direction. s_j = ||N_j|| / ||R_j||
+    has one entry for each index j of the other axes, with norms over the r coordinates; with `per: block`, s is one
+    number for the block. limited(X) is X, scaled down if its norm exceeds `growth` times the norm of limited(X) in the
+    step before. The implementations of Fira and APOLLO limit the norm before the bias correction of Adam's moments.
+    Here the limit is applied after `inner`, and therefore after its bias correction, as in Fira's Algorithm 1. The
+    columns of P are the leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r. The
+    state of `inner` does not change when P changes, as in the papers. Blocks with one axis are passed to `inner`
+    without a projection.
     """
 
     kind: Literal["projected"] = "projected"
@@ -137,14 +138,17 @@ class Projected(Stage):
         return mode_product(n, p, axis) + self._limited(state, rest)
 
     def _scales(self, n: Tensor, r: Tensor, axis: int) -> Tensor:
-        """Return ||N_j|| / ||R_j||, shaped to multiply blocks. It is 0 where R_j is 0."""
+        """Return s_j = ||N_j|| / ||R_j||, shaped to multiply blocks, and 0 where R_j is 0."""
         if self.per == "block":
             return per_block(safe_ratio(block_norm(n), block_norm(r)), n)
         norms = (torch.linalg.vector_norm(x, dim=axis + 1, keepdim=True) for x in (n, r))
         return safe_ratio(*norms)
 
     def _limited(self, state: State, x: Tensor) -> Tensor:
-        """Return x, scaled down where its norm exceeds `growth` times the norm of the result of the last step."""
+        """Return x, scaled down where its norm exceeds `growth` times the norm of the result in the last step.
+
+        The norm of the result is stored in the slot `size`.
+        """
         if self.growth is None:
             return x
         before, norm = state["size"], block_norm(x)

@@ -25,13 +25,13 @@ from ..roots.power_qr import householder
 class Split(Stage):
     """inside(d U) U^T + outside(d - d U U^T),  U `[n, r]` the leading eigenvectors of the running mean of G^T G
 
-    d is the direction, G the gradient, b = beta.
+    d is the direction, G the gradient, b = beta the decay of the mean.
 
-    No n x n matrix is kept, only U and the r x r projection S of that mean (Algorithm 1 of the paper): U' = qr(b U S +
-    (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U').
-    The first U is computed from the first G^T G. `side` chooses the axis that U acts on: the last, the first or the
-    shorter one. Blocks with one axis go to `inside` entirely, and `outside` receives zeros. Each chain receives its
-    part of the gradient as its gradient.
+    No n x n matrix is stored, only U and the r x r projection S of that mean (Algorithm 1 of the paper). A step
+    computes U' = qr(b U S + (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U'),  U <- U'.
+    The first U is computed from the first G^T G. `side` chooses the axis that U multiplies: the last, the first or the
+    shorter axis. For blocks with one axis, `inside` receives the whole block, and `outside` receives zeros. The
+    gradient is divided between the two chains in the same way as the direction.
     """
 
     kind: Literal["split"] = "split"
@@ -120,12 +120,14 @@ class Split(Stage):
         return mode_product(mapped, state["basis"], self._axis(state.block)) + rest
 
     def _divided(self, state: State, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (coordinates of x in the subspace, x minus its projection on the subspace). For blocks with one axis
-        return (x, zeros).
+        """Return (coordinates of x in the subspace, x minus the projection of x on the subspace).
+
+        For blocks with one axis, return (x, zeros).
         """
         if len(state.block) < 2:
             return x, torch.zeros_like(x)
         u, axis = state["basis"], self._axis(state.block)
         coordinates = mode_product(x, u.mT, axis)
-        full = u.shape[-1] == u.shape[-2]  # then the rest is rounding, which `outside` could make large: return zeros
+        # if U is square, the rest is 0; rounding errors of the rest could be made large by `outside`
+        full = u.shape[-1] == u.shape[-2]
         return coordinates, torch.zeros_like(x) if full else x - mode_product(coordinates, u, axis)

@@ -1,4 +1,4 @@
-"""A chain's direction blended in with a weight that grows with its agreement (track 3 of modded-nanogpt)."""
+"""A mean of the incoming direction and a chain's direction, weighted by their agreement (track 3 of modded-nanogpt)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..base import Inner, Stage, Stages, Traits, run_chain
 class Trust(Stage):
     """v(d) X / v(X)  with  X = d + t (P - d),  P = v(d) Y / v(Y),  Y = inner(g, d),  v(X) = ||X X^T||_F^(1/2)
 
-    t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), where clip is to [0, 1]; t itself
-    is clipped to [floor, cap]. g is the gradient, d the incoming direction. P, the preconditioned direction, has the
-    more weight t, the smaller its angle to d is, and the better it agrees with the gradient in comparison with d. P
-    agrees less with the gradient where its basis is stale (records of 2026 in track 3 of modded-nanogpt, `trust_gate`).
-    Norms and cosines are those of blocks.
+    t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), where clip is to [0, 1]; then t is
+    clipped to [floor, cap]. g is the gradient, d the incoming direction, Y the direction of the chain, and P is Y with
+    the norm of d. The weight t of P is larger if the angle between P and d is small, and if P is closer to the gradient
+    than d is. A stale basis turns P away from the gradient, which makes t smaller (records of 2026 in track 3 of
+    modded-nanogpt, `trust_gate`). Norms and cosines are computed for each block, as a matrix X.
     """
 
     kind: Literal["trust"] = "trust"
@@ -57,13 +57,13 @@ class Trust(Stage):
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
-    """Return the cosines `[N]` of blocks. The cosine of a zero block is 0."""
+    """Return the cosine of the angle between x and y for each block, `[N]`. If either block is 0, the cosine is 0."""
     x, y = (z * per_block(safe_ratio(torch.ones_like(block_norm(z)), block_norm(z)), z) for z in (x, y))
     return (x * y).flatten(1).sum(1)
 
 
 def _gram_norm(x: Tensor) -> Tensor:
-    """Return ||X X^T||_F^(1/2) `[N]` of blocks as matrices, first axis x the rest."""
+    """Return ||X X^T||_F^(1/2) of each block, `[N]`, with X the block as a matrix, first axis x the rest."""
     peak = x.flatten(1).abs().amax(1)
     matrix = unfold(x * per_block(safe_ratio(torch.ones_like(peak), peak), x), 0)
     short = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix

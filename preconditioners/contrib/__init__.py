@@ -1,5 +1,5 @@
-"""Components that no shipped recipe and no paper names: same laws, same registry; a reader may skip them.
+"""Components that no shipped recipe and no paper of this repository uses; a first reader may skip them.
 
-One module for each family. Their kinds work in recipes as all others do, and their classes are exported by
-`eigengraft.preconditioners`.
+There is one module for each family. The components work in recipes as all others do, satisfy the same laws, and are
+exported by `eigengraft.preconditioners`.
 """

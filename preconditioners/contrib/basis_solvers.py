@@ -22,15 +22,15 @@ from ..roots.power_qr import householder, identity_order, ordered_step, same_sig
 class QRIteration(BasisSolver):
     """B = Q^T (A + eps I) Q;  `steps` times, while B is not diagonal:  q r = qr(B),  B <- r q,  Q <- Q q;  Q <- Q[:, o]
 
-    o are the columns by ascending (or descending) diag B: the QR option of eigenvalue-corrected Distributed Shampoo.
-    Use it to reproduce runs of that code, and `power_qr` or `adaptive_qr` otherwise. A QR step moves dominant columns
-    to the front. The next refresh therefore reverses a basis that was sorted in ascending order, and the basis does not
-    converge. One Newton-Schulz step keeps Q, a product of many factors, orthonormal, which the original code does not
-    do.
+    A is the statistic, Q its basis, and o the order of the columns by ascending (or descending) diag B. This is the QR
+    option of eigenvalue-corrected Distributed Shampoo. Use it to reproduce runs of that code, and `power_qr` or
+    `adaptive_qr` otherwise. A QR step moves dominant columns to the front. The next refresh therefore reverses a basis
+    that was sorted in ascending order, and the basis does not converge. Unlike in the original code, one Newton-Schulz
+    step keeps Q, which is a product of many factors, orthonormal.
 
     Measured on a fixed 32 x 32 matrix A of condition number 100: in ascending order ||B - diag B|| / ||B|| is 0.72
-    after 8 refreshes and 0.71 after 64. In descending order, which equals `power_qr` in exact arithmetic, it is 0.05
-    and 1e-5. In ascending order a ratio of 0.006 grows to 0.57 within two refreshes.
+    after 8 refreshes and 0.71 after 64. In descending order, which equals `power_qr` in exact arithmetic, this ratio is
+    0.05 and 1e-5. In ascending order a ratio of 0.006 grows to 0.57 within two refreshes.
     """
 
     kind: Literal["qr_iteration"] = "qr_iteration"
@@ -68,9 +68,11 @@ class QRIteration(BasisSolver):
 class Subspace(BasisSolver):
     """Q <- qr(A Q[:, o]).Q,  Q `[N, d, r]`,  o = columns by descending diag(Q^T A Q);  the first basis is of eigh(A)
 
-    r = min(rank, d). The span of Q converges to that of the r leading eigenvectors; the error falls by lambda_(r+1) /
-    lambda_r in each step. An eigenvector that A gains later enters Q only through its component in the span of Q. If it
-    is orthogonal to that span, it enters only after rounding has given it such a component.
+    A `[N, d, d]` is the statistic, and r = min(rank, d). The span of Q converges to the span of the r leading
+    eigenvectors; the error is multiplied by lambda_(r+1) / lambda_r in each step, where lambda_1 >= lambda_2 >= ... are
+    the eigenvalues of A. If A later has another leading eigenvector, Q turns towards this vector only as far as the
+    vector has a component in the span of Q. A vector that is orthogonal to the span has such a component only from
+    rounding errors.
     """
 
     kind: Literal["subspace"] = "subspace"

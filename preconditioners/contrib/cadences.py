@@ -15,16 +15,16 @@ from eigengraft.step_context import StepContext
 from ..cadence import Cadence, spans
 
 DRAWS = 1 << 32
-"""First stream number of the random numbers that decide on refreshes, far from the stream numbers that stages use."""
+"""Number of the first stream of random numbers that decide on refreshes, far from the numbers of stages' streams."""
 
 
 class Probability(Cadence):
     """Due at t = start, then at every later step with a fixed probability, as in implementations of PSGD.
 
-    A block is due if u(s, t) < probability. u in [0, 1) is a hash of the block's seed s (from the context) and its step
-    t. Draws are therefore the same on every rank, in every layout of the stacks and after a restart. With `shared` all
-    blocks that are at the same step are due together, as in implementations of PSGD. With `shared: false` the due
-    blocks form many short spans of a stack.
+    A block is due if u(s, t) < probability. u in [0, 1) is a hash of the block's seed s (from the context) and of the
+    block's step t. Draws are therefore the same on every rank, in every layout of the stacks and after a restart. With
+    `shared: true` all blocks that are at the same step are due together, as in implementations of PSGD. With `shared:
+    false` each block has its own draw, and the due blocks form many short spans of a stack.
     """
 
     kind: Literal["probability"] = "probability"

@@ -41,21 +41,22 @@ class TraceBound(EigenvalueBound):
 
 
 def _pair(value: Any) -> Any:
-    """Return a list, which YAML gives, as a tuple. Return other values unchanged."""
+    """Return a list, as YAML reads the interval, as a tuple. Return any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class Chebyshev(Iterative):
     """sum over k <= degree of c_k T_k(S),  S = (2 C - (low + high) I) / (high - low)
 
-    T_k are the Chebyshev polynomials, c_k the coefficients of x^(-1/p) on [low, high]; C^(-q/p) is the q-th power of
-    the sum (DASH, arXiv:2602.02016). C is A with its ridge r, divided by its size t. The sum is computed by Clenshaw's
-    recurrence, with one product of `[N, d, d]` for each degree. The interval [low, high] must contain the eigenvalues
-    of C, which are in [r / t, 1]. Accepts e = q/p with p <= 64 and q <= 8.
+    T_k are the Chebyshev polynomials, and c_k the coefficients of the series of x^(-1/p) on [low, high]. The sum X is
+    close to C^(-1/p), and the result C^(-q/p) is its q-th power (DASH, arXiv:2602.02016). C is the matrix A plus its
+    ridge r, divided by its size t. The sum is computed by Clenshaw's recurrence, with one product of `[N, d, d]` for
+    each degree. The interval [low, high] must contain the eigenvalues of C, which are in [r / t, 1]. The solver accepts
+    exponents e = q/p with p <= 64 and q <= 8.
 
     The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 needs about a hundred terms. With few
-    terms a fit on a wide interval is inaccurate: on [1e-10, 1] with 20 terms, as in DASH, the error exceeds a tenth
-    already for a condition number of 9. The residual is max |X^p C - I|.
+    terms the series is inaccurate on a wide interval: on [1e-10, 1] with 20 terms, as in DASH, the error exceeds a
+    tenth already for a condition number of 9. The residual is max |X^p C - I|.
     """
 
     kind: Literal["chebyshev"] = "chebyshev"
@@ -97,16 +98,18 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """Return the size of the identity by `scaling`: how much a ridge of 1 adds to the size at most. It is computed
-        on the CPU.
+        """Return the size of the identity of order d by `scaling`: the most that a ridge of 1 adds to the size.
+
+        The size is computed on the CPU.
         """
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 
 
 @lru_cache(maxsize=256)
 def _coefficients(degree: int, low: float, high: float, exponent: float) -> tuple[float, ...]:
-    """Return the coefficients c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high]. They are computed
-    as cosine sums over many nodes.
+    """Return the coefficients c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high].
+
+    The coefficients are integrals, which are computed as cosine sums over many nodes.
     """
     nodes = max(10_000, 8 * degree)
     angles = (np.arange(nodes) + 0.5) * np.pi / nodes
@@ -120,9 +123,10 @@ class HigherOrder(Coupled):
 
     b_i = prod over j <= i of (1 + (j - 1) p) / (j p) are the coefficients of the series of M^(-1/p) around I (Lakic
     1998). Order 2 is Newton's iteration; the first step always has order 2. X `[N, d, d]` tends to C^(-1/p), and the
-    result is its q-th power. C is A with its ridge, divided by its trace; the ridge is max(eps * largest row sum,
-    floor). Accepts e = q/p with p <= 64 and q <= 8. The residual is at least max |X^p C - I|. In float32 this is about
-    1e-7 p times the condition number, which is why the default ridge is larger than that of `coupled_newton`.
+    result is the q-th power of X. C is the matrix A plus its ridge, divided by its trace; the ridge is max(eps *
+    largest row sum, floor). The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is the larger of
+    max |X^p C - I| and the iteration's own error. In float32 it is about 1e-7 p times the condition number; the default
+    ridge is therefore larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"
@@ -158,11 +162,12 @@ class HigherOrder(Coupled):
 class NewtonDB(Coupled):
     """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
 
-    Denman and Beavers' iteration, Newton-Schulz form (Higham 2008, equation 6.35). Y, Z `[N, d, d]`; C is A with its
-    ridge, divided by its size. The eigenvalues of Z Y start in (0, 1], and each step multiplies the smallest by up to
-    9/4. Accepts e = 1/2 and e = 1/4; 1/4 takes two runs of the iteration, the second on the Y of the first (DASH,
-    arXiv:2602.02016). The residual is ||Z Y - I||. In float32 rounding decouples Y from Z where the condition number of
-    C approaches 1e7; the residual then stays large.
+    This is the Newton-Schulz form of Denman and Beavers' iteration (Higham 2008, equation 6.35). Y and Z are
+    `[N, d, d]`, and C is the matrix A plus its ridge, divided by its size. The eigenvalues of Z Y start in (0, 1], and
+    each step multiplies the smallest by up to 9/4. The solver accepts the exponents 1/2 and 1/4. For 1/4 it runs the
+    iteration twice, the second time on the Y of the first run (DASH, arXiv:2602.02016). The residual is ||Z Y - I||. In
+    float32, if the condition number of C is close to 1e7, rounding errors decouple Y from Z, and the residual stays
+    large.
     """
 
     kind: Literal["newton_db"] = "newton_db"
@@ -187,6 +192,6 @@ class NewtonDB(Coupled):
 
     def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
-        rest = (identity_like(zy) - zy) / 2  # E - I: it tends to 0, and so does the rounding of products with it
+        rest = (identity_like(zy) - zy) / 2  # E - I tends to 0, and so do the rounding errors of products with E - I
         y, z = y + self.times(y, rest), z + self.times(rest, z)
         return y, z, self.times(z, y)

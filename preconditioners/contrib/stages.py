@@ -17,9 +17,10 @@ from ..base import Stage, Traits
 class Cautious(Stage):
     """d M / max(mean M, floor)  with M = [d g > 0], g the gradient;  mean M is the fraction of entries that are kept.
 
-    Cautious updates (algorithm 1 of the paper). The stage is usually the last one of a chain, and masks the direction
-    of the stages before it. Inside an eigenbasis g is the gradient in that basis. The paper divides by (n + 1) / n
-    times the mean; its code divides by the mean with a floor, as this stage does.
+    d is the direction, and M is 1 where d and g have the same sign and 0 elsewhere. These are cautious updates
+    (algorithm 1 of Liang et al. 2024, arXiv:2411.16085). The stage is usually the last one of a chain, and masks the
+    direction of the stages before it. Inside an eigenbasis g is the gradient in that basis. The paper divides by (n +
+    1) / n times the mean over n entries; its code divides by the mean with a floor, as this stage does.
     """
 
     kind: Literal["cautious"] = "cautious"
@@ -44,9 +45,8 @@ class Cautious(Stage):
 class Center(Stage):
     """d - mean(d), the mean over all axes except the first;  unchanged for blocks with one axis
 
-    Gradient centralization (Yong et al. 2020, arXiv:2004.01461).
-
-    It is the first stage of a chain. The first axis of a weight matrix indexes the outputs of its layer.
+    This is gradient centralization (Yong et al. 2020, arXiv:2004.01461) if the stage is the first one of a chain, where
+    d is the gradient. The first axis of a weight matrix is the axis of the layer's outputs.
     """
 
     kind: Literal["center"] = "center"

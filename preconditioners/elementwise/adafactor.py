@@ -19,10 +19,12 @@ from ..base import Stage, Traits
 class Adafactor(Stage):
     """Divide by the root of a factored second moment, for blocks `[..., m, n]`.
 
-    r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps) g is
-    the gradient, d the direction, t the step. b = 1 - t^-decay_power, which has no bias, or a constant `beta` with bias
-    correction by 1 - beta^t. Blocks with fewer than two axes keep the full v. The update clipping of section 6 of the
-    paper is the stage `clip_rms`, its relative step the stage `relative_step`.
+    r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps)
+
+    g is the gradient, d the direction, t the step; mean_n is the mean over the last axis, and mean_m the mean over the
+    last but one. The decay b is 1 - t^-decay_power, which needs no bias correction, or a constant `beta` with bias
+    correction by 1 - beta^t. Blocks with fewer than two axes store the full v. The update clipping of section 6 of the
+    paper is the stage `clip_rms`, and the paper's relative step size is the stage `relative_step`.
     """
 
     kind: Literal["adafactor"] = "adafactor"
@@ -56,8 +58,8 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # entries of v below the rounding error of the gradient are noise, as in directions where a low-rank gradient is
-        # 0: v is raised to that size
+        # v is raised to the rounding error of the gradient; smaller entries are noise, for example where a low-rank
+        # gradient is 0
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))
@@ -74,7 +76,7 @@ class Adafactor(Stage):
         return v
 
     def _floor(self, like: Tensor) -> float:
-        """Return the least second moment."""
+        """Return the floor of second moments: eps^2, but at least the smallest normal number of the dtype."""
         return max(self.eps**2, torch.finfo(like.dtype).tiny)
 
     def _floored(self, v: Tensor) -> Tensor:
@@ -85,8 +87,8 @@ class Adafactor(Stage):
 class RelativeStep(Stage):
     """d * max(floor, RMS(parameter)) * min(1, 1 / (lr sqrt(t))) (relative step size, section 8 of the paper).
 
-    The optimizer multiplies the direction d by lr, so the factor of d is max(floor, RMS) * min(lr, 1 / sqrt(t)) in step
-    t, as in torch.optim.Adafactor.
+    d is the direction, and t the step. The optimizer multiplies the result by the learning rate lr, so that d is
+    multiplied by max(floor, RMS) * min(lr, 1 / sqrt(t)), as in torch.optim.Adafactor.
     """
 
     kind: Literal["relative_step"] = "relative_step"

@@ -18,8 +18,9 @@ from ..base import Stage, Traits
 class AlignedDecay(Stage):
     """rate [d W > 0] W,  with W the parameter, d the direction;  with `follow_lr`:  rate lr [d W > 0] W
 
-    This is weight decay as a direction, for one path of a `sum` whose other path is the update. The mask [d W > 0] uses
-    the direction of the stages before it on its path, a slow momentum in ANVIL (modded-nanogpt #360). To mask by the
+    lr is the learning rate, and [d W > 0] is 1 where d and W have the same sign and 0 elsewhere. This is weight decay
+    as a direction, for one path of a `sum` whose other path is the update. The mask [d W > 0] uses the direction of the
+    stages before this one on its path, for example a slow momentum in ANVIL (modded-nanogpt #360). To mask by the
     update itself, use the weight decay `cautious`, which needs no `sum` (Chen et al. 2025, arXiv:2510.12402).
     """
 

@@ -1,4 +1,4 @@
-"""Gradients corrected by how much they changed (MARS, arXiv:2411.10438)."""
+"""Gradients corrected by their change since the last step (MARS, arXiv:2411.10438)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ..base import Stage, Traits
 class GradientDifference(Stage):
     """d + gamma b / (1 - b) (d - d_last),  d_last the direction d of the last step, 0 at first
 
-    This is variance reduction by the last gradient. MARS-approx is this stage as `before` of a `transform`, then
-    clipping to norm 1, a momentum of decay b and any second moments (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2).
+    b is `beta`, and d is usually the gradient: the stage reduces its variance by the gradient of the last step.
+    MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) has this stage in `before` of a `transform`, followed
+    by clipping to norm 1, a momentum with decay b and any second moments.
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"

@@ -1,4 +1,4 @@
-"""The direction unchanged, its signs, and its sizes with the signs of the gradient."""
+"""Stages that return the direction itself, its signs, or its magnitudes with the signs of the gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sign(Stage):
 
 
 class GradientSign(Stage):
-    """|d| sign(g): the sizes of the direction d with the signs of the gradient g, and 0 where d or g is 0.
+    """|d| sign(g): the magnitudes of the direction d with the signs of the gradient g, and 0 where d or g is 0.
 
     After Adam's stages it is Grams (Cao, Li & Song 2024, arXiv:2412.17107, Algorithm 1).
     """

@@ -35,13 +35,12 @@ class Momentum(Stage):
     nesterov:  (b m + (1 - b) d) / (1 - b^(t+1))
     beta3:     (b3 m_old + (1 - b3) d) / (1 - b3 b^(t-1))
 
-    `nesterov` adds the newest direction a second time, as Sutskever et al. 2013 (section 2) do with a sum; the
+    With `nesterov` the newest direction is added a second time, as Sutskever et al. 2013 (section 2) do with a sum; the
     denominator is the sum of all weights. NAdam (Dozat 2016) has one denominator for each of the two terms, b m / (1 -
-    b^(t+1)) + (1 - b) d / (1 - b^t), so that the weights add up to more than 1. `beta3`, b3 in the formula, sets the
-    weight of the newest direction in the result, m_old being the mean before this step (Shi et al. 2023, filtered
+    b^(t+1)) + (1 - b) d / (1 - b^t), so that the weights add up to more than 1. b3 is the field `beta3`; the newest
+    direction has the weight 1 - b3 in the result, and m_old is the mean before this step (Shi et al. 2023, filtered
     gradient). Without bias correction the denominators are 1. If b is scheduled, b^t stands for the product of its
-    values in steps 1 to t.
-    The sum m <- b m + d is the stage `heavy_ball`.
+    values in steps 1 to t. The sum m <- b m + d is the stage `heavy_ball`.
     """
 
     kind: Literal["momentum"] = "momentum"
@@ -79,7 +78,7 @@ class Momentum(Stage):
         return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
-        """Return the direction with `beta3`, and update the mean."""
+        """Return the result with `beta3`, and update the mean m."""
         out = torch.lerp(m, direction, 1 - beta3)
         m.lerp_(direction, 1 - self.beta)
         state["m"] = m
@@ -93,7 +92,7 @@ class Momentum(Stage):
 
 
 def _multiplied(state: State, beta: float) -> Tensor:
-    """Multiply the stored product of the decays of all steps by `beta`, and return it, `[N]`."""
+    """Multiply the stored product of the decays of all steps by `beta`, and return the new product `[N]`."""
     product = state["product"] * beta
     state["product"] = product
     return product
@@ -112,9 +111,9 @@ class MomentumMixture(Stage):
     m_k <- b_k m_k + (1 - b_k) d;   o = sum_k w_k m_k
     nesterov n:   n o + (1 - n) d
 
-    d is the direction, o the result, n the field `nesterov`. The means are not divided by 1 - b_k^t. Decays and weights
-    may be schedules. Means with equal decays are equal. A mixture may therefore start with equal decays, as one
-    momentum, and change to different decays later without a jump.
+    d is the direction, m_k the k-th mean with decay b_k and weight w_k, o the sum, and n the field `nesterov`. The
+    means are not divided by 1 - b_k^t. Decays and weights may be schedules. Means with equal decays are equal, so that
+    a mixture may start with equal decays, as one momentum, and change to different decays later without a jump.
 
     Two means with weights 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). K-Maxwell momentum
     (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes them, and
@@ -157,9 +156,9 @@ class HeavyBall(Stage):
     m <- b m + w d;  m               w = 1 - dampening, b = beta, d the direction
     nesterov:  b m + w d             (Sutskever et al. 2013)
 
-    With dampening torch.optim.SGD gives weight 1 in two places where this stage has weight 1 - dampening by default: to
-    the first direction (set `undamped_start`), and to the direction that the look-ahead adds (set `undamped_nesterov`).
-    For a running mean use the stage `momentum`.
+    With dampening, this stage gives all directions the weight 1 - dampening by default. torch.optim.SGD gives weight 1
+    to the first direction (here by `undamped_start`), and to the direction that the look-ahead adds (here by
+    `undamped_nesterov`). For a running mean use the stage `momentum`.
     """
 
     kind: Literal["heavy_ball"] = "heavy_ball"
@@ -198,21 +197,22 @@ class HeavyBall(Stage):
         return torch.add(m * self.beta, direction, alpha=weight) if self.nesterov else m
 
     def _weight(self, step: Tensor) -> Tensor:
-        """Return the weight of a direction by its step: 1 at the first step, then 1 - dampening."""
+        """Return the weight of the direction in a step: 1 in the first step, and 1 - dampening in all others."""
         return torch.where(step == 1, 1.0, torch.full_like(step, 1 - self.dampening))
 
 
 class RMS(Stage):
     """Divide by a power of accumulated squares.  v <- b v + w x^2;  d / ((v / c)^e + eps),  e = 1/2
 
-    d is the direction. x is the gradient, or with `source: direction` the direction: in NorMuon and AdaMuon the
-    orthogonalized momentum. A running mean (b < 1) has w = 1 - b, and c = 1 - b^t with bias correction (Adam, Kingma &
-    Ba 2015) or c = 1 without (RMSprop). A sum (b = 1), and `damped: false`, have w = 1 and c = 1 (AdaGrad, Duchi et al.
-    2011). With `eps_on: raw` eps is added before bias correction, and the divisor is (v^e + eps) / c^e, as in
-    implementations that fold the correction into the step size. If b is scheduled, b^t stands for the product of its
-    values in steps 1 to t. With `per: row` v holds the mean of x^2 over the last axis, with `column` over the last but
-    one; with `longest` it is `row` for blocks with at least as many rows as columns, and else `column`. With `block`
-    the mean is over all of the block (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
+    d is the direction, b is `beta`, t the step, and e the `exponent`. x is the gradient, or with `source: direction`
+    the direction: in NorMuon and AdaMuon the orthogonalized momentum. A running mean (b < 1) has w = 1 - b, and c = 1 -
+    b^t with bias correction (Adam, Kingma & Ba 2015) or c = 1 without (RMSprop). A sum (b = 1), and `damped: false`,
+    have w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` eps is added before bias correction, and the
+    divisor is (v^e + eps) / c^e, as in implementations that fold the correction into the step size. If b is scheduled,
+    b^t stands for the product of its values in steps 1 to t. With `per: row` v is the running mean of the mean of x^2
+    over the last axis, with `per: column` over the last but one. `per: longest` is `row` for blocks with at least as
+    many rows as columns, and else `column`. With `per: block` the mean is over all entries of the block (Adam-mini,
+    Zhang et al. 2024, arXiv:2406.16793).
     """
 
     kind: Literal["rms"] = "rms"
@@ -308,17 +308,17 @@ class RMS(Stage):
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
 
     def _correction(self, state: State, exponent: float, like: Tensor, context: StepContext) -> Tensor:
-        """Return c^e, the divisor of the root."""
+        """Return c^e, the divisor of v^e in the formula, shaped like `like`."""
         if "product" in state:  # beta is scheduled
             return per_block((1 - _multiplied(state, self.beta)) ** exponent, like).to(like.dtype)
         return context.correction(self.beta, like, exponent=exponent)
 
     def _corrected(self) -> bool:
-        """Return True if v has bias correction, that is if v is divided by c."""
+        """Return True if v has bias correction, so that c is not 1."""
         return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
-        """Update v by x and return it."""
+        """Update v by the squares of x and return v."""
         v = state["v"]
         weight = 1 - self.beta if self.beta < 1 and self.damped else 1.0
         per = self._per(state.block)
@@ -336,9 +336,9 @@ class LaggedRMS(Stage):
 
     The first gradient only initializes v; the parameter is not changed in that step.
 
-    ADOPT (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum. A gradient g does not
-    enter its own divisor, so that Adam converges with any b. d is the direction, t = 1, 2, ... the number of the
-    update, p = clip_power.
+    d is the direction, g the gradient, b = beta, p = clip_power, and t = 1, 2, ... the number of the update. ADOPT
+    (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum. The divisor of a gradient
+    does not contain this gradient, so that Adam converges with any b.
     """
 
     kind: Literal["lagged_rms"] = "lagged_rms"

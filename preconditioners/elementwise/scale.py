@@ -1,4 +1,4 @@
-"""Multiplication of a block by one number: by a rule of its shape, to a given norm, or to clip its norm."""
+"""Multiplication of a block by one number: a function of its shape, or the number that sets or clips its norm."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ..base import Stage, Traits
 
 class Scale(Stage):
     """factor * rule(m, n) * d, for blocks seen as m x n matrices (first axis x the rest; a vector is m x 1).
+
+    d is the direction; the values of `rule` are:
 
     constant:      1
     match_rms:     sqrt(max(m, n)), with factor 0.2 the update RMS of Adam (Liu et al. 2025, Moonlight)
@@ -75,9 +77,9 @@ class Scale(Stage):
 class Normalize(Stage):
     """factor * target * d / ||d||, with Frobenius norms of blocks and d the direction; a zero direction stays zero.
 
-    unit_rms:         target sqrt(number of entries), an update RMS of 1
-    unit_norm:        target 1
-    norm_preserving:  target ||gradient||
+    unit_rms:         target = sqrt(number of entries), an update RMS of 1
+    unit_norm:        target = 1
+    norm_preserving:  target = ||gradient||
 
     Before the first stage that keeps state the gradient is d itself, and `norm_preserving` then only multiplies by
     `factor`. To give the result of stages without state the norm of their input, use a `graft` with these stages as

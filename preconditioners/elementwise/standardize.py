@@ -34,7 +34,7 @@ class Standardize(Stage):
         if self.center:
             rows = rows - rows.mean(-1, keepdim=True)
         spread = rows.square().mean(-1, keepdim=True).sqrt()
-        floor = 8 * torch.finfo(direction.dtype).eps  # size of the rounding of a constant row
+        floor = 8 * torch.finfo(direction.dtype).eps  # spread of a constant row by rounding errors
         return (rows / spread.clamp_min(floor)) * (spread > floor)
 
 
@@ -43,8 +43,8 @@ class Sinkhorn(Stage):
 
     For a square X the squares of the entries, divided by its order, converge to the doubly stochastic matrix of
     Sinkhorn & Knopp (1967). Alone the stage is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm
-    3); it is also used inside `adaptive_rotation`. A vector is scaled to RMS 1. Rows and columns that are only rounding
-    in comparison with the largest entry become 0.
+    3); it is also used inside `adaptive_rotation`. A vector is scaled to RMS 1. Rows and columns whose RMS is as small
+    as rounding errors of the largest entry become 0.
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"
@@ -57,7 +57,7 @@ class Sinkhorn(Stage):
         x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)
         # X is divided by its largest entry, so that squares neither over- nor underflow
         x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
-        rounding = 32 * torch.finfo(x.dtype).eps  # size of rows and columns of zeros after a change of basis
+        rounding = 32 * torch.finfo(x.dtype).eps  # RMS of rounding errors in rows that would be 0 in exact arithmetic
         axes = (-1, -2) if direction.ndim > 2 else (-2,)
         for _ in range(self.rounds):
             for axis in axes:

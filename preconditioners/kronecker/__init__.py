@@ -1,1 +1,1 @@
-"""Stages with one matrix per axis, computed from a statistic: Shampoo, the eigenbasis of SOAP, eigenfactors."""
+"""Stages with one matrix for each axis, computed from a statistic: Shampoo, the eigenbasis of SOAP, eigenfactors."""

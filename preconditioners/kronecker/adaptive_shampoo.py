@@ -1,4 +1,4 @@
-"""Shampoo whose damping and decompositions follow how stale its roots are (FOAM, arXiv:2606.02365)."""
+"""Shampoo whose damping and refreshes depend on the error of its stale roots (FOAM, arXiv:2606.02365)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from .base import Factored
 class AdaptiveShampoo(Factored):
     """d x_1 (S_1 + r_1 I)^(-e) ... x_k (S_k + r_k I)^(-e),  S_i the statistic A_i at its last decomposition
 
-    h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F r <-
-    max(eps, r h / threshold);  where the new r is above `ceiling`: S <- A, r <- eps
+    h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F
+    r <- max(eps, r h / threshold);  where the new r is above `ceiling`: S <- A, r <- eps
 
-    d is the direction, r the damping; h estimates the error of the stale root. While the required damping is small, a
-    stale root is damped; otherwise the statistic is decomposed again. Damping and cadence thus follow from data (FOAM,
-    Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is computed, at the cost of two matrix products for each
-    axis. The decision is made separately for each block and axis. By default e = 1 / (2k), where k is the number of
-    axes that have a factor.
+    d is the direction, r_i the damping of axis i, and A the present statistic; h estimates the relative error of the
+    stale root. Indices i are left out above. As long as the required damping is small, a stale root is damped;
+    otherwise the statistic is decomposed again. Damping and cadence thus follow from data (FOAM, Nam & Ahn 2026,
+    arXiv:2606.02365). The field `refresh` is the cadence at which h is computed, at the cost of two matrix products for
+    each axis. The decision is made separately for each block and axis. By default e = 1 / (2k), where k is the number
+    of axes that have a factor.
     """
 
     kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"
@@ -80,7 +81,7 @@ class AdaptiveShampoo(Factored):
     def _refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
         wanted = self._wanted(state, axis, a)
-        due = ~(wanted <= self.ceiling) | bool(context.first)  # nan counts as due
+        due = ~(wanted <= self.ceiling) | bool(context.first)  # written so that nan is due
         state[f"damping.{axis}"] = torch.where(due, damping, wanted)
         rows = (
             torch.nonzero(due).flatten()
@@ -105,7 +106,9 @@ class AdaptiveShampoo(Factored):
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
         """Replace S by A where a decomposition is due and succeeds.
 
-        due: (rows to decompose, bool `[N]`: True for blocks whose decomposition counts).
+        a: A `[N, d, d]`.
+        due: (indices of the rows to decompose, bool `[N]`). The bool is True for blocks that use the decomposition. On
+            a device all rows are decomposed, because the host does not read which are due.
         """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])

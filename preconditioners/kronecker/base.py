@@ -1,4 +1,4 @@
-"""The base of stages with Kronecker factors: a statistic for each axis, and a matrix made from it."""
+"""The base of stages with Kronecker factors: a statistic for each axis, and a matrix computed from the statistic."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from ..statistics import Gram, Power, Statistic
 
 
 class Factored(Stage):
-    """A statistic A_i for each axis i of the block, and a matrix `<matrix>.<i>` `[N, d, d]` refreshed from it.
+    """A statistic A_i for each axis i of the block, and a matrix that a refresh computes from A_i.
 
-    The matrix is the identity before its first refresh. If the solver fails for a matrix, the matrix keeps its last
-    value. Failures in a row are counted in `failures.<i>`; a refresh that succeeds resets the count. The matrix of a
-    diagonal factor is a diagonal too, `[N, d]`. It is transported when a basis around the stage changes.
+    The matrix, a root or a basis, is in the slot `<matrix>.<i>` `[N, d, d]`, and is the identity before its first
+    refresh. If the solver fails for a matrix, the matrix keeps its last value. The slot `failures.<i>` counts
+    consecutive failures; a refresh that succeeds resets the count. The matrix of a diagonal factor is stored as its
+    diagonal `[N, d]`. This diagonal is transported when a basis around the stage changes.
     """
 
     statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
@@ -50,12 +51,13 @@ class Factored(Stage):
 
     @abstractmethod
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
-        """Recompute the matrices of these axes from their statistics, and `commit` them."""
+        """Recompute the matrices of these axes from their statistics, and store the matrices by `commit`."""
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A_axis^exponent in the form that this stage stores, roots or a basis. estimate: the estimate of
-        A_axis.
+        """Return A^exponent, where A is the statistic of an axis, as a product of matrices that this stage can compute.
+
+        estimate: the present estimate of A.
         """
 
     def cadence(self) -> Cadence:
@@ -85,14 +87,17 @@ class Factored(Stage):
         )
 
     def in_frame(self, state: State, x: Tensor, context: StepContext) -> Tensor:
-        """Return x `[N, *block]` in the frame in which the statistic accumulates. The default frame is that of the
-        gradient.
+        """Return x `[N, *block]` in the basis in which the statistic accumulates.
+
+        The default is the basis of the gradient, so that x is returned unchanged.
         """
         return x
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        """Update cached tensors in the statistic's frame after some rows were refreshed. rows: (start, stop). The
-        default caches nothing.
+        """Update cached results of `in_frame` after some rows were refreshed. The default caches nothing.
+
+        state: state of these rows.
+        rows: (start, stop) of the rows in the stack.
         """
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -110,19 +115,22 @@ class Factored(Stage):
     def _observe(
         self, state: State, x: Tensor, axes: tuple[int, ...], observed: tuple[int, ...], context: StepContext
     ) -> None:
-        """Accumulate the contributions of x to some axes. observed: axes that already have their contribution of this
-        step.
+        """Accumulate the contributions of x to the statistics of some axes.
+
+        axes: the axes.
+        observed: other axes whose statistics already contain the contribution of this step.
         """
 
         def power(axis: int, exponent: Fraction) -> Power:
             behind = 0 if axis in observed else 1
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
-        powers = power if self.statistic.needs_power is None else cache(power)  # several axes read the same power
+        # cached, because the statistics of several axes read the same power
+        powers = power if self.statistic.needs_power is None else cache(power)
         self.statistic.observe(state, self.in_frame(state, x, context), context, axes, powers)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        if not self.statistic.sequential:  # else `observe` has refreshed each axis already
+        if not self.statistic.sequential:  # for a sequential statistic, `observe` has refreshed each axis already
             self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
@@ -130,14 +138,14 @@ class Factored(Stage):
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
-        """Return the axes in groups whose matrices a solver receives as one stack.
+        """Return the axes in groups. A solver receives the matrices of a group as one stack.
 
         Matrices of a group have the same shape and are not quantized. Axes are grouped only if all matrices together
-        are no larger than the blocks, so that the stack needs no more memory than a step uses anyway.
+        are no larger than the blocks, so that the stack needs no more memory than other parts of a step.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
-            name, key = f"{self.matrix}.{axis}", object()  # equal to no other key
+            name, key = f"{self.matrix}.{axis}", object()  # a key that no other axis has
             if not state.coded(name) and len(axes) * math.prod(state[name].shape[1:]) <= math.prod(state.block):
                 key = state[name].shape
             found.setdefault(key, []).append(axis)

@@ -1,9 +1,15 @@
 """Changes of basis: the state of a chain is rotated or reordered, and second moments are fitted to known sums.
 
-Legend: N blocks; d length of an axis; r columns of a basis, d or fewer; v second moments `[N, *block]` in the new
-    basis; m first moments in the new basis; d_i `[N, d_i]` the sums of v over all axes except i that the statistic of
-    axis i implies, diag(Q_i^T A_i Q_i); s_i `[N, d_i]` the present sums of v over all axes except i; w_j `[N, d_j]`
-    weights of axis j in the sums of other axes, for statistics that are whitened along j.
+Legend:
+    N: number of blocks.
+    d: length of an axis.
+    r: number of columns of a basis, at most d.
+    A_i, Q_i: the statistic of axis i and its basis.
+    v: second moments `[N, *block]` in the new basis.
+    m: first moments `[N, *block]` in the new basis.
+    s_i: the present sums of v over all axes except i, `[N, length of axis i]`.
+    d_i: the values of these sums that follow from the statistic, diag(Q_i^T A_i Q_i), called marginals.
+    w_j: weights of axis j in sums over this axis, for statistics that are whitened along j, `[N, length of axis j]`.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ class Turn:
 
     new: Q_new `[N, d, r]`.
     old: Q_old `[N, d, r]`. None: `new` is R itself.
-    order: `[N, r]`, the old column of each new column. None: columns have no old counterpart.
+    order: `[N, r]`, the index of the old column from which each new column was computed. None: there is no such order.
     """
 
     def __init__(self, new: Tensor, old: Tensor | None = None, order: Tensor | None = None) -> None:
@@ -42,19 +48,20 @@ class Turn:
 
     @cached_property
     def rotation(self) -> Tensor:
-        """R `[N, r, r]`."""
+        """The matrix R `[N, r, r]`."""
         return self.new if self.old is None else torch.bmm(self.old.mT, self.new)
 
     @cached_property
     def stays(self) -> bool:
-        """True if R is known to be the identity for every block. It is always False on a device, where the host would
-        have to wait for a comparison.
+        """True if R is known to be the identity for every block.
+
+        On a device the value is always False, because the host would have to wait for a comparison.
         """
         before = identity_like(self.new) if self.old is None else self.old
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
 
     def chunk(self, parts: int) -> list[Turn]:
-        """Split the turn into `parts` turns, each of the same number of consecutive blocks."""
+        """Split this change of basis into `parts` changes, each for the same number of consecutive blocks."""
         if parts == 1:
             return [self]
         order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
@@ -66,8 +73,9 @@ class Turn:
         return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
-        """Return R^T x along an axis, computed as Q_new^T (Q_old x). Return None if computing R and one product with R
-        takes fewer operations.
+        """Return R^T x along an axis, computed as Q_new^T (Q_old x).
+
+        Return None if it takes fewer operations to compute R and multiply x by R^T.
         """
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
@@ -77,10 +85,11 @@ class Turn:
 
 
 def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
-    """Change the basis of all slots of a chain: along each axis in `turns`, apply the rotation R of that axis.
+    """Change the basis of all slots of a chain along each axis in `turns`.
 
     slots: the slots of the chain, as `chain_slots` yields them.
-    state: state of the chain, with the block as the chain sees it.
+    state: state of the chain; `state.block` is the shape of a block inside the chain.
+    turns: the change of basis of each axis, with the rotation R.
     how:
       exact: vectors are rotated, squares are transported by the Hadamard square, (R*R)^T v.
       marginals: the same as exact; `fit_second_moments` follows.
@@ -105,7 +114,10 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
 
 
 def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
-    """Return R^T x along the axes of all turns. by_rotation: use R itself, because another slot needs R too."""
+    """Return R^T x along the axes of all turns.
+
+    by_rotation: True to compute R and use it for the product, because another slot needs R too.
+    """
     rotations = dict[int, Tensor]()
     for axis, turn in turns.items():
         if by_rotation or (rotated := turn.by_parts(x, axis)) is None:
@@ -123,7 +135,7 @@ def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
-    """Raise ValueError for a chain whose state or signals cannot be transported when the basis changes."""
+    """Raise ValueError if a chain has state or signals that cannot be transported when the basis changes."""
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis"):
             raise ValueError(
@@ -153,11 +165,12 @@ def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
 
 
 def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
-    """Return d_i `[N, d]` of the factor A_i `[N, d, d]`, in any unit. Entries below the rounding error are set to 0.
+    """Return the marginals d_i `[N, d]` of an axis, in the unit of `a`. Entries below the rounding error are set to 0.
 
-    basis: Q_i `[N, d, d]`. None: the factor is already in the basis.
-    found: d_i of blocks for which the solver has computed it already, NaN for all other blocks. None: d_i is known for
-        no block.
+    a: statistic A_i `[N, d, d]` in any unit.
+    basis: Q_i `[N, d, d]`. None: the statistic is already in the basis.
+    found: `[N, d]`, d_i of blocks for which the solver has already computed it, and NaN for all other blocks. None: the
+        solver has computed d_i for no block.
     """
     if basis is None:
         d = a.diagonal(dim1=-2, dim2=-1)
@@ -170,8 +183,9 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """Return w_i `[N, d]`, the eigenvalues d_i divided by their mean, clamped to at least `floor`, and raised to
-    `exponent`.
+    """Return the weights w_i `[N, d]` of an axis.
+
+    The weights are the eigenvalues d_i divided by their mean, clamped to at least `floor`, and raised to `exponent`.
     """
     values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
     return to_power(values, float(exponent))
@@ -186,14 +200,15 @@ def fit_second_moments(
     marginals: d_i by axis of the block.
     weights: w_j by axis of the block. Empty: the statistics are not whitened.
 
-    A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = r
-    c^T / mean(r). If the marginals of both r and c are known, each is replaced by the geometric mean of its present and
-    its known value. A change of an entry of v is contained in both factors, and would otherwise count twice.
+    A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
+    y^T / mean(x) with vectors x and y. If the marginals of both vectors are known, each vector is replaced by the
+    geometric mean of its present value and its known value. A change of an entry of v is contained in both vectors, and
+    would otherwise count twice.
 
-    Then v of a block is multiplied by the least c >= 1 for which mean(m^2 / (c v)) is below a limit, for every first
-    moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v with equal
-    entries, in any basis. The second is 1 - b, the value of m^2 / v after one gradient that outweighs all others, if
-    both moments have the decay b.
+    Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
+    for every first moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v
+    with equal entries, in any basis. The second is 1 - b, the value of m^2 / v after one gradient that outweighs all
+    others, if both moments have the decay b.
     """
     first, second = _moments(slots, state)
     for scope, own in second:
@@ -209,8 +224,10 @@ def fit_second_moments(
 def _moments(
     slots: Iterable[ChainSlot], state: State
 ) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
-    """Return (first, second): the first moments of a chain that are in the basis, and its second moments. The slots of
-    a factored second moment are one entry of `second`.
+    """Return (first, second), the first and the second moments of a chain in a basis.
+
+    first: (state of the stage, name of the slot) of each first moment.
+    second: (state of the stage, slots by name) of each second moment. A factored second moment has two slots.
     """
     first: list[tuple[State, str]] = []
     second: dict[str, tuple[State, dict[str, Slot]]] = {}
@@ -224,9 +241,12 @@ def _moments(
 
 
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
-    """Return c `[N]`, at least 1: the factor of v with which updates m / sqrt(v) are within their limits.
+    """Return the factor c `[N]` of v, as `fit_second_moments` describes it.
 
-    Entries of v below the rounding error, as in directions without gradients, are not counted.
+    Entries of v below the rounding error, for example in directions without gradients, are ignored.
+
+    first: the first moments m.
+    decay: decay b of v.
     """
     mean = v.flatten(1).mean(-1)
     # largest v that the rounding errors of rotations make, with a margin of 16
@@ -245,20 +265,27 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the marginals of the axes that a slot has, by axis of the slot. marginals: d_i by axis of the block."""
+    """Return the marginals of the axes that a slot has, by axis of the slot.
+
+    marginals: d_i by axis of the block.
+    """
     places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
     return {place: marginals[axis] for axis, place in places.items() if place is not None}
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raise ValueError if a statistic does not imply the marginals of the second moments of a chain in its basis."""
+    """Raise ValueError if the marginals of a chain's second moments do not follow from the statistic of the basis.
+
+    keeps_all_columns: True if the solver computes all columns of the basis.
+    """
     if needed := _needed(statistic, inner, keeps_all_columns):
         raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` accepts any chain")
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """Return as text a condition of fitted second moments that does not hold, with the present value. None: all
-    conditions hold.
+    """Return a text about a condition of `transport: marginals` that does not hold, with the present value.
+
+    Return None if all conditions hold.
     """
     decay = statistic.decay_of_squares
     if decay is None:
@@ -278,10 +305,10 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
-    """Return v `[N, *block]` from the factors of a second moment.
+    """Return a second moment v `[N, *block]`. Along an axis that the moment does not have, the length of v is 1.
 
-    v has length 1 along an axis that the moment does not have. parts: the tensors of one moment, each with its slot.
-    There is one tensor for a full moment, or for rows or columns alone, and two for a factored moment.
+    parts: the tensors of the moment, each with its slot. A factored moment has two tensors. A full moment, or a moment
+        of rows or columns alone, has one.
     """
     along = {"row": -1, "column": -2}
     first, *others = (x.unsqueeze(along[slot.frame]) if slot.frame in along else x for x, slot in parts)
@@ -293,13 +320,14 @@ def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
 def fit_(
     v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None, power: float = 1.0
 ) -> Tensor:
-    """Scale v in place, v <- v * prod_i (d_i / s_i)^power, then scale it to the sum that it had before.
+    """Scale v in place, v <- v * prod_i (d_i / s_i)^power, and then scale v to its former sum. Return v.
+
+    This is one step of iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. With power 1,
+    the fitted v has exactly the marginals d_i if v is an outer product of one vector for each axis, or has a single
+    axis.
 
     marginals: d_i by axis of v, in any unit. An entry of 0 means that the marginal is not known there.
-    weights: w_j by axis of v. With weights s_i is the sum of v prod_(j != i) w_j. None: no weights.
-
-    This is one step of iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. The fitted v
-    has the marginals d_i exactly if v is a product of one factor for each axis, or has a single axis.
+    weights: w_j by axis of v. With weights, s_i is the sum of v prod_(j != i) w_j. None: there are no weights.
     """
     total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
     factors = {axis: _factor(d, sums[axis], power) for axis, d in marginals.items()}
@@ -311,8 +339,12 @@ def fit_(
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d_i / s_i)^power `[N, d_i]`, with d_i scaled so that both have the same sum. The factor is 1 where d_i or
-    s_i is 0, that is not known.
+    """Return (d_i / s_i)^power for one axis, with d_i scaled so that d_i and s_i have the same sum.
+
+    The factor is 1 where d_i or s_i is 0, because it is not known there.
+
+    d: d_i `[N, length of the axis]`.
+    s: s_i in the same shape.
     """
     known = (d > 0) & (s > 0)
     unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
@@ -321,9 +353,10 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
 
 
 def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return for every axis i the sums s_i `[N, d_i]` of v over all other axes, with the weights of those axes. v is
-    summed over all axes but the first to get s_1, and over the first axis to get a smaller tensor. The sums of the
-    other axes follow from that tensor in the same way.
+    """Return for every axis i the sums s_i of v over all other axes, with the weights of those axes.
+
+    The sum of v over all axes except the first is s_1. The sum of v over the first axis is a smaller tensor, from which
+    the sums of the other axes are computed in the same way.
     """
     if v.ndim <= 2:
         return [v]
@@ -335,13 +368,14 @@ def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the entries of all axes except the first, by an axis index that is lower by 1."""
+    """Return a mapping without the first axis, in which the indices of all other axes are reduced by 1."""
     return {axis - 1: x for axis, x in by_axis.items() if axis}
 
 
 def _outer(factors: Mapping[int, Tensor], shape: Sequence[int]) -> Tensor | None:
-    """Return the outer product `[N, *shape]` of factors `[N, d_i]`, given by axis i. Return None if there are no
-    factors.
+    """Return the outer product `[N, *shape]` of vectors, or None if there are no vectors.
+
+    factors: for each axis, a vector `[N, length of the axis]`. Axes without a vector have ones.
     """
     product = None
     for axis, factor in factors.items():

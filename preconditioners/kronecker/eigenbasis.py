@@ -40,25 +40,27 @@ from .basis_change import (
 class Eigenbasis(Factored):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k,  Q_i the eigenvectors of the statistic A_i of axis i
 
-    g is the gradient, d the direction. SOAP is `inner: [momentum, rms]`.
+    g is the gradient, d the direction, and Q^T g is g multiplied by Q_i^T along every axis i. SOAP is `inner:
+    [momentum, rms]`.
 
     timing: `current` observes and refreshes before the gradient is used. A single gradient is diagonal in its own
-    basis, and the inner chain would normalize rounding errors off the diagonal: set `refresh.start` to 2 or more.
-    `lagged` observes and refreshes afterwards, as published: the first gradient only builds the basis.
+    basis, and the inner chain would normalize the rounding errors off the diagonal. Therefore set `refresh.start` to 2
+    or more. `lagged` observes and refreshes afterwards, as published: the first gradient is used for the basis only.
 
     transport: the change of inner state when Q changes by R = Q_old^T Q_new.
-      exact: vectors are rotated, squares are transported by (R*R)^T.
-      marginals: as exact. Then second moments v are fitted, axis by axis, to sums that the statistics imply in any
-          basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. Finally v is scaled up so that RMS(m / sqrt(v)) of a block, with m
-          the first moment, is at most the larger of RMS(m) / sqrt(mean v) and sqrt(1 - beta).
-      permute: vectors are rotated, squares only follow the reordering of columns, as published.
+      exact: vectors are rotated, squares are transported by (R*R)^T, where * is the product of entries.
+      marginals: as exact. Then second moments v are fitted, for every axis, to sums that follow from the statistics in
+          any basis: for the first axis of a matrix, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. Finally v is scaled up so that
+          RMS(m / sqrt(v)) of a block, with m the first moment, is at most the larger of RMS(m) / sqrt(mean v) and
+          sqrt(1 - beta), with beta the decay of v.
+      permute: vectors are rotated, squares are only reordered as the columns are, as published.
       none: no state changes.
 
-    statistic_frame: the frame of the statistic of axis i. `fixed` accumulates A_i. `basis` accumulates the statistic in
-    the basis, B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
-    eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic both
-    give the same result. With `basis`, B_i is nearly diagonal, and R is orthogonal however coarsely Q_i is quantized.
-    Quantizing Q_i then only rotates the frame slightly, and adds no error to state that is in the frame.
+    statistic_frame: the basis in which the statistic of axis i is accumulated. `fixed` accumulates A_i. `basis`
+    accumulates B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
+    eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic the two
+    give the same result. With `basis`, B_i is nearly diagonal, and R is orthogonal even if Q_i is coarsely quantized.
+    Quantizing Q_i then only rotates the basis slightly, and adds no error to state that is in the basis.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
@@ -117,8 +119,8 @@ class Eigenbasis(Factored):
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
         if all(stage.cached_traits(block).entrywise for stage in self.chain):
-            # The basis decorrelates the entries. Entries of size 1 then are like independent signs, whose spectral norm
-            # is about sqrt(m) + sqrt(n) instead of sqrt(m n) (Bai & Yin 1993): the bounds are multiplied by the ratio.
+            # The basis decorrelates the entries. Entries of size 1 are then like independent signs, whose spectral norm
+            # is about sqrt(m) + sqrt(n) instead of sqrt(m n) (Bai & Yin 1993). The bounds are multiplied by this ratio.
             m, n = matrix_shape(block)
             share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
             norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))
@@ -140,9 +142,9 @@ class Eigenbasis(Factored):
         own = slice(*rows)
         new = self._rotated(state, cached.x[own])
         for axis, q in cached.bases.items():
-            if state.copied(f"basis.{axis}"):  # else q is the state itself, which has changed already
+            if state.copied(f"basis.{axis}"):  # q is a copy; otherwise q is the state, which has changed already
                 q[own].copy_(new.bases[axis])
-        if cached.bases:  # without bases `rotated` is the gradient itself
+        if cached.bases:  # if no axis has a basis, `rotated` is the gradient itself, which must not be written to
             cached.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
@@ -167,8 +169,8 @@ class Eigenbasis(Factored):
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
         """Recompute the bases of these axes, and transport the state of the inner chain along all these axes together.
 
-        Return diag(Q^T A Q) `[N, d]` by axis, for axes whose solver computed it as a by-product. It is NaN for blocks
-        for which the solver did not compute it.
+        Return diag(Q^T A Q) `[N, d]` by axis, for axes whose solver computed this diagonal as a by-product. The
+        diagonal is NaN for blocks for which the solver did not compute it.
         """
         turned = self.statistic_frame == "basis"
         solved = {axis: self._turned(state, axis, context) for axis in axes if turned}
@@ -184,8 +186,8 @@ class Eigenbasis(Factored):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Return the new bases of axes with matrices of one shape, computed as one stack.
 
-        A basis that is stored quantized is committed at once, because quantization may round it, and the turn needs the
-        rounded basis.
+        A quantized basis is committed at once, because the change of basis must be computed from the basis that
+        quantization has rounded. A basis that is not quantized is committed after the transport.
         """
         unit_free, coded, parts = self.solver.unit_free, state.coded(f"basis.{axes[0]}"), len(axes)
         old = joined([state[f"basis.{axis}"] for axis in axes])
@@ -200,8 +202,9 @@ class Eigenbasis(Factored):
         return list(zip(turn.chunk(parts), ok.chunk(parts), diagonals, strict=True))
 
     def _turned(self, state: State, axis: int, context: StepContext) -> _Solved:
-        """Multiply the basis of an axis by P, the eigenvectors of the statistic in that basis, and rotate the statistic
-        by P. Return the change of basis.
+        """Multiply the basis of an axis by P, and rotate the statistic by P. Return the change of basis.
+
+        P `[N, d, d]` are the eigenvectors of the statistic, which is stored in the basis (`statistic_frame: basis`).
         """
         q = state[f"basis.{axis}"]
         eye = identity_like(q)
@@ -232,7 +235,7 @@ class Eigenbasis(Factored):
         return state.scope("inner", self._inside(state.block).block)
 
     def _inside(self, block: tuple[int, ...]) -> _Inside:
-        """Return the block and the slots of the inner chain. They are computed once for each block."""
+        """Return the block and the slots of the inner chain, which are computed once for each block and cached."""
         if block not in self._insides:
             inner = self.inner(block)["inner"].block
             self._insides[block] = _Inside(inner, tuple(chain_slots(self.chain, inner)))
@@ -243,8 +246,9 @@ class Eigenbasis(Factored):
         return {}
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return off_diagonal and angle of each basis if statistics are in the basis. Otherwise return nothing:
-        `inspect` then computes both measures from the slots.
+        """Return `off_diagonal` and `angle` of each basis if statistics are stored in the basis.
+
+        Otherwise return an empty mapping, because `inspect` computes the two measures from the slots.
         """
         found = {}
         for axis in self.factor_axes(state.block) if self.statistic_frame == "basis" else ():
@@ -258,7 +262,7 @@ class Eigenbasis(Factored):
         if cached is None:
             cached = self._rotated(state, gradient)
             if self.statistic_frame == "basis":
-                context.kept[state.path] = cached  # the statistic, which observes after `apply`, reads it again
+                context.kept[state.path] = cached  # for the statistic, which observes after `apply` if this is lagged
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):
                 rows = state if stop - start == len(gradient) else state.slice_rows(start, stop)
@@ -270,18 +274,18 @@ class Eigenbasis(Factored):
 
 
 class _Inside(NamedTuple):
-    """The block that the inner chain sees, and the slots of the chain."""
+    """The shape of a block inside the inner chain, and the slots of the chain."""
 
     block: tuple[int, ...]
     slots: Sequence[ChainSlot]
 
 
 class _Rotated(NamedTuple):
-    """A gradient in the basis of its statistics. The rotation is computed once a step and kept between hooks.
+    """A gradient in the basis of its statistics. The rotation is computed once in a step and cached between hooks.
 
     x: `[N, *block]`, the gradient that was rotated.
-    bases: axis -> Q `[N, d, d]`, as they were read.
-    rotated: `[N, *block]`, Q^T applied to every axis of x that has a basis.
+    bases: by axis, the basis Q `[N, d, d]` at the time of the rotation.
+    rotated: `[N, *block]`, x multiplied by Q^T along every axis that has a basis.
     """
 
     x: Tensor
@@ -290,6 +294,6 @@ class _Rotated(NamedTuple):
 
 
 _Solved = tuple[Turn, Tensor, Tensor | None]
-"""(change of a basis; bool `[N]`, True where the solver succeeded; diag(Q^T A Q) `[N, d]` if the solver computed it,
-else None).
+"""A triple: the change of a basis; bool `[N]`, True where the solver succeeded; diag(Q^T A Q) `[N, d]`, or None if the
+solver did not compute this diagonal.
 """

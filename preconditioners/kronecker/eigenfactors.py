@@ -27,18 +27,19 @@ class Eigenfactors(LearnedFactors):
     At a refresh, with M = G G^T of the gradient's unfolding G along the axis:
     A = b V Diag(l) V^T + (1 - b) M;  P = qr(A V);  l <- diag(P^T A P), V <- P
 
-    b = beta, and e = 1 / (2k) by default, where k is the number of axes with a factor. V `[N, d, d]` starts as the
-    identity and l `[N, d]` as `initial`. The solver `power_qr` sorts the columns of V before the step, unlike the
-    paper; in measurements neither variant was closer to Shampoo.
+    V and l are the eigenvectors and eigenvalues of a running mean of M, b = beta is its decay, and e = 1 / (2k) by
+    default, where k is the number of axes with a factor. V `[N, d, d]` starts as the identity and l `[N, d]` as
+    `initial`. The solver `power_qr` sorts the columns of V before the step, unlike the paper; in measurements neither
+    variant was closer to Shampoo.
 
-    Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept, and R is applied as V,
-    then the diagonal, then V^T. With 4 bits this takes half the memory of the paper's Algorithms 1 to 3, which store V
-    and l for A, and a root as well. It costs one more product with V for each axis and step. For a constant M, each
-    refresh multiplies the angle between a column and its limit by b + (1 - b) r, where r < 1 is the ratio of two
-    eigenvalues: the basis converges no faster than the running mean. With an exact `solver` and without quantization
-    the stage equals a Shampoo that observes and computes roots at the same updates. Where l is 0, because nothing has
-    been observed, R is the identity. If the solver fails, V and l keep their values; failures in a row are counted in
-    `failures.<i>`.
+    Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept, and R is applied as
+    three products, with V^T, the diagonal and V. With 4 bits this takes half the memory of the paper's Algorithms 1 to
+    3, which store V and l for A, and a root as well. The price is one more product with V for each axis and step. For a
+    constant M, each refresh multiplies the angle between a column and its limit by b + (1 - b) r, where r < 1 is the
+    ratio of two eigenvalues: the basis converges no faster than the running mean. With an exact `solver` and without
+    quantization the stage equals a Shampoo that observes and computes roots at the same updates. Where l is 0, because
+    nothing has been observed, R is the identity. If the solver fails, V and l keep their values. The slot
+    `failures.<i>` counts consecutive failures.
     """
 
     kind: Literal["eigenfactors"] = "eigenfactors"
@@ -86,8 +87,13 @@ class Eigenfactors(LearnedFactors):
             state[f"values.{axis}"] = torch.where(per_block(ok, old), values, old)
 
     def _turned(self, state: State, axis: int, m: Tensor, live: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-        """Store the next basis. Return (its eigenvalues `[N, d]`, bool `[N]`: True where the basis and the eigenvalues
-        are valid).
+        """Compute and store the next basis of an axis.
+
+        Return (the next eigenvalues `[N, d]`, bool `[N]`). The bool is True where the new basis and eigenvalues are
+        valid, and False where the old ones must be kept.
+
+        m: M `[N, d, d]`.
+        live: bool `[N]`, False for blocks whose gradient changes nothing.
         """
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
         scaled = v * state[f"values.{axis}"].unsqueeze(-2)

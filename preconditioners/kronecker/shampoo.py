@@ -26,9 +26,9 @@ from .base import Factored
 class Shampoo(Factored):
     """d x_1 A_1^(-e) x_2 ... x_k A_k^(-e)  with A_i the statistic of axis i and e = 1 / (2k) by default.
 
-    d is the direction. k is the number of axes that have a factor, so that one-sided Shampoo has e = 1/2 (as in
-    Distributed Shampoo in JAX; An et al. 2025, ASGO, arXiv:2503.20762). Along axes without a factor, or with exponent
-    0, d is not multiplied.
+    d is the direction, and x_i is the product along axis i. k is the number of axes that have a factor, so that
+    one-sided Shampoo has e = 1/2 (as in Distributed Shampoo in JAX; An et al. 2025, ASGO, arXiv:2503.20762). Along axes
+    without a factor, or with exponent 0, d is not multiplied.
     """
 
     kind: Literal["shampoo"] = "shampoo"
@@ -70,7 +70,7 @@ class Shampoo(Factored):
                 self._require_power(power, exponent)
 
     def _require_power(self, p: Fraction, exponent: Fraction) -> None:
-        """Raise ValueError if the power p of a factor A is neither a whole power of A nor of A^(-exponent)."""
+        """Raise ValueError if A^p is neither a whole power of a factor A nor one of its root A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
                 f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
@@ -111,8 +111,11 @@ class Shampoo(Factored):
         return Power(left, right, unit, trace, known)
 
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
-        """Return the power of a diagonal factor, with the solver's ridge. The power is computed from the present
-        estimate, not from the stored root, which may be old.
+        """Return the power of a diagonal factor, with the solver's ridge.
+
+        The power is computed from the present estimate, because the stored root may be old.
+
+        unit: `[N]`, the mean eigenvalue of the estimate.
         """
         values = self.solver.regularized(estimate) / per_block(unit, estimate)
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
@@ -120,8 +123,9 @@ class Shampoo(Factored):
         return Power(half, half, unit, trace, has_data(estimate))
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return `residual` of each root X: ||A (X^(1/e) A - I)||_F / ||A||_F. A is the present estimate, not that of
-        the last refresh.
+        """Return `residual` of each root X: ||A (X^(1/e) A - I)||_F / ||A||_F, with A the present estimate.
+
+        The residual therefore contains the change of A since the last refresh.
         """
         found = {}
         for axis, root in self.matrices(state).items():

@@ -1,7 +1,7 @@
-"""The base of stages that learn a matrix for each axis by steps of its own, and the algebra of such factors.
+"""The base of stages that learn a matrix for each axis by small steps, and the algebra of such factors.
 
-Legend: N blocks; d length of an axis; Q a factor of an axis, full `[N, d, d]` or diagonal `[N, d]`; X unfolding of a
-    block along the axis, `[N, d, rest]`.
+Legend: N is the number of blocks; d is the length of an axis; Q is the factor of an axis, full `[N, d, d]` or diagonal
+`[N, d]`; X `[N, d, rest]` is the unfolding of a block along the axis.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..statistics.statistic import Axes
 
 
 class LearnedFactors(Stage):
-    """A factor for each axis, stored as state and learned directly. A refresh updates the factors by the current
-    gradient before they are applied.
+    """A stage with a factor for each axis, which is stored as state and learned directly.
 
-    A gradient that is zero or not finite leaves the factors as they are.
+    A refresh updates the factors by the current gradient, before the factors are applied. A gradient that is zero or
+    not finite leaves the factors unchanged.
     """
 
     every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when the factors take a step")
@@ -58,12 +58,15 @@ class LearnedFactors(Stage):
 
 
 def factor_slot(d: int, full: bool) -> Slot:
-    """Return a slot that starts as the identity, as a matrix or as its diagonal."""
+    """Return a slot for a factor of order d that starts as the identity.
+
+    full: True for a matrix, False for a diagonal.
+    """
     return Slot((d, d), fill="identity", role="root") if full else Slot((d,), fill=1.0, role="root")
 
 
 def is_informative(gradient: Tensor) -> Tensor:
-    """Return bool `[N]`, True where a gradient updates the factors: it is finite and not zero."""
+    """Return bool `[N]`, True where a gradient is finite and not zero, so that it updates the factors."""
     peak = peak_of(gradient)
     return (peak > 0) & peak.isfinite()
 
@@ -103,10 +106,12 @@ def _solved(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def spectral_norm(a: Tensor) -> Tensor:
-    """Return an estimate `[N]` from below of ||A||_2 of positive semi-definite A, by the power method started at the
-    longest column.
+    """Return an estimate of ||A||_2 for positive semi-definite A, `[N]`.
 
-    The estimate is at least the largest entry of the diagonal, and exact for a diagonal A.
+    The estimate is computed by two steps of the power method from the longest column. It never exceeds ||A||_2, is at
+    least the largest entry of the diagonal, and is exact for a diagonal A.
+
+    a: A `[N, d, d]`, or diagonals `[N, d]`.
     """
     if a.ndim == 2:
         return a.amax(-1)
@@ -122,8 +127,9 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 
 def balanced(factors: Factors) -> dict[int, Tensor]:
-    """Return the factors rescaled to the same largest entry, so that none over- or underflows. Their Kronecker product
-    does not change.
+    """Return the factors rescaled to the same largest entry, so that no factor over- or underflows.
+
+    The Kronecker product of the factors does not change.
     """
     peaks = {
         axis: factor.flatten(1).abs().amax(1).clamp_min(tiny(factor.dtype)).log() for axis, factor in factors.items()

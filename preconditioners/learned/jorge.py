@@ -23,20 +23,21 @@ from .base import LearnedFactors, factor_transposed, gram, is_informative, peak_
 class Jorge(LearnedFactors):
     """d x_1 R_1 x_2 ... x_k R_k  with R_i an approximation of A_i^(-e), e = 1 / (2k) by default, kept without A_i.
 
-    d is the direction, k the number of axes with a factor. A <- b A + (1 - b) S with S = G G^T corresponds to
-    A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b A^(-1) S)^(-e) where A and S commute.
-    b is chosen so that (1 - b) / b = 1 / ||X||_F, by which the second term has norm 1. With the binomial series to
-    second order (section 3):
+    d is the direction, x_i the product along axis i, and k the number of axes with a factor. A is Shampoo's statistic,
+    which is not stored: A <- b A + (1 - b) S with S = G G^T and G the unfolding of the gradient along the axis. If A
+    and S commute, this corresponds to A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b X)^(-e) with X = A^(-1) S. The decay b
+    is chosen so that (1 - b) / b = 1 / ||X||_F, by which the second term has norm 1. With R = A^(-e), and the binomial
+    series to second order (section 3):
 
     published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
     symmetric: X = R^(1/2e) S R^(1/2e);           R <- (1 + 1 / ||X||_F)^e h R h,  h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2
 
     For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2, and the result is R_1 d R_2. In the published form R
-    loses its symmetry, and drifts away from the root when the eigenbasis of S turns. The symmetric form is not in the
-    paper. It multiplies R by h from both sides, where h^2 equals the bracket to second order, which keeps R symmetric
-    and positive definite. Two safeguards are not in the paper either. The ridge `eps` keeps R bounded in directions
-    without gradients, and A is treated as no smaller than the smallest number of its dtype. In the paper the magnitude
-    of the update comes from grafting.
+    loses its symmetry, and drifts away from the root when the eigenbasis of S turns. The symmetric form, which is not
+    in the paper, multiplies R by h from both sides. h^2 equals the bracket to second order, and R stays symmetric and
+    positive definite. Two safeguards are not in the paper either. The ridge `eps` keeps R bounded in directions without
+    gradients, and A is treated as no smaller than the smallest normal number of its dtype. In the paper the magnitude
+    of the update is set by grafting.
     """
 
     kind: Literal["jorge"] = "jorge"
@@ -79,14 +80,14 @@ class Jorge(LearnedFactors):
         for axis, old in self._roots(state).items():
             new, size = step(old, self._ridged(gram(g, axis, full=True)), e)
             size = size + 2 * peak.log()
-            # (1 + 1 / ||X||)^e by logarithms: ||X|| itself may leave the range of numbers
+            # (1 + 1 / ||X||)^e is computed by logarithms, because ||X|| may over- or underflow
             growth = torch.nn.functional.softplus(-size) * float(e)
             most = -float(e) * math.log(tiny(new.dtype)) - peak_of(new).log()
             new = new * per_block(torch.minimum(growth, most).exp(), new)
             state[f"root.{axis}"] = torch.where(per_block(live & size.isfinite(), new), new, old)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # the first axis is multiplied from the left, the others from the right, as in R_1 D R_2
+        # R_1 multiplies the first axis from the left, and R_i all other axes from the right, as in R_1 d R_2
         return mode_products(
             direction, {axis: r if axis == 0 else factor_transposed(r) for axis, r in self._roots(state).items()}
         )
@@ -120,7 +121,10 @@ def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _product(r: Tensor, s: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """Return X = R^power S as Y = X / ||X||_F, and log ||X||_F `[N]`. Each factor is scaled to norm 1 first."""
+    """Return Y = X / ||X||_F and log ||X||_F `[N]` for X = R^power S.
+
+    R and each partial product are scaled to norm 1, so that no product over- or underflows.
+    """
     norm = block_norm(r)
     unit, y = r / per_block(norm.clamp_min(tiny(r.dtype)), r), s
     size = power * norm.log()

@@ -1,10 +1,10 @@
 """PSGD: a preconditioner learned by stochastic descent in a group of matrices (Li 2015, arXiv:1512.04202).
 
-A step of a factor does not depend on the scale of the gradient. But its terms contain squared gradients, which may
-over- or underflow. The terms are therefore computed from blocks divided by `size` `[N]`, which is returned with the
-terms.
+A step of a factor does not depend on the scale of the gradient, but the terms of the step contain squared gradients,
+which may over- or underflow. The terms are therefore computed from blocks divided by a number `size` `[N]`, which is
+returned with the terms.
 
-Legend: N blocks; n entries in a block; d length of an axis.
+Legend: N is the number of blocks; n is the number of entries of a block; d is the length of an axis.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from .base import (
 )
 
 PROBE = 1
-"""Number of the stream of noise that the probes are drawn from."""
+"""Number of the stream of random numbers from which probes are drawn."""
 
 
 class PSGD(LearnedFactors):
     """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k, whitening: P tends to E[g g^T]^(-1/2), the minimizer of the criterion
 
     c(P) = E[h^T P h + v^T P^(-1) v]  with h = g + damping v, v ~ N(0, I)  (Li 2022, arXiv:2211.04422, section 2; Li
-    2024, arXiv:2402.11858). g is the gradient, d the direction. A refresh makes one step for each axis i, where T_i is
-    the descent direction of the chosen `form` and l_i its size:
+    2024, arXiv:2402.11858). g is the gradient, d the direction, and v a random probe. A refresh makes one step for each
+    axis i, where T_i is the descent direction of the chosen `form` and l_i the size of T_i:
 
     triangular: A = Q h, B = Q^(-T) v;  T_i = A_i A_i^T - B_i B_i^T,  l_i = ||A_i A_i^T + B_i B_i^T||_2;
                 Q_i <- Q_i - (m / L_i) triu(T_i) Q_i
@@ -53,9 +53,10 @@ class PSGD(LearnedFactors):
                 Q_i <- (I - m / (2 L_i) T_i) Q_i (I - m / (2 L_i) T_i), symmetric; matrix products only
 
     A_i and B_i are the unfoldings of A and B along axis i, d_i the length of that axis, and n the number of entries of
-    a block. m = lr_preconditioner, b = smoothing, L_i <- max(b L_i + (1 - b) l_i, l_i). Q starts as (mean g^4 +
-    damping^4)^(-1/8) I, with g the first gradient. P is unique, Q is not: after each step the Q_i are rescaled to equal
-    largest entries. The probe v is a function of the block's seed and step, not of a global random generator.
+    a block. m = lr_preconditioner, b = smoothing, and L_i <- max(b L_i + (1 - b) l_i, l_i) is a slowly falling bound of
+    l_i. Q starts as (mean g^4 + damping^4)^(-1/8) I, with g the first gradient. P is unique, but the Q_i are not: after
+    each step they are rescaled to equal largest entries. The probe v is a function of the block's seed and step, not of
+    a global random generator.
     """
 
     kind: Literal["psgd"] = "psgd"
@@ -111,53 +112,61 @@ class PSGD(LearnedFactors):
         )
 
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
-        """Return the probe v, standard normal noise of each block. None: the form needs no probe and there is no
-        damping.
+        """Return the probe v, standard normal noise for each block.
+
+        Return None if neither the form of the step nor the damping needs a probe.
         """
         if not self.damping and not FACTOR_STEPS[self.form].probed:
             return None
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """Return the factors. In blocks that no gradient has updated yet, the factors are scaled to their initial
-        value. fresh: bool `[N]`, True for these blocks, whose bounds are still 0.
+        """Return the factors. In blocks without an update so far, the factors are scaled to their initial value.
+
+        fresh: bool `[N]`, True for these blocks, whose bounds are still 0.
         """
         scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
         share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
         return {axis: scaled(factor, share) for axis, factor in factors.items()}
 
     def _scale(self, gradient: Tensor) -> Tensor:
-        """Return (mean g^4 + damping^4)^(-1/8) of each block. The fourth powers are computed relative to the largest
-        entry.
+        """Return (mean g^4 + damping^4)^(-1/8) of each block, `[N]`.
+
+        The fourth powers are computed relative to the largest entry, so that they do not over- or underflow.
         """
         peak = peak_of(gradient).clamp_min(self.damping)
         peak = torch.where(peak > 0, peak, 1.0)
         mean = (gradient / per_block(peak, gradient)).pow(4).flatten(1).mean(1)
-        # number / tensor is a product with the reciprocal, which for denormal numbers is infinite
+        # torch computes number / tensor as a product with the reciprocal, which is infinite for denormal numbers
         damping = torch.full_like(peak, self.damping) / peak
         fourth: Tensor = peak * to_power(mean + damping.pow(4), 0.25)
         return to_power(fourth, -0.5)
 
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
-        """Return sqrt(L) from sqrt(L) of the last step and sqrt(l). Square roots are stored because L and l, in units
-        of squared gradients, could overflow.
+        """Return sqrt(L) `[N]` from sqrt(L) of the last step and sqrt(l).
+
+        Square roots are stored, because L and l are in units of squared gradients and could overflow.
+
+        old: sqrt(L) of the last step.
+        size: sqrt(l).
         """
         mean = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
         return torch.maximum(mean, size)
 
 
 Terms = dict[int, tuple[Tensor, Tensor]]
-"""By axis, (term that shrinks a factor, term that grows it). Both terms are positive semi-definite, and are equal on
-average once the factor whitens the gradient.
+"""For each axis, (term that makes a factor smaller, term that makes a factor larger).
+
+The two terms are positive semi-definite. Their means are equal if the factor whitens the gradient.
 """
 
 
 class FactorStep(NamedTuple):
-    """One form of the step of a factor.
+    """One form of the step of a factor, with symbols as in `PSGD`.
 
-    terms: (factors, h, v) -> (size, terms).
-    move: (factor, m T / L) -> updated factor.
-    probed: True if the terms need v.
+    terms: function of the factors, h and the probe v that returns (size, terms).
+    move: function of a factor and m T / L that returns the updated factor.
+    probed: True if the terms need the probe v.
     """
 
     terms: Callable[[Factors, Tensor, Tensor | None], tuple[Tensor, Terms]]
@@ -178,10 +187,10 @@ def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Ten
 
 
 def triangular_move(q: Tensor, t: Tensor) -> Tensor:
-    """Return Q - triu(T) Q. Q stays in the group of upper triangular matrices with a positive diagonal.
+    """Return Q - triu(T) Q. The result is upper triangular with a positive diagonal, as Q is.
 
-    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step. A full step, m = 1, could
-    make an entry 0.
+    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step, because a full step (m = 1)
+    could make an entry 0.
     """
     longest = (t if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1)).amax(-1)
     t = t * per_block(0.9 / longest.clamp_min(0.9), t)
@@ -202,7 +211,7 @@ def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, T
 
 
 def quad_move(q: Tensor, t: Tensor) -> Tensor:
-    """Return (I - T / 2) Q (I - T / 2). Q stays symmetric and positive definite."""
+    """Return (I - T / 2) Q (I - T / 2), which is symmetric and positive definite, as Q is."""
     half = t / 2
     if q.ndim == 2:
         return q * (1 - half).square()

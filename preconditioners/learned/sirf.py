@@ -27,20 +27,20 @@ _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
 class SIRF(LearnedFactors):
     """P d  with P = K_1 K_1^T x ... x K_k K_k^T, stored as the K_i:  P tends to (E[B g g^T] + damping I)^(-1), no root.
 
-    g is the gradient, d the direction, B the batch size. For each axis i of length d_i, with n entries in a block
-    and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
+    g is the gradient, d the direction, B the batch size, and x_i the product along axis i. For each axis i of length
+    d_i, with n entries in a block and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
 
     s = (d_i / n H_i H_i^T + damping prod_{j != i} (tr(K_j^T K_j) / d_j) K_i^T K_i - I) / 2
     m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||) m_i)
 
-    H_i is the unfolding of H along axis i, a = momentum, b = lr_preconditioner. The second line is a matrix exponential
-    to first order, so that (K K^T)^(-1) is a running mean of the statistics to first order in b. `axes` chooses axes
-    whose K is diagonal. Because P has no root, P g is proportional to 1 / g, and learning rates are in other units than
-    Adam's.
+    H_i is the unfolding of H along axis i, m_i the momentum of the factor, a = momentum, and b = lr_preconditioner. The
+    second line is a matrix exponential to first order, so that (K K^T)^(-1) is a running mean of the statistics to
+    first order in b. The field `axes` chooses axes whose K is diagonal. Because P is an inverse without a root, P g is
+    proportional to 1 / g, and learning rates are in other units than Adam's.
 
     With `moments: layer` E[g g^T] is approximated as in K-FAC (SINGD, Lin et al. 2024, arXiv:2312.05705, figure 4). For
-    a layer `y = W x`, U is the mean of x x^T over its inputs (signal `activation_gram`), and G the mean of the same
-    products of the gradients with respect to y (signal `output_gradient_gram`). Then H_1 = K_1^T G K_1, H_2 = K_2^T U
+    a layer `y = W x`, U is the mean of x x^T over its inputs x (signal `activation_gram`), and G the mean of u u^T over
+    the gradients u with respect to the outputs y (signal `output_gradient_gram`). Then H_1 = K_1^T G K_1, H_2 = K_2^T U
     K_2, and d_i / n H_i H_i^T is replaced by B tr(H_j) / d_j H_i, where j is the other axis. The signals are collected
     in every step in which a refresh may be due. With `stagger: none` there are few such steps.
     """
@@ -142,8 +142,12 @@ class SIRF(LearnedFactors):
 
 
 def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
-    """Return K^T M K, or its diagonal if K is diagonal. If `k` is None, return M. The result is scaled down so that no
-    entry exceeds `_ceiling`.
+    """Return K^T M K, or the diagonal of K^T M K if K is diagonal.
+
+    The result is scaled down so that no entry exceeds `_ceiling`.
+
+    moments: M `[N, d, d]`.
+    k: K; None means the identity.
     """
     if k is None:
         h = moments
@@ -157,6 +161,7 @@ def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
 
 def _ceiling(dtype: torch.dtype) -> float:
     """Return the bound to which larger entries of H are scaled down, so that squares and their sums do not overflow.
-    The bounded step has the same length: it is limited by `max(1, ||m_i||)`.
+
+    Scaling H down does not change the length of the step, because the step is divided by max(1, ||m_i||) anyway.
     """
     return float(torch.finfo(dtype).max ** 0.4)

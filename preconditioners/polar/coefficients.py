@@ -1,4 +1,4 @@
-"""Coefficients of Newton-Schulz steps, as numbers or by the name of published ones."""
+"""Coefficients of Newton-Schulz steps, as numbers or by the name of a published set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _JORDAN = (3.4445, -4.7750, 2.0315)
 
 
 def _shrunk(triple: Triple, margin: float) -> Triple:
-    """Return the triple that applies the polynomial of `triple` to X / margin instead of X. The margin keeps singular
-    values that rounding raises above 1 inside [0, 1], for which the polynomial was fitted.
+    """Return the triple (a, b, c) whose polynomial at X equals that of `triple` at X / margin.
+
+    Rounding may raise singular values of X above 1, but the polynomial was fitted on [0, 1]. The margin keeps singular
+    values of X / margin in this interval.
     """
     a, b, c = triple
     return (a / margin, b / margin**3, c / margin**5)
@@ -54,13 +56,14 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "cubic": ((1.5, -0.5, 0.0),),
 }
 """Published coefficients by name, one triple for each step. If there are more steps than triples, the last triple
-repeats. Fewer steps than triples are refused, except where the list below says otherwise.
+repeats. If there are fewer steps than triples, an error is raised, except where the list below says otherwise.
 
 jordan: steepest slope at zero (Jordan et al. 2024, Muon). Five steps map singular values in [0.01, 1] to [0.68, 1.13].
 you: one triple for each step (You Jiacheng 2025, in modded-nanogpt). Five steps map singular values to [0.98, 1.03].
 polar_express: minimax for singular values in [0.001, 1] after any number of steps, so that fewer than the eight triples
     may be used (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1). X is divided by 1.01 first, and the margin of all
-    triples except the last is 1.01. Five steps map singular values to [0.84, 1.12], six to [0.99, 1.01], eight to 1.
+    triples except the last is 1.01. Five steps map singular values to [0.84, 1.12], six steps to [0.99, 1.01], and
+    eight steps to 1.
 polar_express_5: minimax for exactly five steps, fitted with margins of 1.02 (modded-nanogpt and microsoft/dion, 2025).
     Five steps map singular values to [0.85, 1.14]. Repeating the last triple would not converge to 1, so it is not
     allowed.
@@ -73,8 +76,10 @@ quintic, cubic: converge to 1 from any singular value in (0, 1], slowly for smal
 
 
 def _schedule(value: Any) -> Any:
-    """Return a known name unchanged, and a single triple as a tuple of one triple. Lists, which YAML gives, become
-    tuples.
+    """Return coefficients in their validated form.
+
+    A known name is returned unchanged, and a single triple becomes a tuple of one triple. Lists, as YAML has them,
+    become tuples.
     """
     if isinstance(value, str) and value not in NAMED_COEFFICIENTS:
         raise ValueError(
@@ -91,17 +96,17 @@ Coefficients = Annotated[
     CoefficientName | Annotated[tuple[Triple, ...], Field(min_length=1)],
     BeforeValidator(_schedule, json_schema_input_type=CoefficientName | Triple | tuple[Triple, ...]),
 ]
-"""Coefficients (a, b, c) of each step, or the name of published ones."""
+"""Coefficients (a, b, c) of each step, or the name of a published set."""
 
 
 def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
-    """Return the triple of each step. The last triple repeats."""
+    """Return the triple of each step. If there are more steps than triples, the last triple repeats."""
     known = NAMED_COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients
     return known[:steps] + known[-1:] * (steps - len(known))
 
 
 def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> None:
-    """Raise ValueError if `steps` leaves triples unused, or repeats a last triple that must not be repeated."""
+    """Raise ValueError if some triples are not used in `steps` steps, or if the last one would repeat but must not."""
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
             raise ValueError(

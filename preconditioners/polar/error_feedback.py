@@ -1,4 +1,4 @@
-"""Momenta that decay only in the part that an update used: low-rank and partial orthogonalization (Dion, Dion2)."""
+"""Momenta of which only the part used by an update decays: low-rank and partial orthogonalization (Dion, Dion2)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..base import Stage, Traits
 from .spectral import NewtonSchulz, PolarSolver
 
 START = 1 << 35
-"""Number of the stream of noise that the first subspaces are drawn from."""
+"""Number of the stream of random numbers from which the first subspaces are drawn."""
 
 
 class Dion(Stage):
     """P Q^T  with  M <- M + d,  P = qr(M Q),  R = M^T P,  M <- M - (1 - beta) P R^T,  Q <- R / column norms
 
-    d is the direction. The momentum M is orthogonalized in a subspace of r directions; one power step computes the
-    subspace from the last one. The part of M outside the subspace stays in M for later steps (Ahn et al. 2025,
-    arXiv:2504.05295, Algorithm 1; for the factor sqrt(m / n) of the paper add the stage `scale`). Blocks are treated as
-    matrices, first axis x the rest. The first Q is random.
+    d is the direction, M `[m, n]` the momentum, and the r columns of Q `[n, r]` span a subspace. M is orthogonalized in
+    this subspace, and one power step computes the subspace from the one of the last step. The part of M outside the
+    subspace stays in M for later steps (Ahn et al. 2025, arXiv:2504.05295, Algorithm 1; for the factor sqrt(m / n) of
+    the paper add the stage `scale`). Blocks are treated as matrices, first axis x the rest. The first Q is random.
     """
 
     kind: Literal["dion"] = "dion"
@@ -63,7 +63,7 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Return Q, with random numbers in blocks that are updated for the first time."""
+        """Return Q. In blocks that are updated for the first time, Q consists of random numbers."""
         if context.holds(lambda steps: steps > 1) is True:
             return q
         fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)
@@ -78,9 +78,10 @@ def _orthonormal(x: Tensor) -> Tensor:
 class Dion2(Stage):
     """polar(M_S) on the rows S of largest sum |M_ij|, 0 in other rows,  with  M <- M + d;  then  M_S <- beta M_S
 
-    d is the direction. S is a fraction of the rows (rounded up), or of the columns if these are fewer. Rows that are
-    not used keep growing until they are (Ahn et al. 2025, arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks
-    are treated as matrices, first axis x the rest. With `fraction: 1` the stage is Muon with an undamped momentum.
+    d is the direction, M the momentum, and M_S the rows S of M. S is a fraction of the rows (rounded up), or of the
+    columns if there are fewer columns. Rows that are not used keep growing until they are used (Ahn et al. 2025,
+    arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks are treated as matrices, first axis x the rest. With
+    `fraction: 1` the stage is Muon with an undamped momentum.
     """
 
     kind: Literal["dion2"] = "dion2"

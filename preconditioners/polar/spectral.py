@@ -1,5 +1,5 @@
-"""Spectral descent (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024), and solvers of polar factors U V^T of
-matrices G = U S V^T.
+"""Spectral descent (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024), and solvers that compute the polar factor
+U V^T of a matrix with the singular value decomposition G = U S V^T.
 """
 
 from __future__ import annotations
@@ -22,35 +22,42 @@ from .coefficients import Coefficients, require_used, triples
 
 
 class PolarSolver(Schedulable, ABC, family="polar_solver"):
-    """The nearest semi-orthogonal matrix, exact or approximate."""
+    """A method to compute the polar factor of a matrix, the nearest semi-orthogonal matrix, exactly or nearly."""
 
     @abstractmethod
     def polar(self, x: Tensor) -> Tensor:
         """Return the polar factors of matrices x `[N, m, n]`, in the same shape. A zero matrix stays zero."""
 
     def operations(self, m: int, n: int) -> float:
-        """Return the floating-point operations for a matrix [m, n]: by default those of five Newton-Schulz steps."""
+        """Return the number of floating-point operations for a matrix [m, n].
+
+        The default is the number for five Newton-Schulz steps.
+        """
         return newton_schulz_operations(5, m, n)
 
     @final
     def of_blocks(self, x: Tensor) -> Tensor:
-        """Return the polar factors of blocks `[N, *block]` as matrices, first axis x the rest. A
-        vector is one column.
+        """Return the polar factors of blocks `[N, *block]`, in the same shape.
+
+        Blocks are treated as matrices, first axis x the rest. A vector is one column.
         """
         return self.polar(as_matrices(x)).reshape(x.shape)
 
 
 def newton_schulz_operations(steps: int, m: int, n: int) -> float:
-    """Return the operations of Newton-Schulz: in each step three products on the shorter side."""
+    """Return the number of floating-point operations of Newton-Schulz for a matrix [m, n].
+
+    Each step has three products, whose cost depends on the shorter side twice.
+    """
     return 6.0 * steps * min(m, n) * m * n
 
 
 class NewtonSchulz(PolarSolver):
     """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), with products on the shorter side.
 
-    G is a block as a matrix. The default coefficients have the steepest slope at zero: five steps map singular values
-    in [0.01, 1] to [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple (a, b, c); the last triple
-    repeats.
+    G is a block as a matrix, and X the iterate. The default coefficients have the steepest slope at zero: five steps
+    map singular values in [0.01, 1] to [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple (a, b,
+    c); the last triple repeats.
 
     `scaling: almost_orthogonal` divides row i of the shorter side by (sum_j |X X^T|_ij)^(1/2) before the first step
     (Boissin et al. 2025, arXiv:2512.04632, Turbo-Muon). All singular values are then at most 1 and closer to 1 than
@@ -92,16 +99,17 @@ class NewtonSchulz(PolarSolver):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Return beta T + A B. In low precision the sum is computed in float32 and rounded once."""
+    """Return beta T + A B, with `total` as T. In low precision the sum is computed in float32 and rounded once."""
     if multiplied_in_float32(total):
         return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
     return torch.baddbmm(total, a, b, beta=beta)
 
 
 class SVD(PolarSolver):
-    """U V^T by a singular value decomposition; directions whose singular value is only rounding are set to 0.
+    """U V^T by a singular value decomposition; directions whose singular value is a rounding error are set to 0.
 
-    A singular value counts as rounding at or below `cutoff` * max(m, n) * machine epsilon * the largest.
+    A singular value of an m x n matrix is treated as a rounding error if it is at most `cutoff` * max(m, n) * machine
+    epsilon * the largest singular value.
     """
 
     kind: Literal["svd"] = "svd"
@@ -126,10 +134,11 @@ def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Triangular(PolarSolver):
     """Q <- rows(tril(Q Q^T)^-1 Q)  from  Q = rows(X),  `passes` times;  rows(A): rows of A divided by their norms
 
-    This is the paper's MUD, applied to the shorter side of X. One forward substitution replaces Newton-Schulz: it
-    removes from row i, to first order, its components along the rows before it. The rows become nearly orthogonal unit
-    vectors, but not the orthonormal rows nearest to X: the result depends on the order of the rows, and a rotation of X
-    does not rotate it. Rows of zeros stay zero.
+    X is a block as a matrix, transposed if its second side is shorter, and tril is the lower triangle. The stage is the
+    method MUD of its paper. One forward substitution replaces Newton-Schulz: it removes from row i, to first order, the
+    components of row i along the rows before row i. The rows become nearly orthogonal unit vectors, but not the
+    orthonormal rows nearest to X. The result depends on the order of the rows: if X is multiplied by a rotation from
+    the left, the result is not. Rows of zeros stay zero.
     """
 
     kind: Literal["triangular"] = "triangular"
@@ -142,7 +151,7 @@ class Triangular(PolarSolver):
         tall = x.shape[1] > x.shape[2]
         q = _unit_rows(x.mT if tall else x)
         for _ in range(self.passes):
-            # the diagonal of Q Q^T is 1; unitriangular assumes 1 for rows of zeros too
+            # the diagonal of Q Q^T is 1; with unitriangular=True it is taken as 1 for rows of zeros too
             q = _unit_rows(torch.linalg.solve_triangular(q @ q.mT, q, upper=False, unitriangular=True))
         return q.mT if tall else q
 

@@ -17,7 +17,7 @@ from eigengraft.schedules import Schedulable
 class Root(NamedTuple):
     """The result of a root solver.
 
-    value: `[N, d, d]`, the inverse root. For a diagonal matrix given as its diagonal it is `[N, d]`.
+    value: `[N, d, d]`, the inverse root; `[N, d]`, the diagonal of the root, if matrices were given as diagonals.
     ok: bool `[N]`, False where the solver failed and the value must not be used.
     iterations: `[N]`, 0 for direct solvers.
     residual: `[N]`, the solver's own measure of the remaining error, 0 if it has none.
@@ -36,8 +36,8 @@ class Root(NamedTuple):
 class Basis(NamedTuple):
     """The result of a basis solver.
 
-    q: `[N, d, r]`, eigenvectors in columns, r = d or fewer.
-    order: `[N, r]`, the old column of each new column. None: columns have no old counterpart.
+    q: `[N, d, r]`, r <= d eigenvectors in columns.
+    order: `[N, r]`, the index of the old column from which each new column was computed. None: there is no such order.
     ok: bool `[N]`, False where the solver failed.
     """
 
@@ -62,18 +62,20 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         """Return the inverse roots of a `[N, d, d]` for an exponent e > 0.
 
-        A solver never raises for a bad matrix. It marks the matrix in `ok`, and the results of other matrices do not
-        change.
+        A solver never raises for a bad matrix. Instead the matrix is marked in `ok`, and the results of other matrices
+        do not change.
         """
 
     def check(self, exponent: Fraction) -> str | None:
-        """Return the reason why this solver does not accept an exponent. None: it accepts it."""
+        """Return the reason why this solver does not accept an exponent, or None if the exponent is accepted."""
         return None
 
     @classmethod
     def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
-        """Return the solver of this class that computes the same as another solver in exact arithmetic, for matrices of
-        a dtype. None: there is none, or it would not be accurate. `by_device` chooses between such solvers.
+        """Return the solver of this class that has the same result as another solver in exact arithmetic.
+
+        Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
+        chooses between equal solvers.
         """
         return None
 
@@ -82,14 +84,16 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
         return device
 
     def regularized(self, values: Tensor) -> Tensor:
-        """Return the eigenvalues `[N, d]`, in any order, with the solver's ridge and its treatment of small
-        eigenvalues. They are the values that the solver raises to -e. A result of 0 marks an eigenvalue that is left
-        out of the root.
+        """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
+
+        The solver raises the returned values to -e. A result of 0 marks an eigenvalue that is left out of the root.
+
+        values: eigenvalues `[N, d]` of A, in any order.
         """
         return values
 
     def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
-        """Return A^(-e) for diagonal matrices. They are given and returned as their diagonals `[N, d]`."""
+        """Return A^(-e) for diagonal matrices. Matrices and roots are represented by their diagonals `[N, d]`."""
         ok = a.isfinite().all(-1)
         values = self.regularized(torch.where(ok[:, None], a, 1.0))
         power = torch.where(values > 0, to_power(values, -float(exponent)), 0.0)
@@ -99,12 +103,12 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
 
 
 _LONGER_THAN_ANY_AXIS = 1 << 30
-"""Length that no axis of a parameter reaches. `keeps_all_columns` checks that even such an axis keeps all its columns.
+"""Length that no axis of a parameter reaches. A solver keeps all columns if it does so even for an axis of this length.
 """
 
 
 class BasisSolver(Schedulable, ABC, family="basis_solver"):
-    """Q `[N, d, r]`, r <= d orthonormal columns that (nearly) diagonalize symmetric A `[N, d, d]` as Q^T A Q.
+    """Q `[N, d, r]`, r <= d orthonormal columns for which Q^T A Q is (nearly) diagonal, for symmetric A `[N, d, d]`.
 
     Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
     not change by a bit.
@@ -117,8 +121,10 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
 
     @classmethod
     def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
-        """Return the solver of this class that computes the same as another solver in exact arithmetic, for matrices of
-        a dtype. None: there is none, or it would not be accurate. `by_device` chooses between such solvers.
+        """Return the solver of this class that has the same result as another solver in exact arithmetic.
+
+        Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
+        chooses between equal solvers.
         """
         return None
 
@@ -127,8 +133,9 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
         return device
 
     def columns(self, d: int) -> int:
-        """Return the number of eigenvectors of a `[d, d]` matrix that are kept: d, or fewer if the basis spans a
-        subspace.
+        """Return the number r of eigenvectors of a `[d, d]` matrix that are computed.
+
+        r is d, or less if the solver computes only the basis of a subspace.
         """
         return d
 
@@ -141,14 +148,14 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         """Return the basis of a `[N, d, d]`.
 
-        q: `[N, d, r]`, the basis before.
-        first: True at the first refresh, when q has no information yet.
+        q: `[N, d, r]`, the basis of the last refresh.
+        first: True at the first refresh, when q contains no information yet.
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
         """Return the result of `basis`, and a function that computes diag(Q^T A Q) with less work than a product with
         A.
 
-        The function is None if the solver cannot give the diagonal, which is the default.
+        Instead of the function, the default returns None, as does a solver that cannot compute the diagonal so.
         """
         return self.basis(a, q, first), None

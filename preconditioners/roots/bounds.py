@@ -1,6 +1,6 @@
-"""Sizes of symmetric matrices in O(d^2): bounds on the largest eigenvalue, and one estimate of it.
+"""Sizes of symmetric matrices in O(d^2) operations: bounds of the largest eigenvalue, and one estimate.
 
-Legend: N matrices of d rows; u is the rounding unit of the dtype.
+Legend: N is the number of matrices; d is the order of a matrix; u is the rounding unit of the dtype.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 
     @final
     def upper(self, a: Tensor) -> Tensor:
-        """Return the bound `[N]` for matrices a `[N, d, d]`, in units of a. It is 0 for a zero matrix. Entries are
-        scaled to at most 1 first, so that nothing overflows.
+        """Return the bound `[N]` for matrices a `[N, d, d]`, in units of a. The bound of a zero matrix is 0.
+
+        Entries are scaled to at most 1 first, so that no intermediate result overflows.
         """
         if a.numel() == 0:
             return a.new_zeros(a.shape[0])
@@ -37,15 +38,15 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 class GuaranteedBound(EigenvalueBound):
     """min(m + s sqrt(d - 1),  max_i (|A| x)_i / x_i) (1 + margin),  m = tr A / d,  s^2 = ||A - m I||_F^2 / d
 
-    The first term is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1). It is exact if all
-    eigenvalues except the largest are equal, and for positive semi-definite A at most the trace and the Frobenius norm.
-    The second term bounds the spectral radius of |A|, hence of A, for every x > 0 (Collatz 1942). x = |A| 1 holds the
-    row sums, by which the term is Minc's (1988) row-sum bound and at most the largest row sum. Entries of x below 2^-20
-    times the largest entry are raised to that value.
+    The first term is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1). This bound is exact
+    if all eigenvalues except the largest are equal, and for positive semi-definite A at most the trace and the
+    Frobenius norm. The second term bounds the spectral radius of |A|, hence of A, for every vector x > 0 (Collatz
+    1942). Here x = |A| 1 is the vector of row sums, with which the second term is Minc's (1988) row-sum bound and at
+    most the largest row sum. Entries of x below 2^-20 times the largest entry are raised to that value.
 
-    margin = (2 d + 10) machine epsilon covers rounding: a sum of d terms in any order has a relative error of at most d
-    u. The second term contains three such sums one after another, the first term two, and s is computed as a norm, not
-    as a difference of two traces. The bound is valid down to the smallest normal number.
+    margin = (2 d + 10) machine epsilon makes up for rounding errors: a sum of d terms in any order has a relative error
+    of at most d u. The second term contains three such sums one after another, the first term two, and s is computed as
+    a norm, not as a difference of two traces. The bound is valid down to the smallest normal number.
     """
 
     kind: Literal["guaranteed"] = "guaranteed"
@@ -62,7 +63,7 @@ class GuaranteedBound(EigenvalueBound):
 
 
 class FrobeniusBound(EigenvalueBound):
-    """||A||_F, at least the largest eigenvalue and at most sqrt(rank) times it."""
+    """||A||_F, at least the largest eigenvalue and at most sqrt(rank) times the largest eigenvalue."""
 
     kind: Literal["frobenius"] = "frobenius"
 
@@ -74,9 +75,9 @@ class FrobeniusBound(EigenvalueBound):
 class PowerIteration(EigenvalueBound):
     """factor * max_j ||A v_j|| after `steps` of  v_j <- A v_j / ||A v_j||,  for several start vectors v_j at once
 
-    This is an estimate, not a bound. Without the factor it is at most the largest eigenvalue; if the second eigenvalue
-    is near the largest, many steps are needed to come close. A factor of 2 makes up for few steps (DASH,
-    arXiv:2602.02016). The start vectors are deterministic: fractional parts of multiples of the golden ratio.
+    This is an estimate, not a bound. Without the factor, the estimate is at most the largest eigenvalue; if the second
+    eigenvalue is close to the largest, an accurate estimate needs many steps. A factor of 2 makes up for few steps
+    (DASH, arXiv:2602.02016). The start vectors are deterministic: fractional parts of multiples of the golden ratio.
     """
 
     kind: Literal["power_iteration"] = "power_iteration"
@@ -87,7 +88,7 @@ class PowerIteration(EigenvalueBound):
     def of_scaled(self, a: Tensor) -> Tensor:
         rows = torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device)
         columns = torch.arange(1, self.vectors + 1, dtype=a.dtype, device=a.device)
-        # not centred, because leading eigenvectors of statistics are often near a constant
+        # entries are in [-0.25, 0.75), not centred at 0: leading eigenvectors of statistics are often nearly constant
         v = (0.6180339887498949 * rows[:, None] * columns) % 1.0 - 0.25
         v = v.expand(len(a), -1, -1)
         for _ in range(self.steps):

@@ -1,15 +1,15 @@
-"""The choice between solvers with the same result in exact arithmetic, for an accelerator, by a table of times.
+"""The choice, on an accelerator, between solvers with the same result in exact arithmetic, by a table of times.
 
 CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) a full
-stack at once. On an accelerator a solver with `by_device: true` is therefore replaced by the fastest of the solvers
-whose `equal_to` accepts it, itself included. On a CPU it is never replaced, so that the bits of a recipe there do not
-depend on a table of times. The choice is made on the host and reads no values of tensors.
+stack at once. On an accelerator a solver with `by_device: true` is therefore replaced by the fastest of all solvers
+that have the same result, according to their `equal_to`. On a CPU a solver is never replaced, so that the bits of a
+recipe there do not depend on a table of times. The choice is made on the host and reads no values of tensors.
 
-`timings.json` holds the times, in the format of the reports of `make gpu`, with the source of each number. The choice
-depends on the device type, the order of the matrices and their dtype. It does not depend on the number of matrices in a
-stack: that number differs between ranks and between the slices of a spread refresh, and the same block would then have
-other bits on one rank than on two. The time of a row is divided by its batch. If several rows have the same order, the
-row with the largest batch is used.
+The file `timings.json` contains the times, in the format of the reports of `make gpu`, with the source of each number.
+The choice depends on the device type, the order of the matrices and their dtype. The choice does not depend on the
+number of matrices in a stack, because this number differs between ranks and between the slices of a spread refresh; the
+same block would then have other bits on one rank than on two. The time of a row is divided by its batch. If several
+rows have the same order, the row with the largest batch is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Solver = TypeVar("_Solver", RootSolver, BasisSolver)
 
 
 class ByDevice(Schedulable):
-    """A solver that an equal one may replace for matrices on an accelerator."""
+    """A solver that may be replaced, for matrices on an accelerator, by a faster solver with the same result."""
 
     by_device: bool = Field(
         default=False,
@@ -41,8 +41,9 @@ class ByDevice(Schedulable):
     )
 
     def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
-        """Return one line with the solver chosen for matrices `[N, order, order]` on an accelerator, the solvers that
-        it was compared with, and the times of all.
+        """Return one line about the choice for matrices `[N, order, order]` on an accelerator.
+
+        The line has the chosen solver, the solvers with which it was compared, and the times of all these solvers.
         """
         return choose_solver(self, device, order, dtype).why
 
@@ -54,9 +55,10 @@ class Timing:
     device: type of the device, as torch names it.
     card: model of the device.
     date: day of the measurement or publication, as year-month-day.
-    operation: kind of a solver. One call of it is timed.
-    order, batch: size and number of the matrices.
-    dtype: name of their dtype.
+    operation: kind of the solver of which one call was timed.
+    order: order of the matrices.
+    batch: number of the matrices.
+    dtype: name of the dtype of the matrices.
     milliseconds: time of one call for the whole batch.
     source: "measured", "read, not measured" or "estimated", followed by a colon and the origin of the number.
     """
@@ -80,10 +82,10 @@ def timings() -> tuple[Timing, ...]:
 
 
 class Estimate(NamedTuple):
-    """The time of one matrix.
+    """The estimated time for one matrix.
 
-    milliseconds: time of one matrix of a large stack.
-    timing: row of the table that it is computed from.
+    milliseconds: time for one matrix of a large stack.
+    timing: row of the table from which the time is computed.
     """
 
     milliseconds: float
@@ -91,7 +93,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
-    """Return the time of one matrix of a large stack, from the row with the smallest order >= `order`.
+    """Return the time for one matrix of a large stack, from the row with the smallest order >= `order`.
 
     Above the largest order of the table, times are extrapolated with the third power of the order. If there are
     measured rows, all other rows are ignored. A device type without rows is treated as CUDA. Return None if the table
@@ -110,10 +112,10 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
 
 
 class Choice(NamedTuple):
-    """The chosen solver.
+    """The chosen solver, and the reason.
 
-    solver: a RootSolver or BasisSolver.
-    why: text with its name, the names of the solvers that it was compared with, and the times of all.
+    solver: the solver.
+    why: text with the name of the solver, the names of the solvers with which it was compared, and the times of all.
     """
 
     solver: RootSolver | BasisSolver
@@ -141,8 +143,9 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
 
 
 def chosen(solver: _Solver, a: Tensor) -> _Solver:
-    """Return the solver for matrices a `[N, d, d]` on an accelerator: the fastest equal one if `solver` has
-    `by_device`, else `solver` itself.
+    """Return the solver to use for matrices a `[N, d, d]` on an accelerator.
+
+    If `solver` has `by_device`, this is the fastest solver with the same result, else `solver` itself.
     """
     if not (isinstance(solver, ByDevice) and solver.by_device):
         return solver
@@ -150,7 +153,7 @@ def chosen(solver: _Solver, a: Tensor) -> _Solver:
 
 
 def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
-    """Return True if eigendecompositions of matrices on a device are faster on the host, by the table."""
+    """Return True if, by the table of times, matrices on a device are decomposed faster on the host."""
     if device == "cpu":
         return False
     here, there = (estimate(where, "eigh", order, dtype) for where in (device, "cpu"))

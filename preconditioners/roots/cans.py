@@ -30,7 +30,7 @@ OKLS_SCHEDULE = (
 
 
 def _pairs(value: Any) -> Any:
-    """Return a list of lists, which YAML gives, as a tuple of tuples. Return other values unchanged."""
+    """Return a list of lists, as YAML has it, as a tuple of tuples. Return any other value unchanged."""
     rows = value if isinstance(value, (list, tuple)) else ()
     return tuple(tuple(row) if isinstance(row, list) else row for row in rows) if rows else value
 
@@ -38,14 +38,14 @@ def _pairs(value: Any) -> Any:
 class CANS(Iterative):
     """Y <- Y E,  Z <- E Z,  E = a I + b Z Y  over the pairs (a, b), from  Y = C,  Z = I:  Z tends to C^(-1/2)
 
-    Chebyshev-accelerated Newton-Schulz (CANS, arXiv:2506.10935). Y, Z `[N, d, d]`; C is A with its ridge, divided by
-    its size and by `safety`, so that its eigenvalues are in (0, 1). A step is three products for every matrix. No value
-    is tested, so the host never waits for a device. Accepts e = 1/2 and e = 1/4; 1/4 takes a second pass on the Y of
-    the first.
+    This is Chebyshev-accelerated Newton-Schulz (CANS, arXiv:2506.10935). Y and Z are `[N, d, d]`. C is the matrix A
+    plus its ridge, divided by its size and by `safety`, so that the eigenvalues of C are in (0, 1). A step is three
+    products for every matrix. No value is tested, so the host never waits for a device. The solver accepts the
+    exponents 1/2 and 1/4. For 1/4 there are two passes, the second with the Y of the first pass as C.
 
     The polynomial of the first pair is negative just above 1. An eigenvalue of C above 1 would converge to a root of
     the wrong sign, which the residual max |Z C Z - I| does not show. Therefore the size is a guaranteed bound times
-    `safety`, and the root is checked to be positive definite.
+    `safety`, and a root that is not positive definite counts as failed.
     """
 
     kind: Literal["cans"] = "cans"
@@ -73,8 +73,9 @@ class CANS(Iterative):
         return Solved(z, residual, torch.full_like(residual, steps, dtype=torch.int32))
 
     def _pass(self, c: Tensor, need_y: bool) -> tuple[Tensor, Tensor]:
-        """Return (Y, Z). Z is C^(-1/2). Y is C^(1/2) if `need_y`; else the last step skips Y, which must not be
-        used.
+        """Return (Y, Z), where Z is C^(-1/2) and Y is C^(1/2).
+
+        need_y: False if Y is not used. The last step then does not update Y.
         """
         c = c / self.safety
         y = zy = c

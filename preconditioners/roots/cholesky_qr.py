@@ -1,4 +1,4 @@
-"""Eigenbases by orthogonal iteration with Cholesky QR: matrix products and triangular solves instead of Householder."""
+"""Eigenbases by orthogonal iteration with Cholesky QR: products and triangular solves in place of Householder QR."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from .power_qr import PowerQR, householder, identity_order, ordered_step, same_s
 class CholeskyQR(BasisSolver):
     """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
 
-    in `rounds` rounds (CholeskyQR2, Yamamoto et al. 2015). The shift s is 4 d u in the first rounds, where u is the
-    rounding unit (Fukaya et al. 2020), and 0 in the last two rounds, or in the last of two. Columns of X are scaled to
-    length 1 first. This does not change Q, and makes X well-conditioned for any spectrum once Q is near the
-    eigenvectors. Columns of X that are only rounding, in the null space of A, are replaced by the columns of the old Q.
+    A `[N, d, d]` is the statistic, Q its basis, and orth is computed in `rounds` rounds (CholeskyQR2, Yamamoto et al.
+    2015). The shift s is 4 d u in the first rounds, where u is the rounding unit (Fukaya et al. 2020), and 0 in the
+    last two rounds; of two rounds, only the last has s = 0. Columns of X are scaled to length 1 first. The scaling does
+    not change Q, and makes X well-conditioned for any spectrum once Q is close to the eigenvectors. Columns of X in the
+    null space of A, which are rounding errors, are replaced by columns of the old Q.
 
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
-    all others, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such matrices
-    fail on a device. With `rounds: 4, wide: true` they are orthonormalized as well as by Householder QR (mixed
-    precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the solver with these settings.
+    all other directions, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such
+    matrices fail on a device. With `rounds: 4, wide: true` these matrices are orthonormalized as well as by Householder
+    QR (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the solver with these
+    settings.
 
-    On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device the host would
-    have to wait for the list of such matrices; there the matrix keeps its basis and counts as failed.
+    On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device, where the host
+    would have to wait for the list of such matrices, the matrix keeps its basis and counts as failed.
     """
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
@@ -70,8 +72,10 @@ class CholeskyQR(BasisSolver):
     def orthonormal(self, aq: Tensor, q: Tensor, checks: list[Tensor]) -> Tensor:
         """Return the orthonormal factor of aq, with the signs of q.
 
-        checks: a list. On a device a bool `[N]` is appended to it: False where the factor is not orthonormal, and q is
-        returned instead.
+        aq: A Q `[N, d, r]`.
+        q: Q, in whose direction each column of the result is oriented.
+        checks: list to which, on a device, a bool `[N]` is appended: False where the factor is not orthonormal, so that
+            q is returned instead.
         """
         x = _unit_columns(aq, q)
         new, good = self.cholesky(x)
@@ -86,8 +90,12 @@ class CholeskyQR(BasisSolver):
         return new
 
     def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (q, good). q are orthonormal columns with the span of the columns of x, which have length 1. good:
-        bool `[N]`, True where q is orthonormal up to `max_error`.
+        """Return (q, good).
+
+        q: orthonormal columns with the same span as the columns of x.
+        good: bool `[N]`, True where q is orthonormal up to `max_error`.
+
+        x: columns of length 1, `[N, d, r]`.
         """
         for number in range(self.rounds):
             shifted = number < max(1, self.rounds - 2)
@@ -97,7 +105,10 @@ class CholeskyQR(BasisSolver):
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:
-    """Return X R^-1 with R^T R = X^T X + s I. s is 4 d u if shifted, else 0."""
+    """Return X R^-1 with R^T R = X^T X + s I.
+
+    shifted: True for s = 4 d u, False for s = 0.
+    """
     gram = torch.bmm(x.mT, x)
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps if shifted else 0
     lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram + shift * identity_like(gram) if shifted else gram)
@@ -111,8 +122,9 @@ def _divided(x: Tensor, lower: Tensor) -> Tensor:
 
 
 def _unit_columns(aq: Tensor, q: Tensor) -> Tensor:
-    """Return the columns of aq scaled to length 1. A column that is only rounding is replaced by the column of q with
-    its index.
+    """Return the columns of aq scaled to length 1.
+
+    A column that is a rounding error of 0 is replaced by the column of q with the same index.
     """
     size = torch.linalg.vector_norm(aq, dim=-2, keepdim=True)  # [N, 1, d]
     live = size > torch.finfo(aq.dtype).eps * aq.shape[-2] * size.amax(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Inverse roots by the coupled Newton iteration: matrix products only (Iannazzo 2006; Higham 2008, section 7.3).
 
-A coupled iteration updates two or three matrices together, one of which tends to I. `Coupled` runs such iterations and
-decides when they stop.
+A coupled iteration updates two or three matrices together, of which one tends to I. `Coupled` runs such iterations and
+decides when each matrix stops.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .decompositions import Eigh
 from .iterative import Iterative, Solved, largest_entry, product
 
 Iterates = tuple[Tensor, ...]
-"""Matrices `[N, d, d]` of one step. The last one tends to I."""
+"""Matrices `[N, d, d]` of one step of an iteration. The last one tends to I."""
 
 
 class Best(NamedTuple):
     """The result of an iteration.
 
-    state: for each matrix of the stack, the iterate with the least error.
-    error: `[N]`, ||M - I|| of that iterate.
-    steps: `[N]`, number of steps that each matrix ran.
+    state: for each matrix of the stack, the iterate with the smallest error.
+    error: `[N]`, ||M - I|| of that iterate, with M the matrix that tends to I.
+    steps: `[N]`, number of steps that were run for each matrix.
     """
 
     state: Iterates
@@ -41,13 +41,14 @@ class Best(NamedTuple):
 class Coupled(Iterative):
     """X_k -> C^(-1/p),  M_k = X_k^p C -> I `[N, d, d]`:  the X_k with the least ||M_k - I||, k <= max_iterations
 
-    In floating point ||M - I|| grows again once it has reached the level of rounding. Every matrix therefore keeps its
-    best iterate, and stops when its error no longer falls. The residual is the least error; it has no unit.
+    C is the scaled matrix, X_k the iterate of step k, and p an integer. In floating point ||M - I|| grows again once it
+    is as small as rounding errors. For every matrix, the best iterate is therefore kept, and the iteration stops when
+    the error no longer falls. The residual is the smallest error, and has no unit.
 
-    The eigenvalues of M rise to 1 one after the other. A single eigenvalue near 0 gives an error of 1 in the Frobenius
-    norm, but possibly only 1 / d in the largest entry. With `norm: max`, the rule of Distributed Shampoo, the root of a
-    large matrix may therefore pass `max_error` although it is wrong by a large factor in the direction of the smallest
-    eigenvalue.
+    The eigenvalues of M rise to 1 one after the other. A single eigenvalue close to 0 causes an error of 1 in the
+    Frobenius norm, but possibly only of 1 / d in the largest entry. With `norm: max`, the rule of Distributed Shampoo,
+    the root of a large matrix may therefore satisfy `max_error` although the root is wrong by a large factor in the
+    direction of the smallest eigenvalue.
     """
 
     max_iterations: int = Field(default=40, ge=1, le=200, description="bound on the steps")
@@ -71,7 +72,11 @@ class Coupled(Iterative):
     )
 
     def run(self, state: Iterates, step: Callable[[Iterates, int], Iterates]) -> Best:
-        """Run state, step(state), ... until all matrices are done. Return the best iterate of each."""
+        """Run steps until all matrices are done. Return the best iterate of each matrix.
+
+        state: the iterates before the first step.
+        step: function of (iterates, number of the step) that returns the next iterates.
+        """
         eye = identity_like(state[-1])
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
@@ -91,31 +96,39 @@ class Coupled(Iterative):
         return Best(best, error, steps)
 
     def _judged(self, new: Tensor, error: Tensor, first: bool, d: int) -> tuple[Tensor, Tensor]:
-        """Return (better, ended), two bool `[N]`. better: the iterate is better than all before it. ended: no better
-        iterate will follow.
+        """Return (better, ended), two tensors of bool `[N]`.
+
+        better: True where the new iterate is better than all iterates before.
+        ended: True where no better iterate is expected.
+
+        new: `[N]`, error of the new iterate.
+        error: `[N]`, smallest error so far.
+        first: True in the first step.
         """
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # eigenvalues of M_0 may exceed 1, and the first step may raise ||M - I||; after it they are in (0, 1]
+        # eigenvalues of M_0 may exceed 1, and the first step may raise ||M - I||; later eigenvalues are in (0, 1]
         better = (new < error) | first
-        # the error may rise while part of the spectrum is far from 1; near 1 a rise is rounding and ends the iteration
+        # the error may rise while some eigenvalues are far from 1; otherwise a rise is caused by rounding, and the
+        # iteration ends
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 
     def _distance(self, rest: Tensor) -> Tensor:
-        """Return the norm of M - I `[N]`."""
+        """Return the norm of `rest`, which is M - I, for each matrix, `[N]`."""
         return largest_entry(rest) if self.norm == "max" else block_norm(rest)
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a b in the declared precision."""
+        """Return the products a b of stacks of matrices, with factors rounded to the field `precision`."""
         return product(a, b, self.precision)
 
     def newton(self, state: Iterates, p: int, order: int) -> Iterates:
         """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i
 
-        b_i = prod over j <= i of (1 + (j - 1) p) / (j p): T is the truncated series of M^(-1/p) around I. Products are
-        computed with T - I and T^p - I. Both tend to 0 as M tends to I, and so does the rounding error of the products.
+        Return the next (X, M). With b_i = prod over j <= i of (1 + (j - 1) p) / (j p), T is the truncated series of
+        M^(-1/p) around I. Products are computed with T - I and T^p - I, which tend to 0 as M tends to I, so that the
+        rounding errors of the products tend to 0, too.
         """
         x, m = state
         eye = identity_like(m)
@@ -144,7 +157,10 @@ class Coupled(Iterative):
 
 def rational(kind: str, exponent: Fraction) -> str | None:
     """Return the reason why a solver that computes p-th roots and then q-th powers does not accept the exponent q/p.
-    None: the exponent is accepted.
+
+    Return None if the exponent is accepted.
+
+    kind: kind of the solver, for the message.
     """
     if exponent.denominator > 64 or exponent.numerator > 8:
         return f"{kind} takes exponents q/p with p <= 64 and q <= 8, got {exponent}"
@@ -152,18 +168,19 @@ def rational(kind: str, exponent: Fraction) -> str | None:
 
 
 _LEAST_RIDGE = 8
-"""Smallest relative ridge, in units of machine epsilon, for which the iteration may replace `eigh` (`equal_to`). The
-ridge is relative to the largest eigenvalue. With 8 the float32 roots of singular matrices of order 32 and 256 differ
-from those in float64 by 0.7 %; float32 roots by `eigh` differ by 6 %.
+"""Smallest ridge for which the iteration may replace `eigh` (`equal_to`), in units of machine epsilon times the largest
+eigenvalue. With 8, the float32 roots of singular matrices of order 32 and 256 differ from float64 roots by 0.7 %;
+float32 roots by `eigh` differ by 6 %.
 """
 
 
 class CoupledNewton(Coupled):
     """X <- X T,  M <- T^p M,  T = ((p + 1) I - M) / p,  from  X = z^(1/p) I,  M = z C,  z = (1 + p) / 2
 
-    Iannazzo 2006; Higham 2008, section 7.3. X `[N, d, d]` tends to C^(-1/p) and M to I; convergence is quadratic for
-    eigenvalues of z C in (0, p + 1). The root C^(-q/p) is the q-th power of X. C is A with its ridge, divided by its
-    size. Accepts e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
+    This is the iteration of Iannazzo 2006 (Higham 2008, section 7.3). C is the matrix A plus its ridge, divided by its
+    size. X `[N, d, d]` tends to C^(-1/p) and M to I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The
+    root C^(-q/p) is the q-th power of X. The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is
+    ||M - I||.
 
     Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max. In JAX: relative_to
     power_iteration (steps 100), norm max, stop rise, growth 1.2, max_iterations 100, retries 5, retry_above 0.05.

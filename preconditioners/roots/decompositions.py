@@ -1,6 +1,6 @@
-"""Solvers by one decomposition of each matrix: roots and bases by `eigh`, inverses by Cholesky.
+"""Solvers that decompose each matrix once: roots and bases by `eigh`, inverses by Cholesky.
 
-All eigendecompositions of the library go through `eigh` below, which handles their failures.
+All eigendecompositions of the library are computed by `eigh` below, which handles failures.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return eigenvalues `[N, d]` in ascending order, eigenvectors `[N, d, d]`, and bool `[N]`, False for failures.
 
     A failure is an error of LAPACK, or a result with nan: on a CPU, divide and conquer in float32 returns nan without
-    an error for some finite singular matrices. A decomposition that fails in float32 is repeated in float64. If that
-    fails too, the result is the decomposition of the identity. On other devices a test for nan would make the host
-    wait, so results with nan are replaced by the decomposition of the identity without a second attempt.
+    an error for some finite singular matrices. A decomposition that fails in float32 is repeated in float64. If the
+    second attempt fails too, the result is the decomposition of the identity. On other devices, where a test for nan
+    would make the host wait, a result with nan is replaced by the decomposition of the identity without a second
+    attempt.
 
-    host: if True, copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
+    host: True to copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
     """
     if host and not a.is_cpu:
         values, vectors, ok = on_host(eigh, a)
@@ -64,7 +65,7 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
     """Return a basis of eigenvectors by descending eigenvalue, computed by an eigendecomposition.
 
-    columns: number of eigenvectors. None: all.
+    columns: number of eigenvectors; None for all.
     host: as in `eigh`.
     """
     _, vectors, ok = eigh(a, host)
@@ -72,8 +73,10 @@ def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = Fal
 
 
 def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose matrices one after another, so that one failure does not affect the others. dtype: dtype of the
-    results.
+    """Decompose matrices one after another, so that the failure of one matrix does not affect any other matrix.
+
+    dtype: dtype of the results.
+    ok: bool `[N]`, False for matrices that count as failed in any case.
     """
     values, vectors, fine = [], [], []
     for matrix in a:
@@ -90,10 +93,9 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (A / max |A|, bool `[N]`: True where A is finite).
+    """Return (A / max |A|, bool `[N]`). The bool is True where A is finite. Elsewhere the scaled matrix is 0.
 
-    Products with the scaled matrices cannot overflow, and their eigenvectors are those of A. The result is 0 where A is
-    not finite.
+    Products with scaled matrices cannot overflow. A scaled matrix has the same eigenvectors as A.
     """
     ok = finite_blocks(a)
     a = where_blocks(ok, a, 0.0)
@@ -109,22 +111,23 @@ def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
 class Eigh(RootSolver, ByDevice):
     """Q diag(f(lambda))^(-e) Q^T  with A = Q diag(lambda) Q^T `[N, d, d]`;  `deficiency` chooses f, for singular A.
 
+    f(lambda) for each value of `deficiency`, with lambda the eigenvalues and r the ridge:
+
     add: max(lambda, 0) + r.
     floor: max(lambda, r).
-    clip_shift: lambda + r - min(0, least lambda) (Shi et al. 2023, section 3.2.1; the ridge is added once).
-    perturb_before: the same with the ridge inside the decomposition (the default of Distributed Shampoo): the
-        eigenvalues of A + r I, shifted so that the least is at least r. The result equals clip_shift up to rounding,
-        but the matrix that is decomposed is not singular.
-    pseudo_inverse: eigenvalues up to max(r, atol, rtol * lambda_max) are 0 in the root.
+    clip_shift: lambda + r - min(0, smallest lambda) (Shi et al. 2023, section 3.2.1; the ridge is added once).
+    perturb_before: the eigenvalues of A + r I, shifted so that the smallest is at least r (the default of Distributed
+        Shampoo). The result equals clip_shift up to rounding, but the matrix that is decomposed is not singular.
+    pseudo_inverse: lambda, but eigenvalues up to max(r, atol, rtol * lambda_max) are left out of the root.
 
-    The ridge r is eps, or eps * lambda_max if `relative`; it is in units of A. Every exponent e > 0 is accepted. Each
+    The ridge r is eps, or eps * lambda_max if `relative`, and is in units of A. Every exponent e > 0 is accepted. Each
     eigenvalue has a rounding error of about d u lambda_max, where u is the rounding unit, so a smaller r has no effect.
     The solver fails where A or the root is not finite. A decomposition that does not converge in float32 is repeated in
     float64.
 
     With `by_device` a faster solver may replace this one on an accelerator: decompositions on the host, or
-    `coupled_newton` with the same ridge. The latter requires a ridge that is relative, added to all eigenvalues, and
-    above rounding.
+    `coupled_newton` with the same ridge. `coupled_newton` requires a ridge that is relative, added to all eigenvalues,
+    and larger than rounding errors.
     """
 
     kind: Literal["eigh"] = "eigh"
@@ -187,8 +190,10 @@ class Eigh(RootSolver, ByDevice):
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:
-        """Return the eigenvalues `[N, d]` after the rule `deficiency`. A result of 0 marks an eigenvalue that is left
-        out of the root.
+        """Return f(lambda) `[N, d]` by the field `deficiency`. A result of 0 marks an eigenvalue that is left out of
+        the root.
+
+        values: eigenvalues lambda `[N, d]`; with `perturb_before`, the eigenvalues of A + r I.
         """
         if values.shape[1] == 0:
             return values
@@ -243,9 +248,9 @@ class CholeskyInverse(RootSolver):
 class EighBasis(BasisSolver):
     """Eigenvectors by eigendecomposition, columns by descending (or ascending) eigenvalue.
 
-    With a tolerance a matrix keeps its basis bit for bit, order included, while ||B - diag B||_F <= tolerance ||B||_F
-    for B = Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU such a matrix is not decomposed. On a device,
-    where a test would make the host wait, all matrices are decomposed and the results are masked.
+    With a tolerance, a matrix A keeps its basis Q bit for bit as long as ||B - diag B||_F <= tolerance ||B||_F for B =
+    Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU such a matrix is not decomposed. On a device, where a
+    test would make the host wait, all matrices are decomposed and the results are masked.
     """
 
     kind: Literal["eigh"] = "eigh"
@@ -277,6 +282,6 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Return (eigenvectors in the declared order, None, bool `[N]`: False where the decomposition failed)."""
+        """Return the fields of a `Basis`: eigenvectors in the declared order, None, bool `[N]` (False for failures)."""
         _, vectors, ok = eigh(a, self.on_host)
         return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

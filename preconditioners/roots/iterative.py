@@ -30,10 +30,10 @@ Precision = Literal["input", "bfloat16", "float16"]
 class Solved(NamedTuple):
     """The result of one solve.
 
-    root: `[N, d, d]`, a matrix whose power with exponent `power` is C^-e.
+    root: `[N, d, d]`, a matrix X for which X^power = C^-e, with C the matrix and e the exponent of the solve.
     residual: `[N]`, the solver's measure of the error.
     iterations: `[N]`, number of steps of each matrix.
-    power: a whole number, see `root`.
+    power: positive integer.
     """
 
     root: Tensor
@@ -45,15 +45,15 @@ class Solved(NamedTuple):
 class Iterative(RootSolver):
     """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
 
-    The ridge is added in this class only: r = max(eps * size, floor), or max(eps, floor) if not `relative`, where size
-    is `relative_to` of A. If t is an upper bound, the eigenvalues of C are in [r / t, 1]. t, r and `floor` are in units
-    of A.
+    A is the matrix and e the exponent. The ridge is added in this class only: r = max(eps * size, floor), or max(eps,
+    floor) if not `relative`, where size is the size of A by `relative_to`. If t is an upper bound, the eigenvalues of C
+    are in [r / t, 1]. t, r and `floor` are in units of A.
 
-    A matrix fails if its root is not finite, if the residual (which has no unit) is not below `max_error`, or if the
-    root has no Cholesky factor: the iterations have fixed points with eigenvalues of the wrong sign, which the residual
-    of an even power does not show. A matrix that is not finite fails; the identity is solved in its place. Failures are
-    solved again up to `retries` times, each time with ten times the ridge. Products never mix matrices, so results of
-    other matrices do not change by a bit.
+    A matrix fails if it or its root is not finite, if the residual (which has no unit) is not below `max_error`, or if
+    the root has no Cholesky factor. The last test is needed because the iterations have fixed points with eigenvalues
+    of the wrong sign, which the residual of an even power does not show. In place of a matrix that is not finite, the
+    identity is solved. Failures are solved again up to `retries` times, each time with ten times the ridge. Products
+    never mix matrices, so results of other matrices do not change by a bit.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
@@ -89,7 +89,9 @@ class Iterative(RootSolver):
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
         """Return a root of C^-e.
 
-        ridge: the ridge inside C, in units of the size of A. 0: the ridge is not known on the host.
+        c: C `[N, d, d]`.
+        exponent: e.
+        ridge: the ridge that C contains, in units of the size of A; 0 if the ridge is not known on the host.
         """
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
@@ -108,7 +110,7 @@ class Iterative(RootSolver):
                     break
                 again = self._attempt(a[rows], exponent, 10.0**attempt)
                 again = Root(*(old.index_copy(0, rows, new) for old, new in zip(found, again, strict=True)))
-            else:  # a traced graph cannot select failures: all matrices are solved again
+            else:  # a traced graph cannot select the failed matrices, so all matrices are solved again
                 again = self._attempt(a, exponent, 10.0**attempt)
             better = failed & again.ok & (~found.ok | (again.residual < found.residual))
             found = Root(*(torch.where(per_block(better, x), y, x) for x, y in zip(found, again, strict=True)))
@@ -121,7 +123,10 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Return the roots of one attempt. times: number that the ridge is multiplied by."""
+        """Return the roots of one attempt.
+
+        times: factor by which the ridge is multiplied.
+        """
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)
@@ -138,8 +143,10 @@ class Iterative(RootSolver):
         return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
 
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
-        """Return (size, ridge), both `[N]`. The size is at least the absolute ridge. The ridge is in units of the size,
-        and 1 for a zero matrix.
+        """Return (size, ridge), `[N]` each.
+
+        size: bound by `scaling` of A, but at least the absolute ridge.
+        ridge: ridge in units of `size`; 1 for a zero matrix.
         """
         none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times
         upper = self.scaling.upper(a)
@@ -152,11 +159,11 @@ class Iterative(RootSolver):
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return the products a b of stacks of matrices. Factors are rounded to `precision`; sums and results have at least
-    float32.
+    """Return the products a b of stacks of matrices.
 
-    float16 has a small range. Its factors are therefore first scaled to at most 1 in size, by powers of two, which is
-    exact. On a CPU the rounding is emulated: results have the same rounding as on a device, but no time is saved.
+    Factors are rounded to `precision`; sums and results have at least float32. Because float16 has a small range,
+    factors in float16 are first divided by powers of two, which is exact, so that no entry exceeds 1. On a CPU the
+    rounding is emulated: results are rounded as on a device, but no time is saved.
     """
     if precision == "input":
         return torch.bmm(a, b)
@@ -167,7 +174,7 @@ def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
 
 
 def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a b with factors rounded to a dtype and sums in float32."""
+    """Return the products a b, with factors rounded to a dtype and sums in float32."""
     low, lower = a.to(dtype), b.to(dtype)
     if a.device.type == "cuda":
         return torch.bmm(low, lower, out_dtype=torch.float32).to(a.dtype)
@@ -175,9 +182,7 @@ def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _at_most_one(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (a / power, power). power `[N, 1, 1]` is a power of two with which no entry of a / power is larger than
-    1.
-    """
+    """Return (a / power, power), where power `[N, 1, 1]` is a power of two and no entry of a / power exceeds 1."""
     size = a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)).log2().ceil().exp2()
     return a / size, size
 

@@ -1,9 +1,10 @@
 """Eigenbases by orthogonal iteration: a power step from the last basis, then a QR (Vyas et al. 2024, Algorithm 4).
 
-`AdaptiveQR` makes as many steps as each matrix needs. The functions of this module are shared by all solvers that start
-from the last basis.
+`PowerQR` makes a fixed number of steps, and `AdaptiveQR` as many steps as each matrix needs. The functions of this
+module are used by all solvers that start from the last basis.
 
-Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, the old index of each column.
+Legend: A `[N, d, d]` are N matrices; Q `[N, d, r]` has r <= d orthonormal columns; o `[N, r]` is the old index of each
+column.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from .by_device import ByDevice, chosen, decomposed_on_host
 from .decompositions import leading_eigenvectors, off_diagonal, unit_sized
 
 Orthonormal = Callable[[Tensor, Tensor], Tensor]
-"""(A Q, Q) -> the orthonormal factor of A Q, with the signs of Q."""
+"""Function of (A Q, Q) that returns the orthonormal factor of A Q, with the signs of Q."""
 
 
 class PowerQR(BasisSolver, ByDevice):
     """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
 
-    With sorted columns, single steps over many refreshes converge to the eigenvectors: orthogonal iteration needs the
-    dominant columns first (Rutishauser). In ascending order the iteration does not converge.
+    A `[N, d, d]` is the statistic, and Q `[N, d, r]` its basis. With sorted columns, single steps over many refreshes
+    converge to the eigenvectors, because orthogonal iteration needs the dominant columns first (Rutishauser). In
+    ascending order the iteration does not converge.
 
     With `by_device`, on an accelerator `cholesky_qr` replaces this solver if it is faster, and the first
     eigendecomposition is computed on the host if that is faster.
@@ -79,7 +81,10 @@ class PowerQR(BasisSolver, ByDevice):
 
 
 def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
-    """Return o and the QR factors of A Q[:, o]. For a matrix A of zeros, o keeps the order of q, and the basis is q."""
+    """Return o and the QR factors of A Q[:, o], where o sorts columns by descending diag(Q^T A Q).
+
+    For a matrix A of zeros, the order of the columns and the basis do not change.
+    """
     aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
     descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
     return descending, QRFactors.of(_columns(aq, descending), q)
@@ -91,46 +96,62 @@ def identity_order(q: Tensor) -> Tensor:
 
 
 def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
-    """Return the basis and the order of its columns after one step of orthogonal iteration. Columns are first sorted by
-    descending diag(Q^T A Q). aq: A Q.
+    """Return the basis and the order of its columns after one step of orthogonal iteration.
+
+    Columns are first sorted by descending diag(Q^T A Q).
+
+    aq: A Q.
+    order: `[N, r]`, the order of the columns of q with respect to the basis of the last refresh.
+    orthonormal: function that orthonormalizes A Q.
     """
     aq, q, order = in_order(aq, q, order)
     return orthonormal(aq, q), order
 
 
 def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return aq, q and order with columns sorted by descending diag(Q^T A Q). aq: A Q."""
+    """Return aq, q and order with columns sorted by descending diag(Q^T A Q).
+
+    aq: A Q.
+    """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
     return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
 
 
 def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
-    """Return diag(Q^T A Q) `[N, r]`. aq: A Q, with the entries of each column contiguous in memory."""
+    """Return diag(Q^T A Q) `[N, r]`.
+
+    aq: A Q, with the entries of each column contiguous in memory.
+    """
     by_columns = torch.mul(q, aq) if q.mT.is_contiguous() else transposed(q).mT.mul_(aq)
     return by_columns.sum(-2)
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """Return the columns of x `[N, d, r]` in the order `[N, r]`. Columns that were contiguous in memory stay
-    contiguous.
+    """Return the columns of x `[N, d, r]` in the order `[N, r]`.
+
+    If the columns of x are contiguous in memory, the columns of the result are contiguous, too.
     """
     return reordered(x.mT, 0, order).mT if x.mT.is_contiguous() else reordered(x, 1, order)
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
-    """Return the Q of qr(aq), with signs for which no column points away from that of q. aq is scaled first, so that no
-    size of A over- or underflows.
+    """Return the orthonormal factor of qr(aq), with signs for which no column has a negative product with that of q.
+
+    aq is scaled first, so that the QR neither over- nor underflows for any size of A.
+
+    aq: A Q.
+    q: Q.
     """
     return same_signs(QRFactors.of(aq, q).q, q)
 
 
 class QRFactors(NamedTuple):
-    """The QR factors of X `[N, d, r]`. R is kept in the packed form of LAPACK, because few callers need R.
+    """The factors Q and R of a QR decomposition of X `[N, d, r]`. R stays packed, because few callers need it.
 
-    q: `[N, d, r]`, with the entries of each column contiguous in memory, as LAPACK returns them.
-    packed: `[N, d, r]`, R above and on the diagonal, without the factors `scale`. Below the diagonal are the
-        Householder vectors.
-    scale: `[N, r]`, the numbers by which the rows of R in `packed` must be multiplied. They are 0 where X is 0.
+    q: `[N, d, r]`, Q, with the entries of each column contiguous in memory, as LAPACK returns them.
+    packed: `[N, d, r]`, the packed form of LAPACK: R on and above the diagonal, not yet multiplied by `scale`, and
+        Householder vectors below the diagonal.
+    scale: `[N, r]`, factor by which each row of R in `packed` must be multiplied; 0 where X is 0.
     finite: bool `[N]`, True where X is finite.
     """
 
@@ -152,8 +173,13 @@ class QRFactors(NamedTuple):
         return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
-        """Return diag(Q^T A Q) `[N, d]`, if X is A q[:, order] for a square q. Since q q^T = I it is the diagonal of R
-        q[:, order]^T Q. rotation: q^T Q.
+        """Return diag(Q^T A Q) `[N, d]`, if X is A q[:, order] for a square q.
+
+        Since q q^T = I, this is the diagonal of R q[:, order]^T Q. The method overwrites the Householder vectors in
+        `packed` with zeros.
+
+        order: `[N, d]`.
+        rotation: q^T Q `[N, d, d]`.
         """
         sorted_rows = _columns(rotation.mT, order).mT
         triangle = self.packed.mT.tril_()  # in place: the Householder vectors below the diagonal are no longer needed
@@ -161,10 +187,12 @@ class QRFactors(NamedTuple):
 
 
 def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (x / unit, unit, finite), with finite: bool `[N]`, True where x is finite.
+    """Return (x / unit, unit, finite).
 
-    x / unit is replaced by q where x is 0 or not finite. unit `[N]` is 0 where x is 0; None means that it is 1 for all
-    blocks.
+    x / unit: x scaled to a size at which squares of entries neither over- nor underflow. Where x is 0 or not finite, it
+        is replaced by q.
+    unit: `[N]`, 0 where x is 0; None if unit is 1 for all blocks.
+    finite: bool `[N]`, True where x is finite.
     """
     norm = torch.linalg.vector_norm(x, dim=(-2, -1))
     far = torch.finfo(x.dtype).max ** 0.4
@@ -179,24 +207,26 @@ def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q `[N, d, r]` and R of x, R as LAPACK packs it."""
+    """Return Q `[N, d, r]` of a QR decomposition of x, and R in the packed form of LAPACK."""
     d = x.shape[-2]
     if x.device.type == "cpu" and d * x.element_size() % _SAME_SET == 0:
         x = _below_by_zeros(x)
-    # Householder vectors to Q directly: torch.linalg.qr would also copy R
+    # computes Q from the Householder vectors directly, because torch.linalg.qr would also copy R
     packed, tau = torch.geqrf(x)
     return torch.linalg.householder_product(packed, tau)[..., :d, :], packed[..., :d, :]
 
 
 _SAME_SET = 4096
-"""Distance between columns, in bytes, whose multiples make columns compete for one set of a CPU's first-level cache. A
-QR of order 1024 then takes 1.3 times as long.
+"""Number of bytes. If the distance between columns is a multiple of this number, all columns compete for one set of a
+CPU's first-level cache, and a QR of order 1024 takes 1.3 times as long.
 """
 
 
 def _below_by_zeros(x: Tensor) -> Tensor:
-    """Return x `[N, d, r]` with 16 rows of zeros appended, which do not change R or the first d rows of Q. The distance
-    between columns is then no longer a multiple of `_SAME_SET` bytes.
+    """Return x `[N, d, r]` with 16 rows of zeros appended, `[N, d + 16, r]`.
+
+    The zeros do not change R or the first d rows of Q. With the zeros, the distance between columns is not a multiple
+    of `_SAME_SET` bytes.
     """
     n, d, r = x.shape
     longer = x.new_zeros(n, r, d + 16).mT
@@ -205,8 +235,8 @@ def _below_by_zeros(x: Tensor) -> Tensor:
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
-    """Return `new` with columns multiplied by 1 or -1, so that none points away from the column of q with the same
-    index.
+    """Return `new` with columns multiplied by 1 or -1, so that no column has a negative product with the column of q
+    that has the same index.
     """
     return new * signs((new * q).sum(-2, keepdim=True))
 
@@ -214,9 +244,10 @@ def same_signs(new: Tensor, q: Tensor) -> Tensor:
 class AdaptiveQR(BasisSolver):
     """Q <- qr(A Q[:, o]).Q  until ||B - diag B||_F <= tolerance ||B||_F;  B = Q^T A Q, o = columns by descending diag B
 
-    The ratio ||B - diag B||_F / ||B||_F is the relative error of Q diag(B) Q^T as an approximation of A. A matrix whose
-    basis is good enough keeps the basis bit for bit, and on a CPU takes no further step. On a device, where a test
-    would make the host wait, `max_steps` are run for all matrices, and results of finished matrices are masked.
+    A `[N, d, d]` is the statistic, and Q its basis. The ratio ||B - diag B||_F / ||B||_F is the relative error of Q
+    diag(B) Q^T as an approximation of A. A matrix whose ratio is small enough keeps its basis bit for bit, and on a CPU
+    no further step is computed for it. On a device, where a test would make the host wait, `max_steps` steps are
+    computed for all matrices, and results of finished matrices are masked.
     """
 
     kind: Literal["adaptive_qr"] = "adaptive_qr"
@@ -234,8 +265,9 @@ class AdaptiveQR(BasisSolver):
         return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and its order of columns. All steps are run for every matrix, and results of finished
-        matrices are masked.
+        """Return the new basis and the order of its columns.
+
+        All steps are computed for every matrix, and results of finished matrices are masked.
         """
         order = identity_order(q)
         for _ in range(self.max_steps):
@@ -247,8 +279,9 @@ class AdaptiveQR(BasisSolver):
         return q, order
 
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and its order of columns. A matrix takes no further step once its basis is good
-        enough.
+        """Return the new basis and the order of its columns.
+
+        Each step is computed only for matrices whose basis is not good enough yet.
         """
         q, order = q.clone(), identity_order(q).clone()
         rows = torch.arange(len(q), dtype=torch.int64, device=q.device)

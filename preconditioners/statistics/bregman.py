@@ -1,4 +1,4 @@
-"""Factors whose contributions are whitened by the other factors: KL-Shampoo and related methods."""
+"""Statistics whose contributions are whitened by the factors of all other axes: KL-Shampoo and related methods."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from .statistic import Contribution, Powers, Statistic
 class Bregman(Statistic):
     """O_L = G R^(q-1) G^T / Tr(R^q),  O_R = G^T L^(q-1) G / Tr(L^q);  any order: G is whitened on all other axes.
 
-    O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector.
-    Fixed points minimize a trace-power Bregman divergence between E[g g^T] and L x R (Liu et al. 2026). q = 2:
-    Frobenius. q = 1: von Neumann, where L x R is Shampoo's L x R / trace. q = 1/2: square root, the objective of
-    PSGD-Kron. q = 0: Kullback-Leibler, KL-Shampoo (Lin et al. 2025, arXiv:2509.03378).
+    O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector,
+    and L x R is the Kronecker product. Fixed points minimize a trace-power Bregman divergence between E[g g^T] and L x
+    R (Liu et al. 2026), which is the Frobenius divergence for q = 2, von Neumann's for q = 1 (L x R is then Shampoo's L
+    x R / trace), the square root's for q = 1/2 (the objective of PSGD-Kron), and Kullback and Leibler's for q = 0
+    (KL-Shampoo, Lin et al. 2025, arXiv:2509.03378).
 
-    Powers of R are computed from what the stage stores: inverse roots (`shampoo`), or a basis Q with the eigenvalues
-    diag(Q^T R Q) (`eigenbasis`). With `order: jacobi` all axes read the old factors of the others; with `gauss_seidel`
-    each factor is refreshed before the next axis reads it (Duvvuri et al. 2024, CASPR's adaptive form).
+    Powers of R are computed from the tensors that the stage stores: inverse roots (`shampoo`), or a basis Q with the
+    eigenvalues diag(Q^T R Q) (`eigenbasis`). With `order: jacobi` the contributions to all factors are computed from
+    the old factors. With `gauss_seidel` each factor is refreshed before it is read for the next axis (Duvvuri et al.
+    2024, CASPR's adaptive form).
 
-    A factor without data, or without a root or basis yet, is replaced by r I. With `first: rms` r = RMS(G)^(2/k) for k
-    factors, so that all factors have one unit; with `first: identity` r = 1. A factor of few gradients is singular, and
-    whitening by its root without a ridge distorts the running mean for a long time: set `refresh.start` so late that
-    factors have full rank.
+    A factor without data, or whose root or basis has not been computed yet, is replaced by r I. With `first: rms` r =
+    RMS(G)^(2/k) for k factors, so that all factors have one unit; with `first: identity` r = 1. A factor of few
+    gradients is singular, and whitening by its root without a ridge distorts the running mean for a long time.
+    Therefore set `refresh.start` so late that factors have full rank.
     """
 
     kind: Literal["bregman"] = "bregman"
@@ -103,7 +105,7 @@ class Bregman(Statistic):
         return _Whitening(power.left, power.right, half, known, trace)
 
     def _unknown(self, state: State, x: Tensor) -> Tensor:
-        """Return r `[N]`: a factor without data is replaced by r I."""
+        """Return r `[N]` for the matrix r I that replaces a factor without data."""
         if self.first == "identity":
             return x.new_ones(x.shape[0])
         factors = sum(self.has(state, axis) for axis in range(len(state.block)))
@@ -114,9 +116,9 @@ class Bregman(Statistic):
 class _Whitening(NamedTuple):
     """The map that whitens a gradient along one axis, for the contributions to the factors of all other axes.
 
-    left, right: factors of the power, as in `Power`.
-    half: `[N]`, unit^((q - 1) / 2), with which each half of the power is multiplied. None: the axis has no factor.
-    known: bool `[N]`, True where the power is known. None: it is known for all blocks.
+    left, right: the two matrices whose product is the power q - 1 of the factor, as in `Power`.
+    half: `[N]`, unit^((q - 1) / 2), by which `left` and `right` are multiplied. None: the axis has no factor.
+    known: bool `[N]`, True where the power is known. None: the power is known for all blocks.
     trace: `[N]`, the divisor of contributions: the trace of the power q of the factor, or the length of the axis.
     """
 
@@ -127,15 +129,17 @@ class _Whitening(NamedTuple):
     trace: Tensor | float
 
     def of(self, pair: _Pair, axis: int) -> _Pair:
-        """Return both tensors of a pair, whitened along the axis. They stay one object while both are whitened by the
-        same factor.
+        """Return the two tensors of a pair, whitened along the axis.
+
+        If the two tensors are one object and `left` is `right`, the results are one object, too.
         """
         left = self._along(pair[0], self.left, axis)
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by `matrix`, `left` or `right`. None: the power is a multiple of the
-        identity.
+        """Return x multiplied along the axis by half of the power.
+
+        matrix: `left` or `right`; None if the power is a multiple of the identity.
         """
         if self.half is None:
             return x
@@ -148,16 +152,20 @@ class _Whitening(NamedTuple):
 
 
 _Pair = tuple[Tensor, Tensor]
-"""The left and the right tensor of a contribution. They are one object while both are equal."""
+"""The left and the right tensor of a contribution; one object if the two are equal."""
 
 
 def _whitened_elsewhere(
     pair: _Pair, whitenings: Mapping[int, _Whitening], axes: tuple[int, ...], wanted: tuple[int, ...]
 ) -> Iterator[tuple[int, _Pair]]:
-    """Yield (axis, the tensors whitened along all of `axes` except this one) for each wanted axis.
+    """Yield (axis, pair whitened along all of `axes` except this axis) for each wanted axis.
 
-    The axes are halved recursively; the tensors for one half are whitened along the axes of the other half once. With k
-    axes, about log2 k whitenings along each axis are computed instead of k - 1.
+    The axes are halved recursively. For the axes in one half, the pair is whitened along all axes of the other half
+    once. With k axes, about log2 k whitenings along each axis are computed instead of k - 1.
+
+    pair: the tensors before whitening.
+    whitenings: the whitening along each axis.
+    wanted: axes for which the result is needed.
     """
     if len(axes) == 1:
         yield axes[0], pair

@@ -1,9 +1,9 @@
 """The family of statistics, and its members without whitening.
 
-A statistic declares the axes of a block that have a factor, computes the contribution of a gradient to it, accumulates
-contributions, and returns the estimate that a solver receives.
+A statistic declares the axes of a block that have a factor, computes the contribution of a gradient to each factor,
+accumulates contributions, and returns the estimate that a solver receives.
 
-Legend: A_k `[N, d, d]` the factor of axis k; O_k the contribution of one gradient to it.
+Legend: A_k `[N, d, d]` is the factor of axis k; O_k is the contribution of one gradient to A_k.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from ..polar.spectral import NewtonSchulz, PolarSolver
 
 
 class Power(NamedTuple):
-    """The power p of the factor A_j of another axis, (A_j / unit)^p = T^T U.
+    """The power p of the factor A_j of another axis j, as the product (A_j / unit)^p = T^T U.
 
-    left, right: T and U, `[N, d', d]`, or `[N, d]` for a diagonal factor. None: the identity.
-    unit: `[N]`, the mean eigenvalue, so that powers of factors of any size are near 1.
+    left: T `[N, d', d]`, or `[N, d]` for a diagonal factor. None: the identity.
+    right: U, in the same form as T.
+    unit: `[N]`, the mean eigenvalue of A_j, so that eigenvalues of the power are close to 1 for any size of A_j.
     trace: `[N]`, the trace of (A_j / unit)^(p + 1).
-    known: bool `[N]`, False where the factor has no data yet, or no root or basis has been computed from it yet.
+    known: bool `[N]`, False where A_j has no data yet, or no root or basis has been computed from A_j yet.
     """
 
     left: Tensor | None
@@ -46,15 +47,16 @@ class Power(NamedTuple):
 
 
 Powers = Callable[[int, Fraction], Power]
-"""A function (axis, p) -> A_axis^p, which the stage that owns the statistic passes to statistics with a
-`needs_power`.
+"""Function of (axis, p) that returns the power p of the axis's factor. The stage that has the statistic passes this
+function to a statistic with a `needs_power`.
 """
 
 
 class Contribution(NamedTuple):
-    """A contribution O_k = s Y Z^T, or s Y if z is None.
+    """A contribution O_k = s Y Z^T, or O_k = s Y if z is None.
 
-    y, z: unfoldings `[N, d, rest]` along the axis. If z is None, y is O_k / s itself, `[N, d, d]`.
+    y: Y, an unfolding `[N, d, rest]` along axis k. If z is None, Y is a matrix `[N, d, d]`.
+    z: Z, an unfolding `[N, d, rest]` along axis k; None if Y is already the product.
     scale: s, a number or `[N]`.
     """
 
@@ -63,7 +65,7 @@ class Contribution(NamedTuple):
     scale: Tensor | float
 
     def multiplied(self) -> Contribution:
-        """Return O_k / s as a matrix, with the product Y Z^T computed in bfloat16."""
+        """Return the contribution with the product Y Z^T, computed in bfloat16, in place of Y and Z."""
         if self.z is None:
             return self
         product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
@@ -71,15 +73,16 @@ class Contribution(NamedTuple):
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """Return `[N]`, the mean eigenvalue of factors `[N, d, d]`, or of diagonal factors `[N, d]`. The result is 1 where
-    the mean is 0.
+    """Return the mean eigenvalue of each factor, `[N]`, or 1 where the mean is 0.
+
+    factor: factors `[N, d, d]`, or diagonal factors `[N, d]`.
     """
     mean = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).mean(-1)
     return torch.where(mean > tiny(factor.dtype), mean, 1.0)
 
 
 def has_data(factor: Tensor) -> Tensor:
-    """Return bool `[N]`, True where something has been observed. A factor that is still zero has no data."""
+    """Return bool `[N]`, True where a factor is not zero, because the statistic has observed a gradient."""
     return factor.flatten(1).any(-1)
 
 
@@ -166,7 +169,7 @@ class Axes(Component):
         return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
-        """Return the axes that `side` and `vectors` choose. Axes that are too long for a matrix are included."""
+        """Return the axes that `side` and `vectors` choose, including axes that are too long for a matrix."""
         order = len(block)
         if order < 2 and not self.vectors:
             return ()
@@ -180,7 +183,7 @@ class Axes(Component):
         return chosen
 
     def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        """Return a reason for each axis that `side` chooses and that has no factor because it is too long for one."""
+        """Return a text for each axis that `side` chooses but that has no factor, because the axis is too long."""
         left = [axis for axis in self._chosen(block) if axis not in self.of(block)]
         return tuple(f"axis {axis} without a factor: {self._too_long(block, axis)}" for axis in left)
 
@@ -192,7 +195,7 @@ class Axes(Component):
         return self._too_long(block, axis) is None
 
     def _too_long(self, block: tuple[int, ...], axis: int) -> str | None:
-        """Return the bound that the length of an axis exceeds, as text. None: it exceeds none."""
+        """Return a text about the bound that the length of an axis exceeds, or None if the axis exceeds no bound."""
         d, n = block[axis], math.prod(block)
         if self.max_size is not None and d > self.max_size:
             return f"{d} > max_size {self.max_size}"
@@ -204,9 +207,10 @@ class Axes(Component):
 class Statistic(Schedulable, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate E_k = A_k / c, times max(tr(E_k), floor)^(-s)
 
-    O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
-    beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
-    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
+    A_k is the factor, and O_k the contribution of one gradient. Both are matrices `[N, d, d]`, or diagonals `[N, d]`
+    where `axes` chooses diagonals. b = beta, s = trace_scaling, floor = trace_floor, and t is the number of
+    observations. A running mean (b < 1) has w = 1 - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1),
+    and `damped: false`, have w = 1 and c = 1.
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
@@ -262,8 +266,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def needs_power(self) -> Fraction | None:
-        """Exponent of the power of the other axes' factors that a contribution reads. None: contributions read no other
-        factor.
+        """Exponent p of the powers of other axes' factors from which a contribution is computed.
+
+        None: contributions are computed without the factors of other axes.
         """
         return None
 
@@ -274,16 +279,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def every_gradient(self) -> bool:
-        """True if the factors accumulate nothing but gradients, and the gradient of every step."""
+        """True if the factors accumulate the gradient of every step, and nothing else."""
         return self.source == "gradient" and self.interval == 1 and not self.initial
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of the running means (or sums) of squared gradients on the diagonal of Q^T A_k Q, for any basis Q.
-        None: the diagonal holds no such means.
+        """Decay b, if the diagonal of Q^T A_k Q has running means (or sums) of squared gradients for any basis Q.
 
-        The squares are summed over all other axes. With `needs_power` they are weighted by that power of the other
-        axes' eigenvalues.
+        None: the diagonal does not consist of such means. The squares are summed over all other axes. With
+        `needs_power` the squares are weighted by that power of the other axes' eigenvalues.
         """
         return None
 
@@ -294,8 +298,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def contributions(
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:
-        """Return the contributions of one gradient to the factors of `axes`, in this order. Statistics whose axes share
-        work override this method.
+        """Return the contributions of one gradient to the factors of `axes`, in this order.
+
+        A statistic that can compute several contributions faster together overrides this method.
         """
         return [self.contribution(state, x, axis, powers, context) for axis in axes]
 
@@ -316,16 +321,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return f"factor.{axis}" in state
 
     def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
-        """Apply A <- R^T A R to the factor of one axis, a matrix. rotation: R `[N, d, d]`, the change from the old
-        basis to the new one.
+        """Update the factor of one axis, a matrix, by A <- R^T A R.
+
+        rotation: R `[N, d, d]`, the change from the old basis to the new one.
         """
         factor = state[f"factor.{axis}"]
         state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
     def observed(self, x: Tensor) -> Tensor:
-        """Return the tensor that the statistic observes: its input x, or the polar factor of x for `source:
-        orthogonalized`.
-        """
+        """Return the tensor that the statistic observes: x, or the polar factor of x with `source: orthogonalized`."""
         return self.polar.of_blocks(x) if self.source == "orthogonalized" else x
 
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
@@ -349,9 +353,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return 1 - self.beta if self.damped and self.beta < 1 else 1.0
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
-        """Apply  F <- decay * F + weight * scale * y z^T  to the factor F in place, and return it.
+        """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
 
-        now: `[N]`, 1 for blocks that observe and 0 for all others. None: all blocks observe.
+        now: `[N]`, 1 for blocks that observe in this step and 0 for all other blocks. None: all blocks observe.
         """
         y, z, scale = contribution.multiplied() if self.precision != "input" and factor.ndim == 3 else contribution
         decay, weight = self.beta, self._weight
@@ -369,10 +373,11 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return add_symmetric(factor, y * per_block(scale, y), z, decay, weight)
 
     def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
-        """Return the factor of one axis as a solver should receive it, `[N, d, d]`, or `[N, d]` if it is a diagonal.
+        """Return the estimate of one axis for a solver, `[N, d, d]`, or `[N, d]` for a diagonal factor.
+
         The result is a new tensor or a view of the state.
 
-        behind: number of updates since the factor was last accumulated.
+        behind: number of updates since the last update in which the factor was accumulated.
         """
         factor = state[f"factor.{axis}"]
         if self.beta < 1 and self.bias_correction and self.damped:
@@ -384,14 +389,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return factor
 
     def _observations(self, step: Tensor) -> Tensor:
-        """Return the number of observations up to a step, at least 1: a lagged stage also observes at step 0."""
+        """Return the number of observations up to a step, at least 1. A lagged stage observes in step 0 already."""
         return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
 
 
 class Gram(Statistic):
     """O_k = mat_k(G) mat_k(G)^T,  mat_k(G) the unfolding of the gradient along axis k (Shi et al. 2023, section 3)
 
-    normalize: `dimension` divides by the product of the other axes' lengths, so that factors do not grow with width.
+    With `normalize: dimension`, O_k is divided by the product of the other axes' lengths, so that factors do not grow
+    with the width of a model.
     """
 
     kind: Literal["gram"] = "gram"
@@ -415,9 +421,9 @@ class Gram(Statistic):
 class InputGram(Statistic):
     """O_R = E[x x^T]  over the inputs x of the layer `y = W x`, for the columns of W;  rows have no factor
 
-    The contribution is the signal `activation_gram`, a mean over micro-batches and ranks. It is the right factor of
-    K-FAC, and K of Newton-Muon (Du & Su 2026, arXiv:2604.01472). With `interval: k` the signal is collected at updates
-    1, 1 + k, 1 + 2k, ... and costs nothing in other steps. `initial` is in units of squared inputs.
+    The contribution O_R is the signal `activation_gram`, a mean over micro-batches and ranks. The factor is the right
+    factor of K-FAC, and K of Newton-Muon (Du & Su 2026, arXiv:2604.01472). With `interval: k` the signal is collected
+    at updates 1, 1 + k, 1 + 2k, ... and costs nothing in other steps. `initial` is in units of squared inputs.
     """
 
     kind: Literal["input_gram"] = "input_gram"
