@@ -1,4 +1,5 @@
-"""How a slot is stored. A quantizer stands between a stage and its state: no stage knows of it."""
+"""Storage of slots. A quantizer encodes a slot when a stage writes it and decodes it when a stage reads it, unnoticed
+by the stage."""
 
 from .base import Quantizer as Quantizer
 from .base import choose as choose

@@ -14,22 +14,22 @@ from eigengraft.component import Component
 from eigengraft.slots import Encoded, Slot, StateKey, Uniform
 
 FORMAT_VERSION = 2
-"""Version of the stored tensors. It is raised when stored tensors of an unchanged declaration get another meaning."""
+"""Version of the stored tensors, to be raised when the same declaration gives the stored tensors another meaning."""
 
 
 class Quantizer(Component, ABC, family="quantizer"):
     """A map between a slot `[N, *shape]` and the plain tensors `[N, ...]` in which the slot is stored.
 
-    An encoded slot has the state keys "<slot>/<name of a tensor>".
-    Laws: the encoding of a row does not depend on other rows, zero is decoded as zero, and arguments are not changed.
+    An encoded slot has the state keys "<slot>/<name of a tensor>". All quantizers satisfy three laws: the encoding of a
+    row does not depend on other rows, zero is decoded as zero, and arguments are not changed.
 
-    roles: roles of the slots that the quantizer can store. (): all roles.
+    roles: roles of the slots that the quantizer can store; () for all roles.
     """
 
     roles: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self, slot: Slot) -> str | None:
-        """Return the reason why this quantizer cannot store the slot; None if it can."""
+        """Return the reason why this quantizer cannot store the slot, or None if it can."""
         return None
 
     @property
@@ -38,7 +38,7 @@ class Quantizer(Component, ABC, family="quantizer"):
         return False
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return the encoding of x `[N, d, d]` with its diagonal replaced by zeros."""
+        """Return the encoding of matrices x `[N, d, d]` whose diagonals are replaced by zeros."""
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
         return self.encode(rest, before, uniform)
@@ -47,8 +47,8 @@ class Quantizer(Component, ABC, family="quantizer"):
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """Return the tensors `[N, ...]`, by name, in which x `[N, *shape]` is stored.
 
-        before: the tensors of the last encoding, which formats with error feedback read. None: nothing is stored yet.
-        uniform: function that draws random numbers for stochastic rounding. None: values are rounded to nearest.
+        before: the tensors of the last encoding, which formats with error feedback read; None if nothing is stored yet.
+        uniform: function that draws random numbers for stochastic rounding; None to round to nearest.
         """
 
     @abstractmethod
@@ -72,7 +72,7 @@ NEVER_CODED = frozenset({"iterate", "count", "failures"})
 
 
 def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
-    """Raise ValueError for a role in `storage` if no slot can be quantized by this role, or not by this quantizer.
+    """Raise ValueError if a role in `storage` has no slot that can be quantized, or if the quantizer excludes the role.
 
     roles: roles of the slots that a recipe may have. The iterable is read only until `role` occurs.
     """
@@ -107,12 +107,14 @@ def _can_store(quantizer: Quantizer) -> str:
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer of a slot: by the slot's key, else by the path of its stage, else by its role. None: the
-    slot is not quantized.
+    """Return the quantizer of a slot, or None if the slot is not quantized.
 
-    A quantizer that cannot store the slot is ignored if it is chosen by path or role, and an error if it is chosen by
-    the slot's key. Sensitive slots, such as the second moments of a graft's magnitude, are never quantized by role.
-    They set the size of every update, and quantizing them does harm (DALL-E mini's study).
+    The quantizer is chosen by the slot's key, else by the path of its stage, else by its role. If the chosen quantizer
+    cannot store the slot, a choice by path or role is ignored, and a choice by key raises ValueError. Sensitive slots,
+    such as the second moments of a graft's magnitude, are never quantized by role, because they set the size of every
+    update, and quantizing them does harm (DALL-E mini's study).
+
+    storage: the field of the recipe: quantizers by slot key, path of a stage, or role.
     """
     for where in (key.name, key.stage):
         if where in storage:

@@ -1,4 +1,4 @@
-"""Formats of 3 bits, of 8 bits without a sign, and of 8 bits with a binary point."""
+"""Three formats: integers of 3 bits, unsigned integers of 8 bits, and floating-point numbers of 8 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..formats.integers import LinearFormat
 
 
 class Int3(Nibbles):
-    """3 bits a number, stored in 4: the nearest of 8 levels times the scale of the block (Wang et al. 2024)."""
+    """3 bits for a number, stored in 4: the nearest of 8 levels, times the scale of the block (Wang et al. 2024)."""
 
     kind: Literal["int3"] = "int3"
     codebook: Literal["linear_square", "dynamic"] = Field(
@@ -36,7 +36,7 @@ _THREE_BITS = {"linear_square": codebooks.linear_square(3), "dynamic": codebooks
 class UInt8(LinearFormat):
     """8 bits for a number >= 0: code k stands for k max x / 255 or, with compand sqrt, for k^2 max x / 255^2.
 
-    max x is the largest number of a block. This is how FlashOptim (2026) stores second moments. Numbers above 0 have a
+    max x is the largest number of a block. FlashOptim (2026) stores second moments in this way. Numbers above 0 have a
     code of at least 1, because a second moment that is rounded to 0 would no longer damp its update.
     """
 

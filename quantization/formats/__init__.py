@@ -1,1 +1,1 @@
-"""Formats: how the numbers of a slot are stored, whatever they mean."""
+"""Formats: ways to store the numbers of a slot that do not depend on the meaning of the numbers."""

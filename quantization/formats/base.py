@@ -1,10 +1,11 @@
-"""The two bases of formats: `Format` stores number by number, `Blockwise` by blocks that share a scale.
+"""The two bases of formats: `Format` stores each number separately, `Blockwise` stores blocks that share a scale.
 
 A scale is stored in float32, or is quantized too (double quantization, Dettmers et al. 2023, section 3). A scale of 0
 means that all numbers of its block are 0. A scale of NaN means that a number of the block was not finite or beyond
 float32.
 
-Legend: B numbers in a block; b blocks in a row of n numbers; s the scales of one row of a stack.
+Legend: B is the number of numbers in a block; b is the number of blocks in a row of n numbers; s are the scales of one
+row of a stack.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from .codebooks import CACHE_ELEMENTS, Codebook, dynamic, scratch
 
 
 def block_count(n: int, size: int) -> int:
-    """Return ceil(n / B), the number of blocks in a row of n numbers. size: B."""
+    """Return ceil(n / B), the number of blocks in a row of n numbers.
+
+    size: B.
+    """
     return -(-n // size)
 
 
@@ -49,7 +53,7 @@ def block_maxima(x: Tensor, size: int) -> Tensor:
 def largest_size(x: Tensor, dim: int) -> Tensor:
     """Return max |x| along an axis.
 
-    Computed as two reductions, this takes a fifth of the time of torch's maximum norm.
+    The result is computed by two reductions, which take a fifth of the time of torch's maximum norm.
     """
     return torch.maximum(x.amax(dim), -x.amin(dim)).abs()
 
@@ -78,9 +82,11 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return B if a row of n numbers consists of full blocks and B is even, else n. size: B.
+    """Return B if a row of n numbers consists of full blocks and B is even, else n.
 
-    Such blocks can be processed as rows of their own.
+    A row of n numbers can then be processed as several rows of that width.
+
+    size: B.
     """
     return size if n % size == 0 and size % 2 == 0 else n
 
@@ -88,7 +94,7 @@ def even_width(n: int, size: int) -> int:
 def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
     """Write work(x, s, out=...) for each block of x `[..., n]` and its scale s `[..., b]` to `out`, and return `out`.
 
-    The function cannot be traced.
+    A traced program cannot use this function, because it writes to views.
     """
     if x.shape[-1] <= size:
         return work(x, scales, out=out)
@@ -101,15 +107,18 @@ def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size:
 
 
 SECOND_BLOCK = 256
-"""Number of scales that share a second scale. 256 is the number of the paper on double quantization."""
+"""Number of scales that share a second scale: 256, as in the paper on double quantization."""
 _ZERO, _BROKEN = 0, 1
-"""Codes of a scale of 0, and of a scale that is not finite."""
+"""Codes that stand for a scale of 0 and for a scale that is not finite."""
 _CODEBOOK = Codebook(dynamic(8)[2:])
-"""The dynamic codebook without its two lowest levels, whose codes stand for 0 and for NaN."""
+"""The dynamic codebook without its two lowest levels, so that two codes are free for 0 and NaN."""
 
 
 def encode_scales(found: Tensor) -> dict[str, Tensor]:
-    """Return the scales of blocks in float32, and NaN for scales that are not finite. found: max |x| of each block."""
+    """Return the scales of blocks as float32, with NaN for scales that are not finite.
+
+    found: max |x| of each block.
+    """
     found = found.float()
     return {"scales": torch.where(found.isfinite(), found, torch.nan)}
 
@@ -117,7 +126,9 @@ def encode_scales(found: Tensor) -> dict[str, Tensor]:
 def encode_scales_twice(found: Tensor) -> dict[str, Tensor]:
     """Return the scales s quantized to 8 bits: codes of s - mean(s), a float32 scale for each 256 codes, and mean(s).
 
-    A scale takes 1 + 4/256 bytes. found: max |x| of each block.
+    A scale is stored in 1 + 4/256 bytes.
+
+    found: max |x| of each block.
     """
     s = encode_scales(found)["scales"].flatten(1)
     known = s.isfinite()
@@ -163,9 +174,9 @@ class Format(Quantizer, ABC):
 class Blockwise(Format, ABC):
     """y = x / s  with  s = max |x| over each block of B numbers along the last axis (the last block may be shorter).
 
-    Codes are computed by rounding z = x (span / s), which is in [-span, span] up to rounding errors. A block of zeros
-    has s = 0 and is decoded as zeros. A block with a number that is not finite, or is beyond float32, is decoded as
-    NaN; other blocks are not affected.
+    x are the numbers of a block, and s is the scale of the block. Codes are computed by rounding z = x (span / s),
+    which is in [-span, span] up to rounding errors. A block of zeros has s = 0 and is decoded as zeros. A block with a
+    number that is not finite, or is beyond float32, is decoded as NaN; other blocks are not affected.
     """
 
     block_size: int = Field(default=256, ge=1, description="Numbers along the last axis that share a scale, B.")
@@ -180,7 +191,7 @@ class Blockwise(Format, ABC):
 
     @property
     def draws(self) -> bool:
-        """True if the format uses random numbers. They are drawn for complete rows of the stack."""
+        """True if the format uses random numbers, which are drawn for complete rows of the stack."""
         return False
 
     @property
@@ -190,12 +201,18 @@ class Blockwise(Format, ABC):
 
     @abstractmethod
     def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        """Return the codes of z `[N, ..., n]`, written to `out` if it is given. z may be overwritten."""
+        """Return the codes of z `[N, ..., n]`. The call may overwrite z.
+
+        uniform: as in `encode`.
+        out: tensor to which the codes are written; None for a new tensor.
+        """
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the values y = z / span `[N, ..., n]` of codes. They are written to `out` if it is given and its shape
-        fits, else to a new tensor.
+        """Return the values y = z / span `[N, ..., n]` of codes.
+
+        n: length of a row of values.
+        out: tensor to which the values are written if the format supports this shape; None for a new tensor.
         """
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
@@ -219,8 +236,11 @@ class Blockwise(Format, ABC):
         return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
-        """Return the codes of z = rows times factors, computed piece by piece, so that each piece stays in the cache
-        until its codes are written.
+        """Return the codes of z = rows times factors.
+
+        The codes are computed in pieces that stay in a CPU's cache until they are written.
+
+        factors: span / s for each block.
         """
         size, n = self.block_size, rows.shape[-1]
         width = even_width(n, size)
@@ -261,8 +281,8 @@ class Blockwise(Format, ABC):
 
 
 _FAR = 2.0**100
-"""Largest ordinary scale; its reciprocal is the smallest. The reciprocal of an ordinary scale, times any span, neither
-over- nor underflows in float32.
+"""Largest ordinary scale; the smallest ordinary scale is 1 / _FAR. The reciprocal of an ordinary scale, multiplied by
+any span, neither over- nor underflows in float32.
 """
 
 

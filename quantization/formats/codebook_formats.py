@@ -1,4 +1,4 @@
-"""Formats with a codebook: 4 bits, two codes a byte, and 8 bits."""
+"""Formats with a codebook: 4 bits for a number, with two codes in a byte, and 8 bits for a number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .codebooks import Codebook, pack_nibbles
 
 
 class _CodebookFormat(Blockwise, ABC):
-    """The code of y is argmin_k |y - R_k|, for the levels R of a codebook."""
+    """A format in which the code of a scaled number y is argmin_k |y - R_k|, for the levels R of a codebook."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class _CodebookFormat(Blockwise, ABC):
 
 
 class Nibbles(_CodebookFormat, ABC):
-    """Codes below 16, two in each byte: a row of n numbers takes ceil(n / 2) bytes."""
+    """A format with codes below 16, stored two in each byte: a row of n numbers has ceil(n / 2) bytes."""
 
     block_size: int = Field(default=64, ge=1, description="Numbers along the last axis that share a scale, B.")
 
@@ -48,8 +48,9 @@ class Nibbles(_CodebookFormat, ABC):
 class Int4(Nibbles):
     """4 bits for a number: the nearest of 15 or 16 levels, times the scale of the block (Wang et al. 2024).
 
-    The codebook unsigned has no level 0, so that a second moment stays positive if any number of its block is positive.
-    dynamic has no level -1: if the largest number of a block is negative, it is stored as 0.8875 times its value.
+    The codebook `unsigned` has no level 0, so that a second moment stays positive if any number of its block is
+    positive. The codebook `dynamic` has no level -1: if the number of largest size in a block is negative, it is stored
+    as 0.8875 times its value.
     """
 
     kind: Literal["int4"] = "int4"
@@ -65,7 +66,8 @@ class Int4(Nibbles):
 class Codebook8(_CodebookFormat):
     """8 bits for a number: the nearest of 256 levels, times the scale of the block (Dettmers et al. 2022, section 2).
 
-    dynamic: levels over seven powers of ten, for first moments. dynamic_unsigned: levels >= 0, for second moments.
+    The codebook `dynamic` has levels over seven powers of ten, for first moments. `dynamic_unsigned` has levels >= 0,
+    for second moments.
     """
 
     kind: Literal["codebook8"] = "codebook8"

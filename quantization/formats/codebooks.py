@@ -1,8 +1,10 @@
-"""Codebooks: ascending levels in [-1, 1] that numbers, divided by the scale of their block, are rounded to.
+"""Codebooks: ascending levels in [-1, 1] to which numbers, divided by the scale of their block, are rounded.
 
-linear_square, dynamic: 4-bit Shampoo (Wang et al. 2024, appendix C); dynamic is dynamic tree quantization (Dettmers
-2016). nf4: quantiles of the normal law (Dettmers et al. 2023, appendix E). unsigned: the zero-free linear codebook for
-second moments (Li, Chen & Zhu 2023, section 4). symmetric_integer: k / 7.
+linear_square: the squares of equally spaced numbers (4-bit Shampoo, Wang et al. 2024, appendix C).
+dynamic: dynamic tree quantization (Dettmers 2016), also in 4-bit Shampoo.
+nf4: quantiles of the normal distribution (Dettmers et al. 2023, appendix E).
+unsigned: the zero-free linear codebook for second moments (Li, Chen & Zhu 2023, section 4).
+symmetric_integer: k / 7 for k = -7 ... 7.
 
 On a CPU numbers are encoded and decoded in pieces that stay in the cache. On a device, and in a traced program, all
 numbers are processed at once.
@@ -24,7 +26,7 @@ from eigengraft.numerics import cached_tensors, may_branch_on_values
 
 CACHE_ELEMENTS = 1 << 17
 """Number of entries that are processed at once on a CPU. A few float32 copies of that many entries fit into a core's
-own cache, and calls take little time in comparison with the work.
+cache, and the overhead of calls is small in comparison with the work.
 """
 
 
@@ -48,8 +50,9 @@ _BUFFERS = threading.local()
 
 
 def look_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the values of codes in a table `[k]`, in the shape of the codes. They are written to `out`, or to a new
-    tensor if `out` is None.
+    """Return table[codes] for a table `[k]`, in the shape of the codes.
+
+    out: tensor to which the values are written; None for a new tensor.
     """
     if not may_branch_on_values(codes):
         return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
@@ -63,15 +66,17 @@ def look_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Pack codes `[..., n]`, two in a byte, as `[..., ceil(n / 2)]` uint8, written to `out` if it is given. Codes at
-    even positions are in the low half of a byte.
+    """Return codes `[..., n]` packed as uint8 `[..., ceil(n / 2)]`, two codes in a byte.
+
+    Codes at even positions are in the low half of a byte.
+
+    out: tensor to which the bytes are written where a fast path exists; None for a new tensor.
     """
     codes = codes.to(torch.uint8)
     if codes.shape[-1] % 2:
         codes = pad(codes, (0, 1))
-    if (
-        may_branch_on_values(codes) and sys.byteorder == "little"
-    ):  # a 16-bit shift joins two bytes; the low byte is kept
+    # a shift of 16 bits joins two bytes, and the conversion to uint8 keeps the low byte
+    if may_branch_on_values(codes) and sys.byteorder == "little":
         pairs = codes.contiguous().view(torch.int16)
         pairs = (pairs >> 4).bitwise_or_(pairs)
         return pairs.to(torch.uint8) if out is None else out.copy_(pairs)
@@ -79,7 +84,7 @@ def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def unpack_nibbles(stored: Tensor, n: int) -> Tensor:
-    """Unpack bytes with two codes each: `[..., ceil(n / 2)] -> [..., n]` uint8."""
+    """Return the codes `[..., n]` uint8 in bytes `[..., ceil(n / 2)]` that have two codes each."""
     return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)[..., :n]
 
 
@@ -87,8 +92,9 @@ Levels = tuple[float, ...]
 
 
 def linear_square(bits: int) -> Levels:
-    """Return the levels sign(t_j) t_j^2 with t_j = -1 + 2 j / (2^bits - 1). The negative t_j nearest to 0 is replaced
-    by 0.
+    """Return the levels sign(t_j) t_j^2 with t_j = -1 + 2 j / (2^bits - 1) for j = 0 ... 2^bits - 1.
+
+    The negative t_j closest to 0 is replaced by 0.
     """
     codes = 1 << bits
     t = [-1 + 2 * j / (codes - 1) for j in range(codes)]
@@ -97,11 +103,12 @@ def linear_square(bits: int) -> Levels:
 
 
 def dynamic(bits: int, signed: bool = True) -> Levels:
-    """Return the levels of dynamic tree quantization: 0, 1 and, for each i < e = bits - 1, 2^i levels with both signs.
+    """Return the levels of dynamic tree quantization.
 
-    The 2^i levels are the midpoints of 2^i equal parts of [.1, 1], times 10^(i-e+1).
+    The levels are 0, 1 and, for each i = 0 ... e - 1 with e = bits - 1, 2^i positive levels and their negatives. The
+    2^i positive levels are the midpoints of 2^i equal parts of [.1, 1], multiplied by 10^(i-e+1).
 
-    signed: if False, there are 2^(i+1) parts for each i, and no negative levels.
+    signed: False for levels >= 0 only, with 2^(i+1) parts for each i.
     """
     powers = bits - 1
     found = [0.0, 1.0]
@@ -129,9 +136,11 @@ class Codebook:
     levels: Levels
 
     def nearest(self, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the codes, uint8, of the levels nearest to y, written to `out` if it is given.
+        """Return the codes, uint8, of the levels nearest to y, which must not be NaN.
 
-        y must not be NaN. A code is the number of midpoints between levels that are below y.
+        A code is computed as the number of midpoints between adjacent levels that are below y.
+
+        out: tensor to which the codes are written; None for a new tensor.
         """
         if y.dtype == torch.float32 and may_branch_on_values(y):
             found = _found(y, _steps(self.levels))
@@ -140,14 +149,16 @@ class Codebook:
         return found.to(torch.uint8) if out is None else out.copy_(found)
 
     def values(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the levels of integer codes, in the shape of the codes. They are written to `out`, or to a new tensor
-        if `out` is None.
+        """Return the levels of integer codes, in the shape of the codes.
+
+        out: tensor to which the levels are written; None for a new tensor.
         """
         return look_up(_tensor(self.levels, dtype, codes.device), codes, out)
 
     def pairs(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the levels `[..., 2 n]` of n bytes with two codes each, the first code in the low half. They are
-        written to `out`, or to a new tensor if `out` is None.
+        """Return the levels `[..., 2 n]` of bytes `[..., n]` with two codes each, the first code in the low half.
+
+        out: tensor to which the levels are written; None for a new tensor.
         """
         table = _pairs(self.levels, dtype, codes.device)
         both = None if out is None else out.view(table.dtype)
@@ -155,10 +166,12 @@ class Codebook:
 
 
 def _found(y: Tensor, steps: Tensor) -> Tensor:
-    """Return the codes of y as int32, in a shared buffer, by one look-up with the upper half of the bits of y.
+    """Return the codes of y as int32 in a shared buffer, by one look-up with the upper half of the bits of y.
 
-    k, the absolute value of the bits read as an integer, is monotonic in y on either side of 0. (For -0 it is 2^31,
-    which wraps around.) The table holds numbers whose sum with k has the code in its upper half.
+    The bits of y are read as an integer, and k is its absolute value, which is monotonic in y on either side of 0. (For
+    y = -0, k would be 2^31, which wraps around.) An entry of the table plus k has the code in its upper half.
+
+    steps: the table, as `_steps` returns it.
     """
     bits, n = y.reshape(-1).view(torch.int32), y.numel()
     k, codes = scratch("k", n, torch.int32), scratch("codes", n, torch.int32)
@@ -180,11 +193,11 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return the table of `_found`, int32 `[2^15 + 1]`. Each entry (cell) covers the floats with one upper half of
-    bits, and contains at most one midpoint of levels.
+    """Return the table of `_found`, int32 `[2^15 + 1]`.
 
-    Midpoints must therefore differ by 2^-7 of their size. Cell h < 2^14 covers the floats >= 0 with upper half h, from
-    k = h 2^16 on. Cell h > 2^14 covers floats < 0, up to k = h 2^16.
+    An entry (cell) belongs to the floats whose bits have the same upper half. There is at most one midpoint of levels
+    among these floats, so midpoints must differ by at least 2^-7 of their size. Cell h < 2^14 belongs to the floats >=
+    0 with upper half h, from k = h 2^16 on. Cell h > 2^14 belongs to floats < 0, up to k = h 2^16.
 
     Legend: o is an integer that increases with the float: o = k for floats >= 0, o = k - 2^31 for floats below 0.
     """
@@ -204,8 +217,8 @@ def _steps(levels: Levels) -> Tensor:
 def _pairs(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the two levels of each byte as one number of twice the size, `[256]`.
 
-    One look-up of a pair takes a quarter of the time of two look-ups. Codes beyond the codebook are never written;
-    their entries are 0.
+    One look-up of a pair takes a quarter of the time of two look-ups. Entries of codes that the codebook does not have
+    are 0, and are never read.
     """
     table = list(levels) + [0.0] * (16 - len(levels))
     both = torch.tensor([[table[byte & 15], table[byte >> 4]] for byte in range(256)], dtype=dtype, device=device)

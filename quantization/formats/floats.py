@@ -1,4 +1,7 @@
-"""Shorter floating-point formats. Legend: ulp(h) is the distance from |h| to the next larger bfloat16."""
+"""Floating-point formats of 4, 3 and 2 bytes.
+
+Legend: ulp(h) is the distance from |h| to the next larger bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class Float32(Format):
-    """The numbers in float32, which is lossless for float32 parameters. It is the reference for other formats."""
+    """Storage in float32, which is lossless for float32 parameters and the reference for other formats."""
 
     kind: Literal["float32"] = "float32"
 
@@ -29,10 +32,10 @@ class Float32(Format):
 
 
 class BFloat16(Format):
-    """8 significant bits and the range of float32. Finite numbers stay finite.
+    """Storage in bfloat16: 8 significant bits and the range of float32. Finite numbers stay finite.
 
-    With `rounding: stochastic` a float32 is rounded up with probability (low 16 bits) / 2^16. This is unbiased, so that
-    changes below half an ulp are not lost on average.
+    With `rounding: stochastic` a float32 is rounded up with probability (low 16 bits) / 2^16. The rounding is unbiased,
+    so that changes below half an ulp are not lost on average.
     """
 
     kind: Literal["bf16"] = "bf16"
@@ -70,7 +73,7 @@ class SplitFloat(Format):
 
 
 def _within(x: Tensor) -> Tensor:
-    """Return x with finite numbers clamped to the range of bfloat16. Rounding would make larger numbers infinite."""
+    """Return x with finite numbers clamped to the range of bfloat16, because larger numbers would be rounded to inf."""
     return x if _plain(x) else torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
 
 
@@ -94,8 +97,9 @@ def _nearest(x: Tensor) -> Tensor:
 
 
 def _stochastic(x: Tensor, uniform: Uniform) -> Tensor:
-    """Return x rounded stochastically to bfloat16: a random number below 2^16 is added to the bits of x, and the lower
-    half of the bits is cut off.
+    """Return x rounded stochastically to bfloat16.
+
+    A random number below 2^16 is added to the bits of x, and the lower half of the bits is dropped.
     """
     added = uniform(x, "rounding").mul_(65536).int()
     bits = (x.view(torch.int32) + added) & -65536
@@ -103,8 +107,9 @@ def _stochastic(x: Tensor, uniform: Uniform) -> Tensor:
 
 
 def _half_ulp(high: Tensor) -> Tensor:
-    """Return ulp(h) / 2 in float32: 2^-8 times the largest power of two <= |h|. It is the same number for all subnormal
-    h.
+    """Return ulp(h) / 2 in float32, which is 2^-8 times the largest power of two <= |h|.
+
+    For subnormal h, the result is that of the smallest normal number.
     """
     exponent = high.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8

@@ -1,6 +1,6 @@
-"""Linear formats: codes are equally spaced.
+"""Linear formats, whose codes stand for equally spaced numbers.
 
-Legend: Q the largest code: 127, 255 or 32767. The codes -128 and -32768 are not used, so that signed codes are
+Legend: Q is the largest code: 127, 255 or 32767. The codes -128 and -32768 are not used, so that signed codes are
 symmetric.
 """
 
@@ -19,8 +19,9 @@ from .base import Blockwise, largest_size
 
 
 class LinearFormat(Blockwise, ABC):
-    """round(z) with z = Q y, y a number divided by its scale: to nearest, ties to even, or stochastically without
-    bias.
+    """The code of a number is round(z) with z = Q y, where y is the number divided by the scale of its block.
+
+    Numbers are rounded to nearest, ties to even, or stochastically without bias.
     """
 
     rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="How codes are rounded.")
@@ -32,7 +33,7 @@ class LinearFormat(Blockwise, ABC):
     @property
     @abstractmethod
     def largest_code(self) -> int:
-        """Q."""
+        """The largest code Q."""
 
     @property
     def span(self) -> float:
@@ -41,16 +42,16 @@ class LinearFormat(Blockwise, ABC):
     def rounded(self, y: Tensor, uniform: Uniform | None) -> Tensor:
         """Return y rounded to whole numbers. y may be overwritten."""
         if self.draws and uniform is not None:
-            below = y.floor()  # not floor(y + u), which sometimes raises whole numbers, because the sum is rounded
+            below = y.floor()  # floor(y + u) would sometimes raise a whole number y, because the sum is rounded
             return below.add_(1 - uniform(y, "rounding") <= y - below).clamp_max_(self.largest_code)
         return y.round_()
 
 
 class _Signed(LinearFormat, ABC):
-    """Signed codes with bucket = max |x| / Q, the difference of two adjacent decoded values.
+    """Signed codes. The difference of two adjacent decoded values, called bucket, is max |x| / Q.
 
-    `buckets: column` is the scheme of Distributed Shampoo in JAX (`quantization_utils`): the maximum is over the first
-    axis, each column has one bucket, and the bucket is stored as the scale.
+    With `buckets: column`, as in Distributed Shampoo in JAX (`quantization_utils`), the maximum is over the first axis,
+    so that each column has one bucket, and the bucket is stored as the scale.
     """
 
     buckets: Literal["row", "column"] = Field(
@@ -103,9 +104,9 @@ class _Signed(LinearFormat, ABC):
 
 
 def _as_bytes(codes: Tensor) -> Tensor:
-    """Return int8 codes as they are, and int16 codes `[..., n]` as bytes `[..., 2 n]` uint8.
+    """Return int8 codes unchanged, and int16 codes `[..., n]` as bytes `[..., 2 n]` uint8.
 
-    The backends gloo and NCCL cannot gather int16 tensors.
+    int16 codes are stored as bytes because gloo and NCCL cannot gather int16 tensors.
     """
     return codes if codes.dtype == torch.int8 else codes.contiguous().view(torch.uint8)
 
@@ -114,8 +115,8 @@ class Int8(_Signed):
     """8 bits for a signed number: code k = -127 ... 127 stands for k max |x| / 127 (as in 8-bit Muon, Gupta et al.
     2025).
 
-    max |x| is over a block or column. With `buckets: column` and `exact_diagonal` this is the storage of momenta in
-    Distributed Shampoo in JAX.
+    max |x| is the largest size of a number in a block or column. With `buckets: column`, inside `exact_diagonal`, this
+    is the storage of momenta in Distributed Shampoo in JAX.
     """
 
     kind: Literal["int8"] = "int8"
@@ -128,8 +129,8 @@ class Int8(_Signed):
 class Int16(_Signed):
     """16 bits for a signed number: code k = -32767 ... 32767 stands for k max |x| / 32767.
 
-    max |x| is over a block or column. With `buckets: column` and `exact_diagonal` this is the storage of statistics and
-    roots in Distributed Shampoo in JAX.
+    max |x| is the largest size of a number in a block or column. With `buckets: column`, inside `exact_diagonal`, this
+    is the storage of statistics and roots in Distributed Shampoo in JAX.
     """
 
     kind: Literal["int16"] = "int16"

@@ -1,6 +1,6 @@
 """The base of structures: a matrix of a known kind is turned into other matrices, which an inner format stores.
 
-Legend: N matrices of a stack; d rows.
+Legend: N is the number of matrices in a stack; d is the number of rows of a matrix.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from ..formats.codebook_formats import Int4
 
 
 def unit_size(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (A / s, s) with s `[N]` the largest |entry| of each matrix. For a zero matrix both are 0."""
+    """Return (A / s, s) with s `[N]` the largest |entry| of each matrix. For a zero matrix, A / s and s are 0."""
     size = a.abs().amax((-2, -1))
     return a / per_block(torch.where(size > 0, size, 1.0), a), size
 
 
 def folded_shape(d: int) -> tuple[int, int]:
-    """Return the shape of the rectangle that holds the folded strictly lower triangle of a d x d matrix; see
-    `lower_places`.
-    """
+    """Return the shape of the rectangle to which `lower_places` folds the strictly lower triangle of a d x d matrix."""
     return d // 2, d - 1 + d % 2
 
 
 @cached_tensors(maxsize=64)
 def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (places, entries) for the strictly lower triangle of a d x d matrix, folded to a rectangle, both int32.
-    places: for each entry of the flat rectangle, its index in the flat matrix. entries: for each entry of the flat
-    matrix, its index in the flat rectangle; outside of the triangle the index is arbitrary.
+    """Return (places, entries), int32, for the strictly lower triangle of a d x d matrix, folded to a rectangle.
 
-    Row k of the rectangle is the k-th longest row of the triangle, followed by the k-th shortest row. The rectangle has
-    complete rows of the triangle, so that two of them share at most one block of a format that works along rows. This
-    matters because rows of Cholesky factors differ in size.
+    places: for each entry of the flat rectangle, its index in the flat matrix.
+    entries: for each entry of the flat matrix, its index in the flat rectangle; arbitrary outside of the triangle.
+
+    Row k of the rectangle is the k-th longest row of the triangle, followed by the k-th shortest row. Because the
+    rectangle has complete rows of the triangle, at most one block of a format that works along rows has entries of two
+    such rows. Rows of Cholesky factors differ in size, so entries of two rows should not share a scale.
     """
     height, width = folded_shape(d)
     k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
@@ -52,10 +51,11 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cached_tensors(maxsize=64)
 def upper_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (places, entries) for the upper triangle of a d x d matrix, read row by row, both int32.
+    """Return (places, entries), int32, for the upper triangle of a d x d matrix, read row by row.
 
-    places: for each entry of the triangle, its index in the flat matrix. entries: for each entry of the flat matrix,
-    its index in the triangle; an entry below the diagonal has the index of its mirror image.
+    places: for each entry of the triangle, its index in the flat matrix.
+    entries: for each entry of the flat matrix, its index in the triangle. An entry below the diagonal has the index of
+        its mirror image.
     """
     row, column = torch.triu_indices(d, d, dtype=torch.int64, device=device)
     return _places(row, column, d)
@@ -68,8 +68,9 @@ def _places(row: Tensor, column: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
-    """Return the entries of x `[N, k]` at the column indices `places` `[p]`, as `[N, p]`. If N = 1 the row is indexed
-    as a vector, which is faster.
+    """Return the columns of x `[N, k]` with the indices `places` `[p]`, as `[N, p]`.
+
+    If N = 1, the row is indexed as a vector, which is faster.
     """
     return x.reshape(-1).index_select(0, places)[None] if len(x) == 1 else x.index_select(1, places)
 
@@ -81,8 +82,10 @@ def strictly_lower(x: Tensor) -> Tensor:
 
 
 def lower_triangular(diagonal: Tensor, below: Tensor) -> Tensor:
-    """Return the lower triangular matrices `[N, d, d]` with a diagonal `[N, d]` and a folded strictly lower triangle
-    `below`.
+    """Return lower triangular matrices `[N, d, d]`.
+
+    diagonal: diagonals `[N, d]`.
+    below: strictly lower triangles, folded as `strictly_lower` returns them.
     """
     n, d = diagonal.shape
     full = at_places(below.flatten(1), lower_places(d, below.device)[1]).reshape(n, d, d).tril_(-1)
@@ -91,8 +94,7 @@ def lower_triangular(diagonal: Tensor, below: Tensor) -> Tensor:
 
 
 class Structure(Quantizer, ABC):
-    """A quantizer of matrices of one kind. An inner quantizer stores the entries that the structure does not keep
-    exactly.
+    """A quantizer for matrices of one kind, with an inner quantizer for entries that need not be stored exactly.
 
     Tensors that the structure stores itself, such as an exact diagonal, have the dtype of the matrix.
     """
@@ -106,17 +108,17 @@ class Structure(Quantizer, ABC):
 
     @abstractmethod
     def shape_error(self, slot: Slot) -> str | None:
-        """Return the reason why the shape or role of the slot is not that of this structure's matrices. None: both
-        fit.
-        """
+        """Return the reason why this structure cannot store slots of this shape or role, or None if it can."""
 
     def codebook_id(self) -> str:
         return self.inner.codebook_id()
 
 
 def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int = 1) -> str | None:
-    """Return the reason why a slot is not a square matrix with one of the roles, or None if it is. what: name of such
-    matrices in the text. least: smallest number of rows.
+    """Return the reason why a slot is not a square matrix with one of the roles, or None if it is.
+
+    what: name of the required matrices in the text.
+    least: smallest number of rows that is allowed.
     """
     square = len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least
     if square and slot.role in roles:
@@ -139,8 +141,12 @@ def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
 def encode_under(
     encode: Callable[..., Encoded], prefix: str, x: Tensor, before: Encoded | None, uniform: Uniform | None
 ) -> Mapping[str, Tensor]:
-    """Return x encoded by an inner format, with tensor names under a prefix. The prefix also makes the random numbers
-    of two tensors independent.
+    """Return x encoded by an inner format, with "<prefix>." before the names of the tensors.
+
+    If a structure encodes two tensors, their prefixes also make their random numbers independent.
+
+    encode: `encode` or `encode_hollow` of the inner format.
+    before: tensors of the last encoding of the whole structure, or None.
     """
 
     def draw(like: Tensor, purpose: str) -> Tensor:
@@ -152,8 +158,9 @@ def encode_under(
 
 
 def replaced_where(ok: Tensor, encoded: Encoded, before: Encoded | None) -> Encoded:
-    """Return the tensors of `encoded` in rows where ok `[N]` is True, and those of `before` in all other rows. If
-    `before` is None, return `encoded`.
+    """Return the rows of `encoded` where ok `[N]` is True, and the rows of `before` elsewhere.
+
+    If `before` is None, return `encoded`.
     """
     if before is None or (may_branch_on_values(ok) and bool(ok.all())):
         return encoded

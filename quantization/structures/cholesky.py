@@ -29,12 +29,14 @@ class Cholesky(Structure):
     """C = chol(A + eps |A| I);  stored: diag(C) exact, Q(C + E) below the diagonal;  decoded: D D^T
 
     A `[N, d, d]` is the matrix, and |A| its largest entry. Q quantizes with the inner format. D is the decoded factor:
-    diag(C) on the diagonal, and the decoded Q(C + E) below it. E, the accumulated quantization error, is strictly lower
-    triangular and quantized like C:  E <- b E + (1 - b) (C + E - D)  below the diagonal, with b = error_feedback.
+    its diagonal is diag(C), and its entries below the diagonal are decoded from Q(C + E). E, the accumulated
+    quantization error, is strictly lower triangular and quantized like C:  E <- b E + (1 - b) (C + E - D)  below the
+    diagonal, with b = error_feedback.
 
     D D^T is positive semi-definite by construction. Each triangle is folded to a rectangle without gaps, so that C and
-    E together take as many codes as one full matrix, and share no block. For a zero matrix C and E are 0. If the
-    factorization fails, it is repeated with a larger ridge; if that fails too, the stored tensors are not changed.
+    E together have as many codes as one full matrix, and no block of the inner format in common. For a zero matrix C
+    and E are 0. If the factorization fails, it is repeated with a larger ridge; if the second attempt fails too, the
+    stored tensors are not changed.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
@@ -77,7 +79,11 @@ class Cholesky(Structure):
         return self.inner.decode(without_prefix(prefix, encoded), slot, dtype)
 
     def _factor(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (C, ok `[N]`). C is 0 where the factorization failed."""
+        """Return (C, ok).
+
+        C: `[N, d, d]`, 0 where the factorization failed.
+        ok: bool `[N]`, False where the factorization failed.
+        """
         finite = x.isfinite().flatten(1).all(-1)
         a, size = unit_size(torch.where(per_block(finite, x), x, 0.0))
         eye = identity_like(a)

@@ -19,9 +19,9 @@ class Eigen(Structure):
 
     A `[N, d, d]` is the matrix; Q quantizes with the inner format. V is the decoded basis of the last encoding,
     rectified by Bjorck steps (see `orthogonal`), and the identity at the start. Only the part of A that is diagonal in
-    P is stored. The basis follows A by one power step for each encoding, so the structure suits averages that change
-    slowly. The trace of A is stored exactly. Negative l, which only rounding makes, become 0. For a zero matrix the
-    basis is not changed; for a matrix that is not finite no stored tensor is changed.
+    P is stored. Each encoding makes `steps` power steps from V, so the structure suits running means that change
+    slowly. The trace of A is stored exactly. Negative entries of l, which are rounding errors, become 0. For a zero
+    matrix the basis is not changed; for a matrix that is not finite no stored tensor is changed.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic",)

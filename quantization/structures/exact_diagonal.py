@@ -1,4 +1,4 @@
-"""The diagonal stored exactly, the rest encoded (Distributed Shampoo in JAX; Wang et al. 2024, arXiv:2405.18144)."""
+"""A matrix with its diagonal stored exactly (Distributed Shampoo in JAX; Wang et al. 2024, arXiv:2405.18144)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .base import Structure, encode_under, square_shape_error, without_prefix
 class ExactDiagonal(Structure):
     """A = Diag(a) + D(Q(A - Diag(a)))  with a = diag(A) `[N, d]` exact;  Q encodes and D decodes with the inner format
 
-    A format with a scale for each row decodes a symmetric matrix as one that is not symmetric. `symmetrize` replaces it
-    by the mean of the matrix and its transpose, which also halves the variance of rounding errors. An inner format that
-    stores one triangle is symmetric already.
+    A is the matrix. An inner format with a scale for each row decodes a symmetric matrix as a matrix that is not
+    symmetric. `symmetrize` replaces the decoded matrix by the mean of this matrix and its transpose, which also halves
+    the variance of rounding errors. An inner format that stores one triangle needs no symmetrization.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")

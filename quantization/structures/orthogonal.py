@@ -20,8 +20,8 @@ class Orthogonal(Structure):
 
     V is `[N, d, r]`, r <= d. Q encodes and D decodes with the inner format. The transpose is encoded, so that a block
     of the inner format is a piece of one column of V. One Bjorck step removes the symmetric half of the quantization
-    error, and leaves the half that is a rotation. The steps do not converge from singular values above sqrt 3; a V that
-    would be decoded with such values is scaled down before it is stored.
+    error, but not the other half, which is a rotation. The steps do not converge if a singular value exceeds sqrt 3; a
+    V that would be decoded with such singular values is scaled down before it is stored.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("basis",)

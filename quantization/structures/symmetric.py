@@ -18,9 +18,9 @@ from .base import at_places, encode_under, square_shape_error, upper_places, wit
 class Symmetric(Quantizer):
     """The upper triangle `[N, d (d + 1) / 2]` of a symmetric matrix `[N, d, d]`, row by row: half the bytes.
 
-    The lower triangle is decoded as the mirror image of the upper one; its own numbers are not stored. Without an inner
-    format nothing is rounded. An inner format receives the triangle as a single row, whose blocks may continue from one
-    row of the matrix to the next.
+    The lower triangle is decoded as the mirror image of the upper triangle, and is not stored. Without an inner format
+    no number is rounded. An inner format receives the triangle as a single row, so that a block of the inner format may
+    have entries of two rows of the matrix.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")

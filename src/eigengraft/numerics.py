@@ -1,7 +1,8 @@
 """Numerics: guards against overflow, underflow, division by zero, and results whose bits depend on an address in
 memory.
 
-Also fake tensors and DTensors, numbers of the host on a device, and operations on many tensors in few kernels.
+The module also has tests for fake tensors and DTensors, copies of numbers between host and device, and operations on
+many tensors in few kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def fake_mode(x: object) -> FakeTensorMode | None:
-    """Return the mode of a fake tensor, or of a DTensor of fake tensors; None if x is anything else."""
+    """Return the mode of a fake tensor, or of a DTensor of fake tensors. Return None for any other object."""
     if type(x) is nn.Parameter:
         return None
     own = getattr(x, "_local_tensor", x)
@@ -38,9 +39,9 @@ def fake_mode(x: object) -> FakeTensorMode | None:
 
 
 def has_values(x: Tensor) -> bool:
-    """Return True if a tensor has numbers.
+    """Return True if a tensor has numbers, which fake tensors do not have.
 
-    Fake tensors have none. Under `torch.compile` every tensor except a fake one counts as having numbers.
+    Under `torch.compile` every tensor that is not a fake tensor counts as having numbers.
     """
     if isinstance(x, FakeTensor):
         return False
@@ -54,28 +55,28 @@ def active_fake_mode() -> FakeTensorMode | None:
 
 
 def any_dtensors(tensors: Iterable[object]) -> bool:
-    """Return True if one of the tensors is a DTensor; always False while their module is not imported."""
+    """Return True if one of the tensors is a DTensor. As long as torch's DTensor module is not imported, none is."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and any(issubclass(kind, known.DTensor) for kind in {*map(type, tensors)})
 
 
 def is_dtensor(x: object) -> TypeIs[DTensor]:
-    """Return True if x is a DTensor; always False while their module is not imported."""
+    """Return True if x is a DTensor. As long as torch's DTensor module is not imported, no object is one."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(x, known.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """Return the tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
+    """Return this rank's tensor of a DTensor, as a view. Return any other tensor itself."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Return a decorator like `functools.lru_cache`, for functions that make tensors.
 
-    In a fake mode and in a traced graph the function is called each time, and its result is not kept.
+    In a fake mode and in a traced graph the function is called each time, and its result is not cached.
 
-    maxsize: number of results that are kept.
+    maxsize: largest number of cached results.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -93,15 +94,15 @@ def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that parameters of `dtype` are updated in: float64 for float64, float32 for all others."""
+    """Return the dtype in which parameters of `dtype` are updated: float64 for float64, float32 for any other dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def may_branch_on_values(x: Tensor) -> bool:
     """Return True if the host may read values of x at no cost.
 
-    The result is False on a device, which the host would wait for, in a traced graph, which would break, and for fake
-    tensors, which have no values.
+    The result is False on a device, because the host would have to wait; in a traced graph, because the graph would
+    break; and for fake tensors, which have no values.
     """
     return x.is_cpu and may_wait_for_values(x)
 
@@ -122,8 +123,8 @@ def per_block(values: Tensor, like: Tensor) -> Tensor:
 def finite_blocks(x: Tensor) -> Tensor:
     """Return bool `[N]`, True for blocks whose entries are all finite.
 
-    On a CPU the sum of all entries is computed first: if it is finite, no entry is inf or nan. Otherwise every entry is
-        checked.
+    On a CPU the sum of all entries is computed first: if the sum is finite, no entry is inf or nan. Otherwise every
+    entry is checked.
     """
     if may_branch_on_values(x) and math.isfinite(float(x.sum())):
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
@@ -131,15 +132,17 @@ def finite_blocks(x: Tensor) -> Tensor:
 
 
 def known_to_hold(ok: Tensor) -> bool:
-    """Return True if all of ok `[N]` are True. Return False also if the host would have to wait for a device to
-    know.
+    """Return True if all entries of ok `[N]` are known to be True.
+
+    On a device the result is False, because the host would have to wait for the entries.
     """
     return may_branch_on_values(ok) and bool(ok.all())
 
 
 def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
-    """Return x in blocks where ok `[N]` is True, and `other` elsewhere. On a CPU x itself is returned if all are
-    True.
+    """Return x in blocks where ok `[N]` is True, and `other` elsewhere.
+
+    On a CPU, x itself is returned if all entries of `ok` are True.
     """
     if known_to_hold(ok):
         return x
@@ -155,7 +158,7 @@ def tiny(dtype: torch.dtype) -> float:
 
 def block_norm(x: Tensor) -> Tensor:
     """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
-    # contiguous: torch adds entries with other strides in another order, and strides of a block differ between ranks
+    # made contiguous, because torch adds entries with other strides in another order, and strides differ between ranks
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])
@@ -180,12 +183,12 @@ def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def to_power(x: Tensor, exponent: float) -> Tensor:
-    """Return x^exponent entry by entry, computed in float64 and rounded once. Use it for spectra and other small
-    tensors.
+    """Return x^exponent for each entry, computed in float64 and rounded once. Use this function for spectra and other
+    small tensors.
 
-    On a CPU torch's pow rounds the last entries of a tensor differently if they do not fill a vector register. A
-    block's result would then depend on the other blocks of its stack. For float32 the rounding from float64 removes the
-    difference. For float64 ones are appended to x, so that the last register is full.
+    On a CPU torch's pow rounds the last entries of a tensor differently if these entries do not fill a vector register.
+    A block's result would then depend on the other blocks of its stack. For float32 the rounding from float64 removes
+    the difference. For float64 ones are appended to x, so that the last register is full.
     """
     if exponent == 1:
         return x
@@ -209,8 +212,8 @@ def transposed(a: Tensor) -> Tensor:
 def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
     """Copy a stack `[N, *block]` into another, and return the target.
 
-    On a CPU large transposed matrices are copied one by one: torch copies a single matrix in tiles, but a batch of
-        matrices along long strides.
+    On a CPU large transposed matrices are copied one by one, because torch copies a single matrix in tiles, but a batch
+    of matrices along long strides.
     """
     turned = source.ndim == 3 and min(source.shape[1:]) >= _TILED and source.mT.is_contiguous()
     if not (turned and target.is_contiguous() and may_branch_on_values(source)):
@@ -221,26 +224,26 @@ def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
 
 
 _TILED = 256
-"""Smallest side of a matrix, in entries, from which copies one by one are faster than a batched copy (measured)."""
+"""Smallest side of a matrix, in entries, for which copies one by one are faster than a batched copy (measured)."""
 
 
 def symmetrized(a: Tensor) -> Tensor:
     """Return (A + A^T) / 2 for a stack `[N, d, d]`."""
-    half = a * 0.5  # before the sum, which could overflow
+    half = a * 0.5  # halved before the sum, because A + A^T could overflow
     return transposed(half).add_(half)
 
 
 def identity_like(a: Tensor) -> Tensor:
-    """Return the identity, expanded to the stack `[N, d, d]`. It is a view: do not write to it."""
+    """Return the identity, expanded to the stack `[N, d, d]`, as a view that must not be written to."""
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Return the products A B of stacks `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
 
-    On a CPU torch uses another kernel, with another rounding, for a stack of one pair with one row or column. Such a
-    pair is computed twice, so that no result depends on the number of pairs. Iterations for inverse roots would amplify
-    the difference by the condition number of the matrix.
+    On a CPU torch uses another kernel, with other rounding errors, for a stack of one pair if the result has one row or
+    one column. The product of such a pair is computed twice in a stack of two, so that no result depends on the number
+    of pairs. Iterations for inverse roots would amplify a difference by the condition number of the matrix.
     """
     if len(a) == 1 and 1 in (a.shape[1], b.shape[2]) and a.device.type == "cpu":
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
@@ -250,8 +253,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return function(*tensors) for an entry-wise function and tensors of one shape.
 
-    On a CPU torch rounds the last entries differently if they do not fill a vector register. Such entries are computed
-    again in full registers, so that no entry depends on its index in the tensor.
+    On a CPU torch rounds the last entries differently if these entries do not fill a vector register. Such entries are
+    computed again in full registers, so that no entry depends on its index in the tensor.
     """
     found = function(*tensors)
     if not (may_branch_on_values(found) and found.is_contiguous()):
@@ -266,17 +269,17 @@ def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 _REGISTERS = 32
 """Largest number of float32 entries that a CPU kernel processes at once: two registers of AVX-512."""
 _LINE = 64
-"""Bytes of a cache line. If a matrix does not begin at the start of a line, LAPACK uses other instructions, which round
-differently.
+"""Number of bytes of a cache line. If a matrix does not begin at the start of a line, LAPACK uses other instructions,
+which round differently.
 """
 
 
 def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
     """Return function(*stacks), for decompositions whose last bits depend on the address of a matrix in its stack.
 
-    Each of `stacks` is `[N, *matrix]`, and so are the results. If matrices do not fill cache lines, a CPU calls the
-    function on a copy of each matrix alone, so that no result depends on its place in the stack. LAPACK computes one
-    matrix at a time in any case. Results have the strides that a single call would give them.
+    All stacks and results have the shape `[N, *matrix]`. On a CPU, if matrices do not fill cache lines, the function is
+    called on a copy of each matrix alone, so that no result depends on the matrix's index in the stack. LAPACK computes
+    one matrix at a time in any case. Results have the same strides as results of a single call.
 
     Products are not computed through this function, although the last bits of some products depend on the address, too
     (measured with MKL on AVX-512): products of few columns and an odd number of rows, float64 matrices with an odd
@@ -293,7 +296,7 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Return stacks of one matrix each as one stack. The columns of its matrices remain contiguous if they were."""
+    """Return stacks of one matrix each as one stack. Contiguous columns of matrices remain contiguous."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].ndim == 3 and not parts[0].is_contiguous():
@@ -302,7 +305,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool | None:
-    """Return True if a device has instructions for products of matrices in bfloat16; None if that is unknown."""
+    """Return True if a device has instructions for products of bfloat16 matrices, and None if this is unknown."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return _cpu_has_bfloat16() if device.type == "cpu" else None
@@ -315,16 +318,18 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def multiplied_in_float32(x: Tensor) -> bool:
-    """Return True if x is in bfloat16 and its products are faster if they are computed in float32 and rounded.
+    """Return True if x is in bfloat16 and products of x are faster if computed in float32 and rounded.
 
-    On a CPU without instructions for bfloat16 torch takes 50 times as long, for the same sums in another order.
+    On a CPU without instructions for bfloat16, products in bfloat16 take 50 times as long, with the same sums in
+    another order.
     """
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_has_bfloat16()
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting for the device. If the device is the CPU, return the tensor
-    itself.
+    """Return a copy of a host tensor on a device. The host does not wait for the copy.
+
+    If the device is the CPU, return the tensor itself.
     """
     if device.type == "cuda" and values.is_cpu and has_values(values):
         return values.pin_memory().to(device, non_blocking=True)
@@ -334,7 +339,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 def kept_on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor on a device.
 
-    The tensor is cached and shared by all calls with equal numbers: do not write to it.
+    All calls with equal numbers return the same cached tensor, which must not be written to.
     """
     if device.type == "cpu":
         return torch.from_numpy(values)
@@ -358,16 +363,16 @@ def number_like(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor on the host, or under way to it. The host does not wait for a CUDA device before `wait`."""
+    """A copy of a tensor to the host that may still be running. The host waits for a CUDA device in `wait` only."""
 
     def __init__(self, x: Tensor) -> None:
         self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
         if x.device.type == "cuda" and has_values(x):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(x.device))  # which need not be that of the current device
+            self._event.record(torch.cuda.current_stream(x.device))  # x need not be on the current device
 
     def wait(self) -> Tensor:
-        """Return the copy after it has arrived."""
+        """Return the copy after it is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
@@ -384,15 +389,15 @@ def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Ten
 
 
 _SMALL = 4096
-"""Largest tensor, in entries, whose copy into a joint tensor takes less time than a separate kernel for it."""
+"""Size of the largest tensor, in entries, for which a copy into a joint tensor is faster than a separate kernel."""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply all tensors by one number, in place, as `torch._foreach_mul_` does.
 
-    On a CPU `_foreach_mul_` converts a Python number to a tensor once for each of its tensors, which takes twice as
-    long as the product of a small tensor. This function converts the number once, for dtypes in which the result is the
-    same.
+    On a CPU `_foreach_mul_` converts a Python number to a tensor once for each tensor in the list, which takes twice as
+    long as the product of a small tensor. This function converts the number only once, for dtypes in which the result
+    is the same.
     """
     first = tensors[0]
     narrow = first.is_cpu and first.dtype in (torch.float32, torch.float64)
@@ -402,7 +407,10 @@ def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def subtract_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Subtract other tensors of the same dtype, times one number, in place:  x <- x - factor y."""
+    """Subtract multiples of other tensors in place:  x <- x - factor y  for x in `tensors` and y in `others`.
+
+    others: tensors with the dtypes of `tensors`.
+    """
     if isinstance(factor, Tensor):
         torch._foreach_sub_(list(tensors), torch._foreach_mul(list(others), factor))
     else:
@@ -419,10 +427,12 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def norms_by_dtype(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (indices, norms `[n]`) for each dtype in which norms are computed. All norms together take a few kernels.
+    """Yield (indices of tensors, their norms `[n]`) for each dtype in which norms are computed.
 
-    dtypes: dtype of each norm; None: the dtype that each tensor is computed in.
-    order: 2 for Frobenius norms, inf for largest sizes of entries.
+    All norms together are computed by a few kernels.
+
+    dtypes: dtype of each norm; None for the dtype in which each tensor is updated.
+    order: 2 for Frobenius norms, inf for the largest size of an entry.
     """
     dtypes = [compute_dtype(x.dtype) for x in tensors] if dtypes is None else dtypes
     for dtype in dict.fromkeys(dtypes):
@@ -431,12 +441,11 @@ def norms_by_dtype(
 
 
 def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> bool:
-    """Return True if the sum of squares of each tensor is known to be finite in the dtype that the tensor is computed
-    in.
+    """Return True if the sum of squares of each tensor is known to be finite in the dtype in which it is updated.
 
-    The result is False if the host would have to wait for a device. It may be False for small tensors whose squares are
-    finite, because their norms are computed jointly and the joint norm may overflow. Fake tensors on a CPU count as
-    finite.
+    The result is False if the host would have to wait for a device. The result may be False for small tensors whose
+    squares are finite, because the norms of small tensors are computed jointly and a joint norm may overflow. Fake
+    tensors on a CPU count as finite.
 
     most: function of (entries, dtype, device) of a tensor that returns how many such tensors may be copied at once.
     """
@@ -455,7 +464,7 @@ def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dty
 
 
 def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> Tensor:
-    """Return the norms of tensors of one dtype; small tensors, which are of one shape, are stacked first."""
+    """Return norms of tensors of one dtype. Small tensors, which have equal shapes, are stacked to have joint norms."""
     x = equal[0]
     dtype, at_once = compute_dtype(x.dtype), most(x.numel(), x.dtype, x.device) if x.numel() <= _SMALL else 1
     if at_once == 1 or len(equal) == 1:
@@ -465,11 +474,13 @@ def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.de
 
 
 def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
-    """Return the indices of tensors in `values` that do not round to their counterpart in `rounded`. If the host would
-    have to wait for a device, return all indices.
+    """Return the indices of tensors in `values` that do not round to the tensor in `rounded` with the same index.
 
-    values, rounded: n tensors each, with the same shapes; `rounded` has fewer bits. Small tensors of one shape are
-    compared together, and the indices of all of them are returned if one differs.
+    If the host would have to wait for a device, all indices are returned. Small tensors of one shape are compared
+    together: if one of them differs, the indices of all of them are returned.
+
+    values: tensors in a wide dtype.
+    rounded: tensors with the same shapes in a 16-bit dtype.
     """
     if not all(map(may_branch_on_values, rounded)):
         return list(range(len(rounded)))
@@ -490,8 +501,9 @@ def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors of 16-bit numbers are equal. Large tensors are compared as 64-bit numbers, which takes
-    a sixth of the time.
+    """Return True if two tensors of 16-bit numbers are equal.
+
+    Large tensors are compared as 64-bit numbers, which takes a sixth of the time.
     """
     if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
         x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
@@ -499,17 +511,18 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 _SAFE = 2.9
-"""Bound of |V|_2^2 up to which V is not scaled: below it, |V|_2^2 is below 3 in any rounding."""
+"""Value of the bound on |V|_2^2 below which V is not scaled. It is less than 3 to allow for rounding errors."""
 
 
 def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
-    """Apply V <- 3/2 V - 1/2 V V^T V `steps` times: towards the orthonormal V (V^T V)^(-1/2) (Bjorck & Bowie 1971,
-    order 2).
+    """Return V after `steps` steps of V <- 3/2 V - 1/2 V V^T V, which converge to the orthonormal V (V^T V)^(-1/2)
+    (Bjorck & Bowie 1971, order 2).
 
-    v `[N, d, r]`, r <= d. Singular values in (0, sqrt 3) converge to 1; after one step none is above 1. V is scaled
-    down first if its singular values might reach sqrt 3, by the bound |V|_2^2 <= 1 + |E^4|_F^(1/4) with E = V^T V - I.
+    Singular values in (0, sqrt 3) converge to 1; after one step no singular value is above 1. If the singular values
+    might reach sqrt 3, by the bound |V|_2^2 <= 1 + |E^4|_F^(1/4) with E = V^T V - I, V is scaled down first.
 
-    safe: True if the caller knows that singular values are below sqrt 3. The bound is then not computed.
+    v: V `[N, d, r]`, r <= d.
+    safe: True if the caller knows that singular values are below sqrt 3, so that the bound is not needed.
     """
     if steps == 0:
         return v
@@ -522,18 +535,19 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """Return c `[N]`, at most 1, such that singular values of c V are below sqrt 3. c is 1 if the bound shows that V
-    needs no scaling.
+    """Return c `[N]`, at most 1, such that singular values of c V are below sqrt 3.
+
+    c is 1 if the bound of `rectified` shows that V needs no scaling.
     """
     return _made_safe(v)[2]
 
 
 def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (c V, c^2 V^T V, c).
+    """Return (c V, c^2 V^T V, c) with c as in `safe_factor`.
 
-    The bounds 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4) of |V|_2^2 grow with r^(1/2), r^(1/4) and r^(1/8) for
-    errors of one size. With columns of 3 bits the second bound reaches 3 at r = 1024, where |V|_2^2 is 1.7. A CPU stops
-    at the first bound that is small enough.
+    With E = V^T V - I, |V|_2^2 has the bounds 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4), which grow with
+    r^(1/2), r^(1/4) and r^(1/8) for errors of one size. For columns that are stored in 3 bits, the second bound reaches
+    3 at r = 1024, where |V|_2^2 is 1.7. On a CPU the bounds are computed in this order, until one is small enough.
     """
     peak = v.abs().amax((-2, -1)).clamp_min(1.0)  # no entry of an orthonormal matrix is larger
     v = v / per_block(peak, v)
@@ -550,6 +564,6 @@ def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bound = 1 + size * torch.linalg.matrix_norm(power) ** (1 / order)
         if branches and bool((bound < _SAFE).all()):
             return v, gram, 1 / peak
-    # Scale the bound down to 2, not to 1: the bound is loose, and singular values near 1 should stay near 1.
+    # the bound is scaled down to 2, not to 1, because it is not sharp, and singular values near 1 should stay near 1
     scale = torch.where(bound < _SAFE, torch.ones_like(bound), 2 / bound)
     return v * per_block(scale.sqrt(), v), gram * per_block(scale, gram), scale.sqrt() / peak

@@ -1,4 +1,4 @@
-"""The laws that every component keeps, for components of your own: `check_stage(MyStage())` names each broken law.
+"""The laws that every component satisfies, as checks for your components: `check_stage(MyStage())` names broken laws.
 
 The functions run the same laws as the package's own tests and need no test runner. They return a short report, or raise
 a `LawError` (an `AssertionError`) that names the component, the law, and the wrong value.

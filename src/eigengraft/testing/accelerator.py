@@ -1,5 +1,5 @@
-"""A simulated accelerator: tensors whose device is `cuda:0` and that compute on the CPU, with counts of the work of a
-device.
+"""A simulated accelerator: tensors whose device is `cuda:0` but whose operations run on the CPU, and counts of the work
+that a device would have.
 
     with accelerator("cuda") as run:
         model.to(run.device)
@@ -10,15 +10,15 @@ device.
     step.waits, step.uploads, step.kernels, step.traffic    # totals
     step.by_line()                                          # the same by "file:line operation"
 
-A test suite without a GPU can check with it that steps stay on the device. Numbers are those of the CPU, bit for bit,
-if the code takes the same branches. Like CUDA, the device refuses operations that mix devices. The host waits for
-values, for sizes that depend on values, and for copies from or to pageable memory. Time, streams, the rounding of
-CUDA's kernels and the cost of fragmented memory are not simulated.
+With this device a test suite without a GPU can check that steps stay on the device. Numbers are those of the CPU, bit
+for bit, if the code runs the same branches. Like CUDA, the device refuses operations that mix devices. A wait of the
+host is counted for a value, for a size that depends on values, and for a copy from or to pageable memory. Time,
+streams, the rounding of CUDA's kernels and the cost of fragmented memory are not simulated.
 
-The kind "cuda" takes branches on `device.type == "cuda"` and changes nothing in the process after its block. It has no
-backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. It has backward, hooks and autocast,
-stays registered, and must be entered before the first backward of a process. Both use names that are private to torch;
-`missing_names` returns those that are missing in this version of torch.
+With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
+the block. This kind has no backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind
+has backward, hooks and autocast, stays registered, and must be entered before the first backward of a process. Both
+kinds use names that are private to torch; `missing_names` returns the names that this version of torch lacks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LineCounts:
     """Work of a device that one line of code caused.
 
     waits: number of times that the host waited for the device.
-    uploads, downloads: number of copies to and from the device, those without a wait included.
+    uploads, downloads: number of copies to and from the device, including copies without a wait.
     kernels: lower bound of the number of launched kernels.
     traffic: bytes of the tensors that kernels read and wrote.
     """
@@ -63,7 +63,7 @@ class LineCounts:
     traffic: int = 0
 
     def add(self, numbers: Mapping[str, int]) -> None:
-        """Add numbers to the fields of their names."""
+        """Add each number to the field with its name."""
         for name, number in numbers.items():
             setattr(self, name, getattr(self, name) + number)
 
@@ -73,7 +73,7 @@ class DeviceCounts(LineCounts):
     """Work of the device that the code inside `with accelerator(...)` caused.
 
     device: device of the accelerator's tensors.
-    live: bytes that tensors on the device hold now, minus the bytes at the start of the block.
+    live: bytes of all tensors on the device now, minus their bytes at the start of the block.
     peak: the largest value of `live`.
     lines: the work of each line, by code, line number and operation.
     """
@@ -89,8 +89,8 @@ class DeviceCounts(LineCounts):
         """Return the work of each line.
 
         Args:
-            names: fields of `LineCounts`; only lines with at least one of them above 0 are returned. None given: all
-                lines.
+            names: fields of `LineCounts`. Only lines in which one of these fields is above 0 are returned. Without
+                names, all lines are returned.
 
         Returns:
             The counts by "file:line operation", with most waits first.
@@ -107,10 +107,11 @@ class DeviceCounts(LineCounts):
 def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
     """Enter a simulated accelerator, and count its work until the end of the block.
 
-    Inside another block of the same kind the device is the same, and both blocks count.
+    A block may be entered inside another block of the same kind. The two blocks have the same device, and work in the
+    inner block is counted in both.
 
     Args:
-        kind: "cuda", without backward, or "sim", with it; see the module.
+        kind: "cuda", without backward, or "sim", with backward; see the module.
 
     Returns:
         A context manager that returns the counts.
@@ -136,7 +137,7 @@ def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
 class SimulatedTensor(torch.Tensor):
     """A tensor on a simulated accelerator.
 
-    host: CPU tensor with its numbers; views share its memory.
+    host: CPU tensor with the numbers; views of the simulated tensor share its memory.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -156,7 +157,8 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _entered().__torch_dispatch__(func, types, args, kwargs)  # backward runs in a thread of its own
+        # forwarded explicitly, because backward runs in another thread, in which the mode is not active
+        return _entered().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -208,8 +210,9 @@ class _Memory:
 
 
 class _Event:
-    """A replacement of `torch.cuda.Event` for copies to the host. It counts a wait only for work of the innermost
-    block.
+    """A replacement of `torch.cuda.Event` for copies to the host.
+
+    A wait is counted only if the event was recorded in the block that is the innermost one now.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -236,10 +239,10 @@ def _cuda_answers() -> dict[str, Any]:
 
 
 class _Device(TorchDispatchMode):
-    """The accelerator while it is entered. It runs each operation on the CPU and counts its cost.
+    """The dispatch mode of an entered accelerator, which runs each operation on the CPU and counts its cost.
 
-    sections: counts of the blocks that are entered, the innermost last.
-    held: number of tensors by storage.
+    sections: counts of the entered blocks, with the innermost block last.
+    held: number of tensors that share each storage.
     """
 
     current: _Device | None = None
@@ -255,7 +258,8 @@ class _Device(TorchDispatchMode):
             if self.place.type == "cuda":
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # `model.to(device)` must keep its parameters, and modes must see the copy of `torch.tensor(x, device=...)`
+            # the two settings make `model.to(device)` keep its parameter objects, and make the copy in
+            # `torch.tensor(x, device=...)` visible to dispatch modes
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
@@ -271,7 +275,7 @@ class _Device(TorchDispatchMode):
         self._undo.close()
 
     def hold(self, size: int) -> None:
-        """Add bytes to the held ones; a negative size removes them."""
+        """Add a number of bytes, which may be negative, to the bytes of all tensors on the device."""
         for counts in self.sections:
             counts.live += size
             counts.peak = max(counts.peak, counts.live)
@@ -286,14 +290,13 @@ class _Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, _tensors((args, kwargs))
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
-        if (fake := active_fake_mode()) is not None:  # a fake tensor says by itself that it is on the device
+        if (fake := active_fake_mode()) is not None:  # a fake tensor has the device, so fake tensors are passed on
             known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, (args, kwargs))
             return func(*known[0], **known[1])
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         here = target == self.place.type
-        kwargs.pop(
-            "pin_memory", None
-        )  # memory cannot be pinned without a device; non-blocking copies are counted instead
+        # memory cannot be pinned without a device; copies that do not block are counted instead
+        kwargs.pop("pin_memory", None)
         if not own and not here:
             if name in ("_pin_memory", "is_pinned"):
                 return args[0].clone() if name == "_pin_memory" else False
@@ -365,7 +368,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _sums_in_float(func: Any) -> bool:
-    """Return True for a product of matrices of low precision with sums in float32, which only CUDA has."""
+    """Return True for a matrix product in low precision with sums in float32, an operation that only CUDA has."""
     return bool(func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype")
 
 

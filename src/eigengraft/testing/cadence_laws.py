@@ -1,5 +1,5 @@
-"""The laws of cadences: spans are inside the stack, every block has one first refresh, and the interval is the declared
-one.
+"""The laws of cadences: spans are inside the stack, every block has one first refresh, and refreshes have the declared
+interval.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from eigengraft.step_context import StepContext
 from .laws import Law, require, the_declaration_survives
 
 _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
-"""Phases of the blocks of a stack: distinct ones, neighbours and an equal pair."""
+"""Phases of the blocks of a stack. Two phases are equal, and two are close to each other."""
 _REFRESHES = 12
-"""Number of intervals to try. A random cadence has 1 to 36 refreshes of a block in them, with 1 exception in 10^5
-runs."""
+"""Number of intervals to try. In this many intervals, a random cadence refreshes a block 1 to 36 times, except in 1 of
+10^5 runs."""
 
 _DueSpan = tuple[int, int, bool]
 
@@ -29,7 +29,7 @@ class CadenceCase:
     """A cadence under test.
 
     cadence: the cadence to check.
-    steps: number of updates of the blocks to try; 0: twelve intervals of the cadence.
+    steps: number of updates of the blocks to try; 0 for twelve intervals of the cadence.
     """
 
     cadence: Cadence
@@ -50,11 +50,11 @@ class CadenceCase:
         return self.steps or start + max(24, round(_REFRESHES * self.cadence.interval))
 
     def spans(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> list[_DueSpan]:
-        """Return the spans that are due.
+        """Return the spans (start, stop, first) that are due.
 
         steps: step of each block.
         earliest: first step at which a refresh may be due.
-        rows: the rows to ask for.
+        rows: slice of the stack whose spans are computed.
         """
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         updates, blocks = np.array(list(steps), dtype=np.int64), np.arange(len(_PHASES))
@@ -68,7 +68,7 @@ class CadenceCase:
 
 
 def spans_are_inside_the_stack_in_order_and_apart(case: CadenceCase) -> None:
-    """0 <= start < stop <= N, and each span begins where the one before it ended, or later."""
+    """Spans have 0 <= start < stop <= N, and each span begins at the end of the span before it, or later."""
     for earliest in (0, 1):
         for step in range(earliest, case.last + 1):
             end, found = 0, case.spans([step] * len(_PHASES), earliest)
@@ -80,7 +80,7 @@ def spans_are_inside_the_stack_in_order_and_apart(case: CadenceCase) -> None:
 
 
 def the_first_refresh_of_a_block_says_so_and_no_other(case: CadenceCase) -> None:
-    """Every block has one first refresh, and only that one is marked `first`. Stages then initialize their state."""
+    """Every block has one first refresh, and only this refresh is marked `first`, in which stages initialize state."""
     for earliest in (0, 1):
         seen: set[int] = set()
         for step, found in case.history(earliest):
@@ -114,8 +114,8 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
-    """No block is due at a step for which `possible(step)` is False. Ranks and programs call it before a stack
-    exists."""
+    """No block is due at a step for which `possible(step)` is False. Ranks and programs rely on `possible` before a
+    stack exists."""
     for earliest in (0, 1):
         for step, found in case.history(earliest):
             possible = case.cadence.possible(step, earliest)
@@ -123,8 +123,8 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
 
 
 def a_block_is_due_by_its_own_step_and_phase_alone(case: CadenceCase) -> None:
-    """The spans are the same if they are requested twice, in a slice of the stack, or in a stack whose other blocks are
-    at other steps.
+    """A block is due at the same steps if spans are computed again, for a slice of the stack, or for a stack whose
+    other blocks are at other steps.
     """
     together = dict(case.history(1))
     whole, count = [3] * len(_PHASES), len(_PHASES)

@@ -31,17 +31,17 @@ def check_stage(
     Args:
         stage: the stage.
         blocks: shapes of the blocks to try, without the stack axis.
-        degree: d if scaling all gradients by c scales the direction by c^d (Adam: 0, momentum: 1); a number, or a
-            function of the number of axes. None: the law is not checked.
+        degree: the number d for which scaling all gradients by c scales the direction by c^d (Adam: 0, momentum: 1), or
+            a function that returns d for the number of axes of a block. None: this law is not checked.
         rotates: True to check that gradients U G V^T give directions U D V^T.
         singular: True if the stage computes bases or roots of singular matrices. Laws that compare two computations are
             then not checked.
 
     Returns:
-        A report of the laws that hold and of those that do not apply.
+        A report of the laws that hold and of the laws that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all of them, or the first broken rule of the contract.
+        LawError: laws are broken. The message names all broken laws, or the first broken rule of the contract.
         TypeError: `stage` is not an instance of Stage.
     """
     _require_instance(stage, Stage, "check_stage")
@@ -68,10 +68,10 @@ def check_solver(
         converges: for a basis solver, False if repeated refreshes of one matrix do not converge to its eigenvectors.
 
     Returns:
-        A report of the laws that hold and of those that do not apply.
+        A report of the laws that hold and of the laws that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all of them.
+        LawError: laws are broken. The message names all broken laws.
         TypeError: `solver` is not an instance of a solver.
     """
     _require_instance(solver, (RootSolver, BasisSolver, PolarSolver), "check_solver")
@@ -85,13 +85,14 @@ def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
 
     Args:
         quantizer: the quantizer.
-        size: d of the matrices `[d, d]` that are stored; choose a larger one for a quantizer that refuses small slots.
+        size: order d of the matrices `[d, d]` that are stored; choose a larger d for a quantizer that refuses small
+            slots.
 
     Returns:
-        A report of the laws that hold and of those that do not apply.
+        A report of the laws that hold and of the laws that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all of them.
+        LawError: laws are broken. The message names all broken laws.
         TypeError: `quantizer` is not an instance of Quantizer.
     """
     _require_instance(quantizer, Quantizer, "check_quantizer")
@@ -103,13 +104,13 @@ def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
 
     Args:
         cadence: the cadence.
-        steps: number of updates of the blocks to try; 0: twelve intervals of the cadence.
+        steps: number of updates of the blocks to try; 0 for twelve intervals of the cadence.
 
     Returns:
-        A report of the laws that hold and of those that do not apply.
+        A report of the laws that hold and of the laws that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all of them, or says that spans of blocks are not valid.
+        LawError: laws are broken. The message names all broken laws, or says that spans of blocks are not valid.
         TypeError: `cadence` is not an instance of Cadence.
     """
     _require_instance(cadence, Cadence, "check_cadence")
@@ -117,16 +118,16 @@ def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
 
 
 def check_task(task: Task) -> LawReport:
-    """Check a task against the laws of tasks. It needs `eigengraft[experiments]`.
+    """Check a task against the laws of tasks. The function needs `eigengraft[experiments]`.
 
     Args:
-        task: the task. Its data are read and its model is built several times, so both should be small.
+        task: the task. The data of the task are read and the model is built several times, so both should be small.
 
     Returns:
-        A report of the laws that hold and of those that do not apply.
+        A report of the laws that hold and of the laws that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all of them.
+        LawError: laws are broken. The message names all broken laws.
         TypeError: `task` is not an instance of Task.
     """
     from eigengraft.experiments.tasks import Task

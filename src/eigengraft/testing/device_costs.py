@@ -1,6 +1,7 @@
 """Waits and kernels of operations on a CUDA device, computed from names, shapes and strides.
 
-The simulated accelerator counts by these rules. Each one was read in torch's sources (2.13); kernels are lower bounds.
+The simulated accelerator counts by these rules, each of which was read in torch's sources (version 2.13). Numbers of
+kernels are lower bounds.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ ONE_DEVICE = {
     "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm",
     "_foreach_norm",
 }  # fmt: skip
-"""Operations that refuse a 0-d tensor of the host. Entry-wise operations accept one, as a kernel argument."""
+"""Operations that refuse a 0-d tensor of the host. Entry-wise operations accept such a tensor as a kernel argument."""
 
 INDEXING = {
     "index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_",
 }  # fmt: skip
-"""Operations that upload indices of the host. With a mask as index the host waits for the number of selected
+"""Operations that upload indices of the host. If the index is a mask, the host also waits for the number of selected
 entries.
 """
 
@@ -40,11 +41,14 @@ _NO_KERNEL = {
 _SEVERAL = {"sort": 4, "topk": 3, "eye": 2, "linalg_inv_ex": 4}
 _LOOPED = {"_linalg_eigh": 10, "linalg_eig": 10, "_linalg_svd": 10, "linalg_qr": 4, "geqrf": 1}
 _LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
-"""Number of kernels for one matrix, by decomposition that cuSOLVER computes matrix by matrix."""
+"""Number of kernels for one matrix, for decompositions that cuSOLVER computes for one matrix after another."""
 
 
 def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:
-    """Return the number of kernels that an operation launches. lists: its arguments that are lists of tensors."""
+    """Return the number of kernels that an operation launches.
+
+    lists: those arguments of the operation that are lists of tensors.
+    """
     name = func.overloadpacket.__name__
     if name in _NO_KERNEL or func.is_view:
         return 0
@@ -57,8 +61,10 @@ def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Te
 
 
 def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
-    """Return the kernels of an operation on lists: few on its fast path (MultiTensorApply.cuh), else one for each
-    tensor."""
+    """Return the number of kernels of an operation on lists of tensors.
+
+    The fast path (MultiTensorApply.cuh) needs few kernels, the slow path one kernel for each tensor.
+    """
     if not lists:
         return 0
     dtypes = [{x.dtype for x in tensors} for tensors in lists]
@@ -85,8 +91,13 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def traffic(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Return the bytes of the tensors that an operation reads and makes. A tensor that is written in place counts
-    once."""
+    """Return the bytes of the tensors that an operation reads and makes.
+
+    A tensor that is read and written in place counts once.
+
+    given: arguments of the operation.
+    made: results of the operation.
+    """
     known = {id(x) for x in given}
     return sum(x.numel() * x.element_size() for x in (*given, *(x for x in made if id(x) not in known)))
 

@@ -1,4 +1,4 @@
-"""Registration of the simulated accelerator with torch: guards, hooks, autocast. All names are private to torch."""
+"""Registration of the simulated accelerator with torch, by names that are private to torch: guards, hooks, autocast."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PRIVATE_NAMES = (
     "torch.cuda._lazy_init",
 )
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
-"""c10::impl::device_guard_impl_registry, the table of device guards by type of device."""
+"""Mangled name of c10::impl::device_guard_impl_registry, the table of device guards by type of device."""
 _AUTOCAST = "AutocastPrivateUse1"
 _KEPT: list[Any] = []
-"""Guards whose address torch has, and registrations of operators, kept alive."""
+"""Device guards and registrations of operators, which must stay alive because torch has their addresses."""
 _TORCH: Any = torch
-"""torch without its types, which do not know all private names."""
+"""The module torch as an untyped object, because torch's type annotations lack some private names."""
 
 
 def missing_names() -> list[str]:
@@ -52,9 +52,9 @@ def missing_names() -> list[str]:
 
 
 def set_cuda_guard(stack: ExitStack) -> None:
-    """Give torch a device guard for CUDA that does nothing, until the stack is closed.
+    """Register a device guard for CUDA that does nothing with torch, until the stack is closed.
 
-    Without a guard not even `x[0]` works. A build of torch for CUDA makes one by itself.
+    Without a guard not even `x[0]` works. A build of torch for CUDA has a guard of its own.
     """
     if _TORCH.backends.cuda.is_built():
         _TORCH._C._ensureCUDADeviceGuardSet()
@@ -80,7 +80,8 @@ def _device_types() -> tuple[int, int]:
 def _cuda_guard() -> Any:
     """Make a guard for CUDA and return its address.
 
-    torch registers guards that are made in Python for PrivateUse1, whose guard is put back.
+    torch can register a guard that is made in Python only for PrivateUse1, so the guard of PrivateUse1 is restored
+    afterwards.
     """
     private, table, own = _TORCH._C._acc, _guard_table(), _device_types()[0]
     type_of_device = _TORCH._C._autograd.DeviceType.CUDA
@@ -94,7 +95,7 @@ def _cuda_guard() -> Any:
 
 @cache
 def register_sim() -> None:
-    """Register the device "sim" with torch, for good: its guard and hooks, and autocast for products of matrices."""
+    """Register the device "sim" with torch permanently: its guard, its hooks, and autocast for products of matrices."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend("sim")
@@ -107,7 +108,7 @@ def register_sim() -> None:
 
 
 def _autocast(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function without autocast inside, with tensors in float32 cast to autocast's dtype."""
+    """Call a function with tensors in float32 cast to autocast's dtype. Autocast is off during the call."""
     dtype = torch.get_autocast_dtype("sim")
     cast = [x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args]
     with _TORCH._C._ExcludeDispatchKeyGuard(_TORCH._C.DispatchKeySet(getattr(_TORCH._C.DispatchKey, _AUTOCAST))):

@@ -1,4 +1,4 @@
-"""Laws, the error about a broken law, and the report on a component that breaks none."""
+"""Laws, the error about a broken law, and the report on a component that breaks no law."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from eigengraft.errors import ContractError
 
 
 class LawError(AssertionError):
-    """A component breaks a law. The message has the component, the problem, and the name of the law."""
+    """Error about a component that breaks a law. The message has the component, the problem and the name of the law."""
 
 
 class Case(Protocol):
-    """A component, and the properties that it declares.
+    """A component under test, and the properties that are declared for it.
 
-    who: name of the component in errors.
+    who: name of the component in error messages.
     """
 
     @property
@@ -75,7 +75,7 @@ class LawReport:
     """The result of checking a component that breaks no law.
 
     who: name of the component.
-    held: names of the laws that the component keeps.
+    held: names of the laws that the component satisfies.
     skipped: laws that do not apply to the component, with the reason.
     """
 
@@ -91,8 +91,8 @@ class LawReport:
 def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCase]]) -> LawReport:
     """Check laws on a case and return a report.
 
-    first: laws that stop at once if they are broken, because others would break with them.
-    laws: the other laws. One LawError names all of them that are broken.
+    first: laws that are checked first. If one is broken, no further law is checked, because other laws depend on it.
+    laws: all other laws. One LawError names all broken laws among them.
     """
     held, skipped, broken = [], {}, []
     for law in first:
@@ -125,7 +125,7 @@ def require_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> 
     """Raise a LawError unless two tensors agree.
 
     tolerance: largest difference, relative to the largest entry of `theirs`.
-    what: beginning of the error.
+    what: beginning of the error message.
     """
     largest = max(float(theirs.abs().max()), 1e-300)
     error = float((ours - theirs).abs().max()) / largest

@@ -24,7 +24,7 @@ class QuantizerCase:
     """A quantizer under test.
 
     quantizer: the quantizer to check.
-    size: d of the matrices `[d, d]` to try; larger for a quantizer that refuses small slots.
+    size: order d of the matrices `[d, d]` to try, which must be larger for a quantizer that refuses small slots.
     """
 
     quantizer: Quantizer
@@ -94,7 +94,7 @@ def shape_and_dtype_come_back(case: QuantizerCase) -> None:
 
 
 def nothing_given_is_written_to(case: QuantizerCase) -> None:
-    """Neither the numbers, nor the tensors that are replaced, nor those that are decoded, are changed."""
+    """Encoding changes neither its numbers nor the tensors of the last encoding. Decoding does not change tensors."""
     slot, x = case.example()
     copy, before = x.clone(), case.quantizer.encode(x.flip(0))
     old = _copies(before)
@@ -107,7 +107,7 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
 
 
 def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
-    """Encoding depends on nothing but its arguments, and not on strides."""
+    """The encoding depends on the numbers alone, and not on the strides of the tensor."""
     _, x = case.example()
     strided = torch.stack((x, -x), -1)[..., 0]
     one, two, three = case.quantizer.encode(x), case.quantizer.encode(x.clone()), case.quantizer.encode(strided)
@@ -131,8 +131,8 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """A zero matrix in a stack is decoded as zero: when it is the first that is stored and when it replaces another
-    matrix, with and without random numbers.
+    """A zero matrix in a stack is decoded as zero, if it is stored first and if it replaces another matrix, with and
+    without random numbers.
     """
     slot, x = case.example()
     zero = x.clone()
@@ -148,8 +148,8 @@ def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
 
 
 def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
-    """A matrix with an entry that is not finite is decoded with such an entry, or as it was stored before. Other
-    matrices are not affected.
+    """A matrix with an entry that is not finite is decoded with such an entry, or as the matrix that was stored before.
+    Other matrices are not affected.
     """
     slot, x = case.example()
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -168,8 +168,7 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
 
 
 def numbers_come_back_nearly(case: QuantizerCase) -> None:
-    """Decoded numbers differ by at most half of their size: a stored slot is still the same slot, whatever the
-    format."""
+    """The relative error of a decoded matrix is at most 1/2 in the Frobenius norm, for any format."""
     slot, x = case.example()
     y = case.quantizer.decode(case.quantizer.encode(x), slot, _FLOAT32)
     error = float(((y - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).max())

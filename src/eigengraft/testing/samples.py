@@ -1,4 +1,4 @@
-"""Tensors for laws: drawn in float64 on the host, the same numbers for every dtype and default device."""
+"""Tensors for laws, drawn in float64 on the host, so that the numbers are the same for every dtype and device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradients(block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torc
 
 
 def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Yield numerically difficult gradients, float32, with a name for each."""
+    """Yield (name, gradients) for numerically difficult gradients in float32."""
     base = gradients(block, dtype=torch.float32)
     yield "zero", torch.zeros_like(base)
     yield "huge", base * 1e12

@@ -15,10 +15,10 @@ from .laws import Law, LawError, require, require_close, the_declaration_survive
 from .samples import definite, rotation, standard_normal
 
 ROUNDING = 1e-10
-"""Relative tolerance in float64 for results that differ by some thousand rounding errors."""
+"""Relative tolerance in float64 for results that differ by up to some thousand rounding errors."""
 EQUAL = 1e-5
-"""Relative tolerance in float64 of equal solvers. Iterations stop at 1e-6, and their ridge is in units of an estimate
-of the largest eigenvalue."""
+"""Relative tolerance in float64 for solvers with the same result in exact arithmetic. Iterations stop at an error of
+1e-6, and their ridge is in units of an estimate of the largest eigenvalue."""
 EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 Solver = RootSolver | BasisSolver | PolarSolver
 
@@ -28,13 +28,14 @@ class SolverCase:
     """A solver and the properties that it declares.
 
     solver: the solver to check.
-    degree: for roots, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks; None: the law does not apply.
-    rotates: for roots, True if (U A U^T)^-e = U A^-e U^T; for polar factors, False if P(U X V^T) = U P(X) V^T does not
-        hold. None: the law applies to polar factors alone.
-    tolerance: for roots, relative tolerance of these two laws. Solvers that stop at a tolerance may need a step more
-        after other roundings.
-    converges: for bases, True if repeated refreshes of one matrix converge to its eigenvectors.
-    cosine: for polar factors, the least cosine between the result and U V^T.
+    degree: for root solvers, -1 if (c A)^-e = c^-e A^-e holds, which is not the case with an absolute ridge; None if
+        this law does not apply.
+    rotates: for root solvers, True if (U A U^T)^-e = U A^-e U^T holds; for polar solvers, False if P(U X V^T) = U P(X)
+        V^T does not hold. None: the law applies to polar solvers alone.
+    tolerance: for root solvers, relative tolerance of these two laws. An iteration that stops at a tolerance may need
+        one more step after other rounding errors.
+    converges: for basis solvers, True if repeated refreshes of one matrix converge to its eigenvectors.
+    cosine: for polar solvers, the smallest accepted cosine between the result and U V^T.
     """
 
     solver: Solver
@@ -61,8 +62,8 @@ def usual_exponent(solver: RootSolver) -> Fraction:
 def solve(solver: Solver, a: Tensor) -> Tensor:
     """Return the result of a solver for a stack of matrices, from the initial state.
 
-    A basis solver is called twice, the second time for another matrix with the basis of the first call. The result is
-    that of the second call.
+    A basis solver is called a second time, for another matrix and with the basis of the first call. The result of the
+    second call is returned.
     """
     if isinstance(solver, PolarSolver):
         return solver.polar(a)
@@ -78,13 +79,13 @@ def solve(solver: Solver, a: Tensor) -> Tensor:
 
 
 def cold(solver: BasisSolver, a: Tensor) -> Tensor:
-    """Return the basis before the first refresh."""
+    """Return the basis before the first refresh, the first columns of the identity."""
     d = a.shape[-1]
     return torch.eye(d, solver.columns(d), dtype=a.dtype).expand(len(a), -1, -1)
 
 
 def a_stack_is_solved_as_its_matrices(case: SolverCase) -> None:
-    """A matrix in a stack gets the result that it gets alone."""
+    """A matrix in a stack has the same result as the matrix alone."""
     a = definite()
     stacked = solve(case.solver, a)
     for i in range(len(a)):
@@ -130,7 +131,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
 
 
 def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
-    """Return the solvers of other classes, or with other settings, whose `equal_to` accepts the checked solver."""
+    """Return the solvers that declare by `equal_to` that they have the same result as the checked solver."""
     if isinstance(case.solver, PolarSolver):
         return []
     members = [member for member in case.solver.members.values() if issubclass(member, (RootSolver, BasisSolver))]
@@ -139,7 +140,7 @@ def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
 
 
 def equal_solvers_compute_the_same(case: SolverCase) -> None:
-    """A solver whose `equal_to` accepts this one has the same results, up to rounding and the tolerance at which
+    """Solvers that are equal by `equal_to` have the same results, up to rounding errors and the tolerance at which
     iterations stop.
     """
     a = definite()
@@ -166,7 +167,7 @@ SOLVER_LAWS: tuple[Law[SolverCase], ...] = (
 )
 
 
-# Bases.
+# Laws of basis solvers.
 
 
 def _basis(case: SolverCase) -> BasisSolver:
@@ -175,7 +176,7 @@ def _basis(case: SolverCase) -> BasisSolver:
 
 
 def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
-    """Q^T Q = I, and c A has the basis of A."""
+    """Q^T Q = I, and the basis of c A equals the basis of A."""
     a = definite()
     q = solve(case.solver, a)
     eye = torch.eye(q.shape[-1], dtype=torch.float64).expand(4, -1, -1)
@@ -184,9 +185,9 @@ def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
 
 
 def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
-    """After 200 refreshes of one matrix Q^T A Q is diag(leading eigenvalues).
+    """After 200 refreshes of one matrix A, Q^T A Q is diagonal and has the leading eigenvalues of A.
 
-    Eigenvalues have ratios of 1.5, by which each step shrinks the entries beside the diagonal.
+    Adjacent eigenvalues have the ratio 1.5, so that each step divides the entries off the diagonal by about 1.5.
     """
     values, solver = 1.5 ** torch.arange(6.0, dtype=torch.float64), _basis(case)
     a = (rotation(6, 1) @ torch.diag_embed(values) @ rotation(6, 1).T)[None]
@@ -229,11 +230,11 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
 
 
 def a_root_undoes_its_matrix(case: SolverCase) -> None:
-    """A^-e A^e = I up to the ridge. The ridge is relative to the size of A, which is up to 60 times the smallest
-    eigenvalue.
+    """A^-e A^e = I up to the ridge and the residual of the solver.
 
-    1e-2 allows for the residual of the solver, which is below its `max_error`. An exponent that a solver does not
-    support is refused with a message.
+    The ridge is relative to the size of A, which is up to 60 times the smallest eigenvalue. The tolerance is at least
+    1e-2, for residuals below the solver's `max_error`. An exponent that a solver does not support is refused with a
+    message.
     """
     a, solver = definite(), _root(case)
     values, q = torch.linalg.eigh(a)
@@ -251,8 +252,8 @@ def a_root_undoes_its_matrix(case: SolverCase) -> None:
 
 
 def roots_come_with_a_report(case: SolverCase) -> None:
-    """A root has one number of each kind for each matrix, and a definite matrix has a definite root with a small
-    residual."""
+    """A result has iterations, residual and definiteness for each matrix. A definite matrix has a definite root with a
+    small residual."""
     for dtype in (torch.float32, torch.float64):
         root = _root(case).root(definite(dtype=dtype), usual_exponent(_root(case)))
         for name, want in (("iterations", torch.int32), ("residual", dtype), ("definite", torch.bool)):
@@ -265,8 +266,8 @@ def roots_come_with_a_report(case: SolverCase) -> None:
 
 
 def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
-    """Roots of diagonals a are (a + r)^-e, with the ridge r of a matrix; the tolerance is 60 times a relative eps. Only
-    a row that is not finite is rejected.
+    """Roots of diagonals a are (a + r)^-e, with the ridge r that a full matrix would have. The tolerance is 60 times a
+    relative eps. Only a diagonal that is not finite is marked as failed.
     """
     a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), _root(case)
     exponent = usual_exponent(solver)
@@ -292,9 +293,9 @@ ROOT_LAWS: tuple[Law[SolverCase], ...] = (
 
 
 def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCase) -> None:
-    """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P is near U V^T.
+    """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P(X) is close to the polar factor.
 
-    With rotates=False neither rotated matrices are compared nor square ones with their transposes.
+    With rotates=False, rotated matrices are not compared, and neither are square matrices with their transposes.
     """
     for shape in ((6, 4), (4, 6), (5, 5), (1, 7), (7, 1)):
         x, u, v = standard_normal(3, *shape, seed=sum(shape)), rotation(shape[0], 1), rotation(shape[1], 2)
@@ -313,7 +314,7 @@ def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCa
 
 
 def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
-    """Polar factors of zero, tiny, huge, denormal and rank-one matrices are finite, float32. Zero gives zero."""
+    """Polar factors of zero, tiny, huge, denormal and rank-one matrices in float32 are finite. Zero gives zero."""
     x = standard_normal(1, 5, 4, seed=1).float()
     difficult = {"zero": x * 0, "tiny": x * 1e-30, "huge": x * 1e30, "denormal": x * 1e-42}
     for name, given in {**difficult, "rank one": x[..., :1] * x[:, :1]}.items():

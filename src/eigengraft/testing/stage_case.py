@@ -1,4 +1,4 @@
-"""A stage under test: a bench that runs the stage without an optimizer, and a case that declares its properties."""
+"""A stage under test: a bench that runs the stage without an optimizer, and a case with the stage's properties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .samples import TRAJECTORY_STEPS, gradients
 
 
 class Recorder(dict[str, Tensor]):
-    """State tensors that record which of them were read."""
+    """Mapping of state tensors that records in `used` which tensors were read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class StageBench:
         """Allocate the state.
 
         quantizer: storage of every slot that the quantizer can store; None: no slot is quantized.
-        path: path of the chain in keys and errors.
+        path: path of the chain in state keys and error messages.
         """
         self.stage: Any = stage
         self.block, self.blocks, self.dtype, self.quantizer, self.path = block, blocks, dtype, quantizer, path
@@ -92,19 +92,23 @@ class StageBench:
     def step(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Run one step of the selected rows and return the directions. The first step of a lagged stage only primes and
-        returns zero.
+        """Run one step of the selected rows and return the directions.
 
-        direction: the incoming direction; None: the gradient.
-        rows: indices of the rows; None: all rows.
-        mask: rows whose state is written; None: all selected rows.
+        The first step of a lagged stage only primes the stage, and its directions are 0.
+
+        direction: the incoming direction; None for the gradient.
+        rows: indices of the rows; None for all rows.
+        mask: bool, True for rows whose state is written; None for all selected rows.
         """
         return self.start(gradient, direction, rows, mask)[0]()
 
     def start(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Callable[[], Tensor], StepContext]:
-        """Prepare a step. Return (function that runs the step, context of the step). Arguments are those of `step`."""
+        """Prepare a step. Return (function that runs the step, context of the step).
+
+        The arguments are those of `step`.
+        """
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.encoded, watch=self.watch)
@@ -161,15 +165,14 @@ class StageBench:
             elif signal.extent == "partner":
                 rows = torch.linspace(-1, 1, 7 * self.block[-1], dtype=self.dtype).reshape(7, -1).sin()
                 found[name] = size[:, None, None] * (rows + torch.eye(*rows.shape, dtype=self.dtype)).to(size)
-            elif signal.extent != "outputs":  # signals with outputs are for constraints alone
+            elif signal.extent != "outputs":  # only constraints request signals with numbers for outputs
                 found.setdefault(name, 0.5 if signal.extent == "step" else size)
         return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}
 
     def run(self, gradients: Tensor) -> Tensor:
         """Run one step for each of the gradients `[T, N, *block]`. Return the directions, in the same shape."""
-        return torch.stack(
-            [self.step(gradient).clone() for gradient in gradients]
-        )  # a direction may be the state itself
+        # directions are cloned, because a direction may be a tensor of the state
+        return torch.stack([self.step(gradient).clone() for gradient in gradients])
 
     def copy(self) -> StageBench:
         """Return a bench with a copy of the state, at the same step."""
@@ -180,21 +183,22 @@ class StageBench:
         return copied
 
     def repeated(self, times: int) -> StageBench:
-        """Return a bench with new state that contains the blocks of this one `times` times, to run several gradients at
-        once.
+        """Return a bench with new state that contains the blocks of this bench `times` times.
+
+        With it, several sequences of gradients are run at once.
         """
         many = StageBench(self.stage, self.block, self.blocks * times, self.dtype, self.quantizer, self.path)
         many.phases, many.seeds = np.tile(self.phases, times), np.tile(self.seeds, times)
         return many
 
     def only(self, block: int) -> StageBench:
-        """Return a bench with new state for one block of this one."""
+        """Return a bench with new state for one block of this bench."""
         alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)
         alone.phases, alone.seeds = self.phases[block : block + 1], self.seeds[block : block + 1]
         return alone
 
     def require_written(self) -> None:
-        """Raise a LawError for a slot that was not assigned since checked mode began."""
+        """Raise a LawError if a slot was never assigned since checked mode was switched on."""
         assert self.watch is not None
         for key in sorted(self.declared.keys() - self.watch.written):
             name = StateKey.parse(key).slot
@@ -205,7 +209,7 @@ class StageBench:
             )
 
     def require_used(self) -> None:
-        """Raise a LawError for slots that were declared but neither read nor written."""
+        """Raise a LawError if a declared slot was neither read nor written."""
         idle = ", ".join(sorted(self.declared.keys() - self.tensors.used))
         require(not idle, f"slots() declares slots that are neither read nor written: {idle}")
 
@@ -217,12 +221,12 @@ Degree = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class StageCase:
-    """A stage and the properties that it declares.
+    """A stage and its properties.
 
     stage: the stage to check.
     blocks: shapes of the blocks to try.
-    degree: d if scaling all gradients by c scales the direction by c^d, a number or a function of the number of axes of
-        the block; None: the law does not apply.
+    degree: the number d for which scaling all gradients by c scales the direction by c^d, or a function that returns d
+        for the number of axes of a block. None: this law does not apply.
     rotates: True if gradients U G V^T give directions U D V^T.
     singular: True if the stage computes bases or roots of singular statistics. Numbers in their null space are rounding
         errors, so that laws that compare two computations do not apply.
@@ -257,9 +261,9 @@ class StageCase:
         return {}
 
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
-        """Return the directions of three blocks from fresh state for `gradients`, and the bench after them.
+        """Return (directions of three blocks for `gradients`, from fresh state; the bench after the last step).
 
-        Both are computed once for each shape and dtype, and shared by all laws, which must not step the bench.
+        The trajectory is computed once for each shape and dtype. All laws receive the same bench, and must not step it.
         """
         out, _, bench = self._trajectory(block, dtype)
         return out, bench
@@ -286,7 +290,7 @@ class StageCase:
 
 @contextmanager
 def on(block: tuple[int, ...], what: str = "") -> Iterator[None]:
-    """Add the shape of the blocks, and the text `what`, to a LawError that is raised in the block."""
+    """Add the shape of the blocks, and the text `what`, to an error that is raised in this context."""
     where = f"on blocks of shape {block}" + (f", {what}" if what else "")
     try:
         yield

@@ -2,8 +2,8 @@
 
 All state of a stage is in its slots and in checkpoints, and its size is reported to the byte.
 
-Tolerances, unless a law says otherwise: 1e-10 relative in float64, which allows thousands of roundings. Numbers that
-must be the same are compared bit for bit.
+The relative tolerance in float64 is 1e-10, which allows thousands of rounding errors, unless a law says otherwise.
+Numbers that must be the same are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _WARM_UP = 2
 def the_contract_is_kept(case: StageCase) -> None:
     """In checked mode a stage breaks no rule of the contract.
 
-    Slots are declared and have their shape, state is written back, inputs are not changed, the direction has its shape,
-    and all numbers are finite. Every slot is read or written, and written at least once. Encoded state is tried on the
-    first shape; `storage_makes_no_difference` tries it on all of them.
+    Slots are declared and have their declared shapes, state is written back, inputs are not changed, the direction has
+    the shape of the gradient, and all numbers are finite. Every slot is used, and written at least once. Encoded state
+    is tried on the first shape only, because `storage_makes_no_difference` tries it on all shapes.
     """
     for block in case.blocks:
         for quantizer in (None, Float32(min_elements=1)) if block == case.blocks[0] else (None,):
@@ -50,7 +50,7 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def a_stack_is_its_blocks(case: StageCase) -> None:
-    """The first and the last block of a stack get the same directions as in a stack of one block."""
+    """The first and the last block of a stack have the same directions as in a stack of one block."""
     for block in case.blocks:
         with on(block):
             given, (stacked, stack) = case.gradients(block), case.trajectory(block)
@@ -95,7 +95,7 @@ def masked_rows_change_nothing(case: StageCase) -> None:
 
 
 def inputs_are_never_written_to(case: StageCase) -> None:
-    """Gradient and direction hold the same bits after a step as before it."""
+    """Gradient and direction have the same bits after a step as before the step."""
     for block in case.blocks:
         with on(block):
             stack = case.bench(block)
@@ -132,8 +132,8 @@ def numbers_stay_finite(case: StageCase) -> None:
 
 
 def a_zero_gradient_moves_nothing(case: StageCase) -> None:
-    """Zero gradients give zero directions from the first step on. 0 / 0 is the usual fault: an eps or
-    `numerics.safe_ratio` avoids it."""
+    """Zero gradients give zero directions from the first step on. The usual fault is 0 / 0, which an eps or
+    `numerics.safe_ratio` avoids."""
     for block in case.blocks:
         with on(block):
             out = case.bench(block).run(torch.zeros_like(case.gradients(block)))
@@ -141,8 +141,8 @@ def a_zero_gradient_moves_nothing(case: StageCase) -> None:
 
 
 def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
-    """Gradients times c give directions times c^degree. The last step is compared: there roots and bases are not the
-    identity."""
+    """Gradients times c give directions times c^degree. The last step is compared, in which roots and bases are no
+    longer the identity."""
     scales = (2.0**-10, 2.0**10)
     for block in case.blocks:
         with on(block):
@@ -156,7 +156,7 @@ def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
 
 
 def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
-    """U G V^T gives U D V^T."""
+    """Gradients U G V^T, with orthogonal U and V, give the directions U D V^T, where D are the directions of G."""
     for block in ((6, 5), (5, 5)):
         with on(block):
             u, v = rotation(block[0], 1), rotation(block[1], 2)
@@ -165,7 +165,7 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
 
 
 def traits_follow_from_no_shape(case: StageCase) -> None:
-    """The traits of the empty block are those of every block."""
+    """The traits that may not depend on the shape are the same for the empty shape and for every block."""
     for block in case.blocks:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):
@@ -187,7 +187,8 @@ def entries_are_updated_alone(case: StageCase) -> None:
 
 
 def a_declared_moment_is_adams(case: StageCase) -> None:
-    """A stage whose traits declare a moment of Adam computes that formula, for which a fused kernel is run."""
+    """A stage whose traits declare a moment of Adam computes Adam's formula, because the engine may run torch's fused
+    kernel in its place."""
     for block in case.blocks:
         if (moment := case.stage.cached_traits(block).moment) is None:
             continue
@@ -208,7 +209,7 @@ def a_declared_moment_is_adams(case: StageCase) -> None:
 
 
 def _odd(x: Tensor) -> str:
-    """Return the text of the first entry of x that is not finite, or else of the largest."""
+    """Return as text the first entry of x that is not finite, or the largest entry if all are finite."""
     bad = x[~x.isfinite()]
     return f"{float(bad[0] if len(bad) else x.abs().max()):g}"
 
@@ -275,7 +276,7 @@ def storage_makes_no_difference(case: StageCase) -> None:
 
 
 def state_is_reported_to_the_byte(case: StageCase) -> None:
-    """The reported bytes of state are those of the declared slots, and all of them are used."""
+    """The reported bytes of state are the bytes of the declared slots, and all slots are used."""
     for block in case.blocks:
         with on(block):
             _, stack = case.trajectory(block)
@@ -313,7 +314,7 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
 
 
 def measures_are_of_each_block_alone(case: StageCase) -> None:
-    """The measures of a block are numbers `[N]`, the same as for that block alone, and change no state."""
+    """Measures are numbers `[N]`, the same for a block in a stack and for the block alone, and state is not changed."""
     for block in case.blocks if type(case.stage).measures is not Stage.measures else ():
         with on(block):
             stack = case.trajectory(block)[1].copy()
@@ -341,7 +342,7 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
 
 
 def unpaired(case: object) -> str | None:
-    """Return the reason why laws with one parameter do not apply; None if they do."""
+    """Return the reason why laws with a single parameter do not apply to a case, or None if such laws apply."""
     asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.stage,)))
     return "a pair of parameters is required" if asks else None
 
@@ -359,7 +360,7 @@ def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) 
 
 
 def _half(signal: Signal, parameter: Tensor) -> Tensor | float:
-    """Return a signal of a parameter that is 1/2 everywhere, or 1/2 times the identity."""
+    """Return the value of a signal for a parameter: 1/2 for every entry, or 1/2 times the identity for a matrix."""
     if signal.extent in SIDES:
         own = parameter.shape[1:] if SIDES[signal.extent] == "inputs" else parameter.shape[:1]
         return torch.eye(math.prod(own), dtype=parameter.dtype) / 2
@@ -381,7 +382,7 @@ CONTRACT: Law[StageCase] = Law(the_contract_is_kept)
 def a_steady_step_stays_on_the_device(case: StageCase) -> None:
     """In steps without a refresh the host neither waits for the device nor copies numbers to it.
 
-    A stage may decompose matrices in every step, for which torch waits.
+    Waits of torch for decompositions of matrices are allowed, because a stage may decompose matrices in every step.
     """
     block = case.blocks[0]
     with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:
@@ -401,7 +402,7 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
 
 
 def without_accelerator(case: StageCase) -> str | None:
-    """Return the reason why no accelerator can be simulated; None if it can."""
+    """Return the reason why no accelerator can be simulated, or None if an accelerator can be simulated."""
     missing = missing_names()
     return f"torch {torch.__version__} has no {missing[0]}" if missing else None
 

@@ -24,7 +24,7 @@ _BATCHES = 50
 
 @dataclass(frozen=True)
 class TaskCase:
-    """A task under test. Its data are read, so it should be small."""
+    """A task under test, which should be small, because its data are read."""
 
     task: Task
 
@@ -50,9 +50,7 @@ def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
 
 
 def the_data_are_finite(case: TaskCase) -> None:
-    """All numbers of the first training batches, of examples held in memory, and of the validation batches are
-    finite.
-    """
+    """All numbers of the first training batches, of examples in memory, and of the validation batches are finite."""
     from eigengraft.experiments.tasks import Examples, data_fault
 
     data = case.task.load()
@@ -65,7 +63,7 @@ def the_data_are_finite(case: TaskCase) -> None:
 
 
 def the_data_have_a_fingerprint(case: TaskCase) -> None:
-    """The fingerprint is the same each time the data are read, and has the sha256 of their content."""
+    """The fingerprint is the same each time the data are read, and contains the sha256 of the data."""
     one, two = case.task.load().fingerprint, case.task.load().fingerprint
     require(one == two, f"the same fingerprint whenever the data are read is required, got {one} and {two}")
     require(len(one.sha256) == 64, f"sha256: 64 hexadecimal digits are required, got '{one.sha256}'")
@@ -100,8 +98,9 @@ def batches_leave_the_global_generator_alone(case: TaskCase) -> None:
 
 
 def the_loss_is_a_mean_over_targets(case: TaskCase) -> None:
-    """The mean of the losses of two halves of a batch, weighted by targets, is the loss of the batch. The tolerance is
-    1e-4, for float32.
+    """The loss of a batch is the mean of the losses of its two halves, weighted by numbers of targets.
+
+    The tolerance is 1e-4, for float32.
     """
     inputs, targets = case.task.load().batch(0, 0)
     model, half = case.task.new_model(0).eval(), len(inputs) // 2
