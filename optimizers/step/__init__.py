@@ -1,1 +1,1 @@
-"""One step of parameters: look at gradients, gather blocks, run the program of each stack, write. Ranks too."""
+"""One step of parameters, in one process or on ranks: check gradients, gather blocks, run their program, write."""

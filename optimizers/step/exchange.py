@@ -1,7 +1,7 @@
-"""Exchange of blocks: gradients are brought to where blocks are computed, and updates to where parameters are stored.
+"""Exchange of blocks: it copies gradients to where blocks are computed, and updates to where parameters are stored.
 
-`LocalExchange` finds everything in this process. `RankExchange` in `rank_exchange.py` sends blocks to their owners and
-updates back. A parameter set steps by the same calls with either.
+`LocalExchange` reads and writes tensors of this process alone. `RankExchange` in `rank_exchange.py` sends blocks to the
+ranks that own them, and receives updates. A parameter set calls the same methods of both classes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey
 
 GatherSource = Literal["gradients", "parameters"] | str
-"""Source of blocks: the gradients, the tensors that weight decay acts on, or an entry signal by its name."""
+"""Source of blocks: "gradients", "parameters" for the tensors that weight decay acts on, or the name of a signal with a
+number for each entry."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Step:
     gradients: the entries of each gradient that this rank updates. None: the parameter has no gradient.
     active: `[P]` on the host, True for parameters that the step updates.
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
-    rates: learning rate and weight decay.
+    rates: learning rate and weight decay of each parameter.
     survey: sums over the full gradients.
-    numbers: signals that are numbers or `[P]`, and totals of slots, by name.
-    entries: signals with a number for each entry of a parameter, by name.
-    matrices: signals with a matrix over the inputs or outputs of a parameter, by name.
-    outputs: signals with a number for each output of a parameter, by name.
-    partners: signals with rows of the other factor of a product, by name and position.
+    numbers: by name, signals that are a number or `[P]`, and sums of slots over all parameters.
+    entries: by name, signals with a number for each entry of a parameter.
+    matrices: by name, signals with a matrix over the inputs or outputs of a parameter.
+    outputs: by name, signals with a number for each output of a parameter.
+    partners: by name and then by position of a factor of a product, signals with rows of the other factor.
     """
 
     gradients: Sequence[Any]
@@ -62,9 +63,9 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
-    """Return the source of the weight decay that is added to directions of the update at a path of the recipe.
+    """Return the source of the tensors whose weight decay is added to directions of the update at a path of the recipe.
 
-    Return None if the write decays.
+    Return None if the weight decay is part of the write.
     """
     rule = recipe.rules()[path]
     if not rule.adds_decay():
@@ -77,12 +78,12 @@ Write = Callable[[EntryUpdates], None]
 
 
 class LocalExchange:
-    """Exchange within this process: views and copies, no messages.
+    """Exchange within this process by views and copies, without messages.
 
-    The calls of a step are `survey`, `begin`, then for every stack in order `gather` and `deliver`, then `finish`.
+    A step calls `survey` and `begin`, then `gather` and `deliver` for every stack in order, then `finish`.
 
-    step: inputs of the present step, from `begin` to `finish`.
-    write: function that writes complete updates into parameters, from `begin` to `finish`.
+    step: inputs of the present step. The attribute exists from `begin` to `finish`.
+    write: function that writes complete updates into parameters. The attribute exists from `begin` to `finish`.
     """
 
     step: Step
@@ -95,20 +96,21 @@ class LocalExchange:
         self._updates, self._missing = dict[int, Tensor](), dict[int, int]()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        """Return sums over the full gradients. This rank may hold only shards of the gradients."""
+        """Return sums over the full gradients, of which this rank may hold only shards."""
         return LocalSurvey(given.gradients, given.present, given.linear)
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
         """Begin the exchange of one step.
 
-        moved: `[P]`, True for parameters that the step changes. A first gradient may only initialize statistics.
+        moved: `[P]`, True for parameters that the step changes. It is False for a parameter whose first gradient only
+            initializes statistics.
         write: function that writes updates into parameters.
         """
         self.step, self.write = step, write
         self._updates, self._missing = {}, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
-        """Return the blocks `[n, *block]` of a source. Gradients include the decay that is added to gradients."""
+        """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
         stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
         if source in self.step.entries:
             return stack.gather(self.step.entries[source])
@@ -119,15 +121,15 @@ class LocalExchange:
         return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
 
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
-        """Return the root mean square `[n]` of the full parameter of each block."""
+        """Return `[n]`, for each of n blocks the root mean square of its full parameter."""
         positions = blocks.stack.param_ids.tolist()
         rms = self.root_mean_squares(list(dict.fromkeys(positions)), blocks.stack.dtype)
         return torch.stack([rms[position] for position in positions])
 
     def root_mean_squares(self, positions: Sequence[int], dtype: torch.dtype | None = None) -> dict[int, Tensor]:
-        """Return the root mean square of each parameter, 0-d, by position.
+        """Return by position the root mean square of each parameter, as a 0-d tensor.
 
-        dtype: dtype of the result. None: the dtype that each parameter is computed in.
+        dtype: dtype of the results. None: the dtype in which each parameter is updated.
         """
         own = [self.iterates.parameters[position] for position in positions]
         norms = torch._foreach_norm([x.to(dtype or compute_dtype(x.dtype)) for x in own])
@@ -135,7 +137,7 @@ class LocalExchange:
         return dict(zip(positions, means, strict=True))
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
-        """Accept the directions of blocks, and write the updates of parameters whose last block this is."""
+        """Accept the directions of blocks, and write the update of each parameter that misses no block any more."""
         if (stack := blocks.stack).of_parameters:
             self._move(stack.param_ids, direction.unbind(0))
             return
@@ -155,12 +157,15 @@ class LocalExchange:
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Raise ArithmeticError because roots of these parameters failed too often. Ranks raise it in the next step."""
+        """Raise ArithmeticError because roots of these parameters failed too often.
+
+        Ranks record the failures instead, and all of them raise the error in the next step.
+        """
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
 
     def finish(self) -> None:
-        """End the step, after all parameters were written."""
+        """End the step after all parameters have been written."""
         assert not self._updates
         del self.step, self.write
 
@@ -170,14 +175,13 @@ PROVIDERS: Mapping[str, Provider] = {
     "lr": lambda blocks, step, exchange: step.rates.lr(blocks.stack_state.path, blocks.stack.param_ids),
     "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks),
 }
-"""Functions that compute the signals of a stack, by name of the signal. Each returns a number, or `[n]` for the active
-blocks."""
+"""By name of a signal, the function that computes it for n active blocks of a stack: a number, or `[n]`."""
 
 
 def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> dict[str, Tensor | float]:
-    """Return the signals that the stages of a stack request, by name.
+    """Return by name the signals that the stages of a stack request.
 
-    A signal is a number, or `[n]`, `[n, *block]` or `[n, c, c]` for the active blocks.
+    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` over a side of length c.
     """
     state, found = blocks.stack_state, dict[str, Tensor | float]()
     for name in sorted(state.signals):

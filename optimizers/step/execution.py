@@ -1,7 +1,7 @@
-"""Execution: how the program of a stack runs. It runs on the whole stack, in chunks of each parameter, or compiled.
+"""Execution: the way in which the program of a stack runs. It runs on the whole stack, in chunks, or compiled.
 
-The choice is made once, when a stack is made, with the reason that `show` prints. A step that does not suit the choice,
-such as one with blocks at different steps, runs on the whole stack.
+The choice is made once, when a stack is made, and `show` prints the reason for it. A step that chunks or a compiled
+program cannot compute, such as one of blocks with different step counts, runs on the whole stack.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ from .program import StackStep, move
 from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, WriteNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
-"""Entries of a chunk. 2^18 was fastest: smaller chunks run the chain too often, larger ones leave the cache."""
+"""Number of entries of a chunk. 2^18 was fastest: smaller chunks run the chain too often, and larger chunks do not fit
+into the cache."""
 _LEAST = 1 << 15
-"""Entries of the smallest block that runs in chunks. For smaller blocks one run for the whole stack was faster."""
+"""Number of entries of the smallest block that runs in chunks. Smaller blocks run faster on the whole stack."""
 _VECTOR = 64
-"""Entries of which chunks are multiples. CPU kernels process up to 64 entries at a time and may round a remainder
-differently, so that with 64 the results do not change."""
+"""Number that divides the number of entries of every chunk. CPU kernels process up to 64 entries at a time, and may
+round a remainder differently. Multiples of 64 leave no remainder, so that chunks do not change results."""
 _SMALL = 1 << 14
-"""Entries of a block below which compiled programs copy equal blocks into one tensor. A call of a program takes about
-as long as a copy of 2^14 entries."""
+"""Number of entries of a block below which blocks of a stack are copied into one tensor for one call of a compiled
+program. A call takes about as long as a copy of 2^14 entries."""
 
 
 @dataclass(frozen=True)
 class Execution:
     """The way in which the steps of a stack run.
 
-    adam: Adam's chain of the stack, which a fused kernel computes. None: no fused kernel does.
-    not_fused: reason why no fused kernel computes Adam's chain. None: a kernel does, or it is another chain.
-    chunks: True if it runs in chunks of each parameter.
-    entries: compiled programs of entries that include the write, by dtype of the parameters.
-    blocks: compiled program of the stack. None: there is none.
-    uncompiled: program of the stack for a graph, if none is compiled. None: there is none.
-    reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: there is
-        none.
+    adam: chain of Adam of the stack, which a fused kernel computes. None: no fused kernel computes the stack.
+    not_fused: reason why no fused kernel computes the chain of Adam. None: a kernel computes it, or the chain is not
+        Adam's.
+    chunks: True if the program runs in chunks of each parameter.
+    entries: by dtype of parameters, a compiled program that computes and writes entries.
+    blocks: compiled program of the whole stack. None: the stack has no such program.
+    uncompiled: program of the stack that a graph captures if none is compiled. None: the stack has no such program.
+    reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: neither
+        applies.
     """
 
     adam: FusedAdam | None = None
@@ -67,7 +69,7 @@ class Execution:
     reason: str | None = None
 
     plain: bool = field(init=False, default=True)
-    """True if every step runs the program on the whole stack: there are no chunks and no other program."""
+    """True if every step runs the program on the whole stack, without chunks and without a traced program."""
 
     def __post_init__(self) -> None:
         if self.chunks or self.entries or self.blocks is not None or self.uncompiled is not None:
@@ -75,12 +77,13 @@ class Execution:
 
     @property
     def compiled(self) -> bool:
-        """True if steps run compiled."""
+        """True if the stack has a compiled program."""
         return bool(self.entries) or self.blocks is not None
 
     def in_place(self, blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
-        """Update active blocks within their parameters, without a stack. Return False, and change nothing, if the step
-        does not suit.
+        """Update active blocks within the memory of their parameters, without a copy in a stack.
+
+        Return False, and change nothing, if this step cannot run so.
 
         counts: `[P]`, number of gradients of each parameter, including the present one.
         held: P tensors, the entries of each parameter that this rank holds.
@@ -100,9 +103,9 @@ class Execution:
         return _run_chunks(blocks, step, counts, held)
 
     def direction(self, step: StackStep) -> Tensor:
-        """Return the directions of a stack, computed by the compiled program if the step suits it.
+        """Return the directions of a stack, computed by its compiled program if the program can compute this step.
 
-        A step with the numbers of a graph always runs by a program.
+        A step that a graph captures is always computed by a program, compiled or not.
         """
         if step.numbers is not None:
             program = self.blocks or self.uncompiled
@@ -123,10 +126,10 @@ class Execution:
 def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec], shared: bool) -> Execution:
     """Return the way in which the steps of a stack run.
 
-    specs: specifications of the parameters of its blocks.
-    shared: True if stages sum over parameters with blocks in several stacks.
+    specs: specifications of the parameters whose blocks the stack holds.
+    shared: True if stages sum over a parameter that also has blocks in other stacks.
 
-    Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is found.
+    Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is installed.
     """
     stored, of_numbers = {spec.dtype for spec in specs}, any(spec.shape == () for spec in specs)
     moments = moments_of_adam(own)
@@ -146,8 +149,8 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
     """Return True if a graph may capture steps of a stack.
 
-    The steps must need no other rank, have values, and run on a device with graphs. Some of them must have no refresh,
-    and stages may request no signal whose address changes from step to step.
+    The steps must run on a device that has graphs, with tensors that have values, and must need no other rank. Some
+    steps must have no refresh. Stages may only request signals whose address is the same in every step.
     """
     if not recipe.graph or shared or own.stack.device.type not in CAPTURERS or active_fake_mode() is not None:
         return False
@@ -158,7 +161,10 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
-    """Return an execution on the whole stack, in chunks, or compiled. stored: dtypes of the parameters."""
+    """Return an execution on the whole stack, in chunks, or compiled.
+
+    stored: dtypes of the parameters of the stack.
+    """
     worth = own.stack.device.type == "cpu" and math.prod(own.stack.block) >= _LEAST and own.rule.entrywise()
     if not own.rule.compile and not worth:
         return Execution()
@@ -183,10 +189,10 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
 
 
 def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
-    """Yield the reasons why blocks cannot be updated within their parameters. There are none if they can be.
+    """Yield the reasons why blocks cannot be updated within the memory of their parameters.
 
-    Each block must be a parameter of this process. Its stages must be entry-wise, request no signals, and keep one
-    number for each entry, in the dtype that they compute in.
+    No reason is yielded if each block is a whole parameter that this process updates alone, and if its stages are
+    entry-wise, request no signal, and store one number for each entry in the dtype in which they compute.
     """
     shape, asked = own.stack.block, [*sorted(own.signals), *own.totals]
     reasons = {
@@ -205,7 +211,7 @@ def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
 
 
 def _require_traceable(own: StackState) -> None:
-    """Raise ValueError for an update with a signal that a traced program would store as a constant."""
+    """Raise ValueError if stages request a signal whose value a traced program would store as a constant."""
     at, known = f"{own.path}." if own.path else "", known_signals()
     for name, path in asking(own.rule.stages(own.path)).items():
         if name in _signals_of_program(own) and known[name].extent not in _SHAPES_OF_SIGNALS:
@@ -215,7 +221,10 @@ def _require_traceable(own: StackState) -> None:
 
 
 def _signals_of_program(own: StackState) -> list[str]:
-    """Return the names of the signals that stages have in most steps. Other steps run without the program."""
+    """Return the names of the signals that stages use in most steps.
+
+    A step with other signals runs without the compiled program.
+    """
     late = int(TYPICAL_STEP[0])
     asked = {name for _, stage in own.rule.stages() for name in stage.signals_at(late)}
     asked |= {
@@ -231,7 +240,9 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
     "input_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-1:]),
     "output_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-2:-1]),
 }
-"""Functions that return the shape of a signal in compiled programs, by extent. Other extents have no program."""
+"""By extent of a signal, the function that returns its shape in a compiled program of a stack.
+
+A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _decay(own: StackState, recipe: Recipe) -> WeightDecay:
@@ -241,14 +252,17 @@ def _decay(own: StackState, recipe: Recipe) -> WeightDecay:
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
-    """Return the program of entries that includes the write. stored: dtype of the parameters."""
+    """Return the program that computes and writes entries of parameters.
+
+    stored: dtype of the parameters.
+    """
     axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
     kind, schedules = (axes, keys, stack.dtype, stored, stack.device), ScheduledNumbers.of(own.rule, recipe.total_steps)
     return EntryProgram(own.rule, own.path, _decay(own, recipe), *kind, schedules, recipe.failure.leaves_masks)
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
-    """Return the program of a whole stack, which computes directions."""
+    """Return the program that computes the directions of a whole stack."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
@@ -273,10 +287,10 @@ def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
 
 
 def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
-    """Return the inputs of a compiled program of a stack. Return None if the program cannot compute this step.
+    """Return the inputs of a traced program of a stack. Return None if the program cannot compute this step.
 
-    It computes steps of all blocks with the same step count and decay, without a refresh and without a watch. A step
-    with a mask needs a program with a mask.
+    The program computes steps in which all blocks are active, with one step count and one decay factor, without a
+    refresh and without a watch. A step with a mask needs a program that was traced with a mask.
     """
     own, context = step.blocks.stack_state, step.context
     if step.blocks.places is not None or own.watched or context.uniform is None:
@@ -314,17 +328,17 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
 
 @cached_tensors(maxsize=64)
 def _all_usable(blocks: int, device: torch.device) -> Tensor:
-    """Return a mask of blocks that are all written. The tensor is cached and must not be changed."""
+    """Return a mask `[blocks]` that is True everywhere. The tensor is cached and must not be changed."""
     return torch.ones(blocks, dtype=torch.bool, device=device)
 
 
 def _contiguous(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number or tensor as a contiguous tensor with the dtype and device of another one."""
+    """Return a number or tensor as a contiguous tensor with the dtype and device of `like`."""
     return number_like(value, like).contiguous()
 
 
 def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
-    """Update active blocks chunk by chunk, with the same bits as on a whole stack.
+    """Update active blocks chunk by chunk. The result has the same bits as that of a run on the whole stack.
 
     Return False, and change nothing, if the blocks have different step counts.
     """
@@ -343,7 +357,11 @@ def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], hel
 def _chunks(
     own: StackState, row: int, parameter: Tensor, gradient: Tensor
 ) -> Iterator[tuple[tuple[Tensor, Tensor], State]]:
-    """Yield ((parameter, gradient), state) of each chunk of a block, as views `[1, n, 1, ...]`."""
+    """Yield ((parameter, gradient), state) for each chunk of n entries of a block, as views `[1, n, 1, ...]`.
+
+    row: row of the block in the stack.
+    parameter, gradient: entries of the block.
+    """
     shape = (1, -1, *[1] * (len(own.stack.block) - 1))
     slots = [tensor[row] for tensor in own.tensors.values()]
     parts = [torch.split(tensor.view(shape), CHUNK_ENTRIES, 1) for tensor in (parameter, gradient, *slots)]
@@ -358,7 +376,12 @@ def _run_entries(
     held: Sequence[Tensor],
     programs: Mapping[torch.dtype, Program],
 ) -> None:
-    """Update active blocks by compiled programs. Small blocks with equal numbers are updated in one call."""
+    """Update active blocks by compiled programs.
+
+    If the blocks are small, and have equal step counts, dtypes and numbers of the write, one call updates all of them.
+
+    programs: compiled program of entries for each dtype of parameters.
+    """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step)
     parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
@@ -389,7 +412,12 @@ def _run_together(
     program: Program,
     numbers: Sequence[Tensor],
 ) -> None:
-    """Update all blocks of a stack in one call, on copies of their parameters, which are copied back."""
+    """Update all blocks of a stack by one call of a program.
+
+    The call updates copies of the parameters in one tensor, which are then copied back.
+
+    numbers: numbers of the write, mask if the program has one, and scheduled numbers.
+    """
     shape = _shape(own, len(parameters), rows=program.source.masked)
     parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))
     slots = [tensor.view(shape) for tensor in own.tensors.values()]
@@ -399,7 +427,7 @@ def _run_together(
 
 
 def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
-    """Return the numbers of the write of each block."""
+    """Return the numbers of the write of each active block."""
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
     some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
@@ -416,6 +444,9 @@ def _write_numbers(scale: StepRates) -> WriteNumbers:
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
-    """Return the shape in which a program of entries receives blocks. rows: True if every block is one row."""
+    """Return the shape in which a program of entries receives blocks.
+
+    rows: True if every block is a row, False if one row holds all blocks.
+    """
     entries = math.prod(own.stack.block)
     return (*((blocks, entries) if rows else (1, blocks * entries)), *[1] * (len(own.stack.block) - 1))

@@ -1,4 +1,4 @@
-"""The check of gradients in a step: which of them may be used. It is made before anything changes."""
+"""Check of the gradients of a step, before anything changes: it finds the gradients that can be used."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ..write.write import Rates
 
 @dataclass(frozen=True)
 class LossScale:
-    """The numbers that `torch.amp.GradScaler` leaves to an optimizer that supports it.
+    """The numbers that `torch.amp.GradScaler` passes to an optimizer that supports it.
 
-    scale: 0-d, factor of all gradients. None: the gradients were divided by it already.
-    found_inf: 0-d, nonzero if a gradient of the optimizer has inf or nan. None: the scaler has not checked them.
+    scale: 0-d, factor of the loss and so of all gradients. None: the gradients have already been divided by the factor.
+    found_inf: 0-d, nonzero if a gradient of the optimizer has inf or nan. None: the scaler has not checked gradients.
     """
 
     scale: Tensor | None
@@ -57,7 +57,10 @@ class LossScale:
         return found is not None and may_branch_on_values(found) and bool(found)
 
     def usable(self, device: torch.device) -> Tensor | None:
-        """Return a boolean, 0-d on a device: True if the step may change parameters. Return None if the host knows."""
+        """Return a 0-d boolean on a device, True if the step may change parameters.
+
+        Return None if the scaler has checked nothing, or if `stops` gives the answer on the host.
+        """
         if self.found_inf is None or self.found_inf.is_cpu:
             return None
         return self.found_inf.to(device, non_blocking=True) == 0
@@ -65,7 +68,7 @@ class LossScale:
     def unscale(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Divide gradients by the scale in place, as `GradScaler.unscale_` does.
 
-        Raises ValueError for a gradient in float16, in which small numbers would be lost.
+        Raises ValueError for a gradient in float16, because the division would lose small numbers.
         """
         if self.scale is None:
             return
@@ -86,13 +89,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """The inputs of the check: gradients of P parameters, and numbers that all ranks must share.
+    """The inputs of the check: gradients of P parameters, and numbers that must be the same on all ranks.
 
-    gradients: the entries of each gradient that this rank holds, by position. It may update fewer. None: no gradient.
-    present: `[P]` on the host, True for parameters that have a gradient here.
+    gradients: by position, the entries of each gradient that this rank holds, of which it may update only a part.
+        None: the parameter has no gradient.
+    present: `[P]` on the host, True for parameters that have a gradient on this rank.
     linear: `[P]`, True for parameters whose updates square no gradient.
-    rates: learning rates and decays.
-    steps: number of steps before this one.
+    rates: learning rate and weight decay of each parameter.
+    steps: largest number of steps of a parameter before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
     """
 
@@ -106,9 +110,9 @@ class GivenGradients:
 
 @dataclass(frozen=True)
 class LocalSurvey:
-    """Facts about the gradients of P parameters that this process holds. `RankSurvey` has the same methods.
+    """Facts about the gradients of P parameters, all of which this process holds. `RankSurvey` has the same methods.
 
-    gradients: by position. None: no gradient.
+    gradients: gradients by position. None: the parameter has no gradient.
     present: `[P]`, True for parameters that have a gradient.
     linear: `[P]`, True for parameters whose updates square no gradient.
     """
@@ -119,7 +123,7 @@ class LocalSurvey:
 
     @property
     def device(self) -> torch.device:
-        """Device of the gradients, and of what is computed from them; the CPU if there is no gradient."""
+        """Device of the gradients and of numbers computed from them. It is the CPU if there is no gradient."""
         return next((gradient.device for gradient in self.gradients if gradient is not None), torch.device("cpu"))
 
     def agreed(self) -> NDArray[np.bool_]:
@@ -127,14 +131,16 @@ class LocalSurvey:
         return self.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
-        """Return True if any of the gradients at these positions is not 0. It is read on the host."""
+        """Return True if a gradient at these positions has an entry other than 0. The host waits for the answer."""
         found = (gradient for at in positions if (gradient := self.gradients[at]) is not None)
         return any(not has_values(gradient) or bool(gradient.any()) for gradient in found)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
-        """Return `[n]` booleans on the device, True for gradients that can be used. Return None if all can be.
+        """Return `[n]` booleans on the device, True for each of n present gradients that can be used.
 
-        finite: True if gradients must be finite, and their squares too for updates that square them.
+        Return None if all of them can be used.
+
+        finite: True if gradients must be finite. For updates that square gradients, the squares must be finite too.
         """
         here = [position for position in positions if self.gradients[position] is not None]
         found = [gradient for position in here if (gradient := self.gradients[position]) is not None]
@@ -142,7 +148,7 @@ class LocalSurvey:
 
     @property
     def squares(self) -> Tensor:
-        """`[P]` float64 on the device, sum of squares of each gradient, 0 without a gradient."""
+        """`[P]` float64 on the device, sum of squares of each gradient. It is 0 for a parameter without a gradient."""
         norms = torch.zeros(len(self.gradients), dtype=torch.float64, device=self.device)
         here = [(place, gradient) for place, gradient in enumerate(self.gradients) if gradient is not None]
         if here:
@@ -152,22 +158,22 @@ class LocalSurvey:
 
 
 GradientSurvey = LocalSurvey | RankSurvey
-"""Facts about the gradients of P parameters, which this process holds or ranks share."""
+"""Facts about the gradients of P parameters, which one process holds or several ranks share."""
 
 STALLED = 10
-"""Number of steps in a row without any usable gradient after which a run counts as lost, and warns once."""
+"""Number of steps in a row without a usable gradient after which the run counts as lost, and a warning is issued."""
 
 
 class FiniteCheck:
-    """Find and count gradients that cannot be used: those with inf or nan, or too large to be squared.
+    """Check that finds and counts unusable gradients, which have inf or nan or are too large to be squared.
 
-    The square must be finite in the dtype of the state. Updates that square no gradient, as of SGD and Lion, use every
-    finite gradient. On the host the answer is known at once. On a device it is a mask, which the host reads one step
-    later without waiting.
+    The sum of squares of a gradient must be finite in the dtype of the state. Updates that square no gradient, such as
+    SGD and Lion, use every finite gradient. A check on the host gives its answer at once. A check on a device gives a
+    mask, which the host reads one step later without waiting.
 
     failure: policy of the recipe for unusable gradients.
     names: names of the parameters in errors and counts.
-    survey: function that returns facts about gradients, summed over all ranks that share them.
+    survey: function that returns facts about gradients, summed over all ranks that share the parameters.
     skipped: number of unusable gradients of each parameter, by name.
     """
 
@@ -181,13 +187,14 @@ class FiniteCheck:
         self._stalled = 0
 
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
-        """Return (active, mask, survey), and change nothing but the counts.
+        """Return (active, mask, survey). Only the counts of unusable gradients change.
 
         active: `[P]` on the host, True for parameters that the step updates. A group with lr 0 and gradients 0 is not
-            active: torch.distributed.checkpoint makes such a step to have state allocated.
-        mask: `[P]` on the device, True for usable gradients. None: those of all active parameters are usable.
+            active, because torch.distributed.checkpoint makes such a step only to have state allocated.
+        mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
 
-        Raises TypeError for sparse gradients, FloatingPointError if the recipe says so, and the errors of the survey.
+        Raises TypeError for sparse gradients, FloatingPointError for an unusable gradient if the recipe requests an
+        error, and the errors of the survey.
         """
         for name, gradient in zip(self.names, given.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
@@ -209,14 +216,15 @@ class FiniteCheck:
         present: NDArray[np.bool_],
         given: GivenGradients,
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """Return (active, mask) as of `check`.
+        """Return (active, mask), as described in `check`.
 
-        usable: `[n]`, True for usable gradients at the positions. None: all are usable.
+        positions: positions of n parameters that have a gradient.
+        usable: `[n]`, True for usable gradients at the positions. None: all of them are usable.
         """
         if usable is None and (given.allowed is None or not positions):
-            self._stalled *= not positions  # a step without gradients does not count
+            self._stalled *= not positions  # usable gradients reset the number; a step without gradients keeps it
             return present, None
-        if not self._on_host or usable is None:  # the host never reads the answer of a scaler alone
+        if not self._on_host or usable is None:  # if only the scaler gives an answer, the host does not wait for it
             return present, self._defer(positions, usable, given.allowed, len(present))
         found, stopped = _read(_with(usable, given.allowed), len(positions))
         if stopped:
@@ -229,10 +237,10 @@ class FiniteCheck:
     def _count(
         self, positions: list[int], found: Sequence[bool], gradients: Sequence[Tensor | None] | None = None
     ) -> list[int]:
-        """Count unusable gradients by name, and return their positions.
+        """Count unusable gradients by name of the parameter, and return their positions.
 
-        found: True for each usable gradient.
-        gradients: by position. None: they do not exist any more.
+        found: for each position, True if its gradient is usable.
+        gradients: gradients by position of the parameter. None: they do not exist any more.
         """
         bad = [position for position, good in zip(positions, found, strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
@@ -251,9 +259,9 @@ class FiniteCheck:
         return self._stalled >= STALLED
 
     def resolve_deferred(self) -> tuple[list[int], list[int]]:
-        """Return (positions that the last step did not update, positions of its unusable gradients).
+        """Return (positions that the last step did not update, positions of unusable gradients of the last step).
 
-        Unusable gradients are counted now. The two lists differ if the scaler of the loss stopped the step.
+        This call counts the unusable gradients. The two lists differ if the scaler of the loss stopped the step.
         """
         if self._deferred is None:
             return [], []
@@ -267,14 +275,22 @@ class FiniteCheck:
     def raise_nonfinite(
         self, bad: Sequence[int], outcome: str, gradients: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Raise FloatingPointError for unusable gradients if the recipe says so."""
+        """Raise FloatingPointError for unusable gradients if the recipe requests an error.
+
+        bad: positions of unusable gradients.
+        outcome: part of the message that says what became of the step.
+        gradients: gradients by position of the parameter. None: they do not exist any more.
+        """
         if bad and self.failure.nonfinite == "raise":
             names = ", ".join(self.names[position] for position in bad[:5])
             found = _fault(None if gradients is None else gradients[bad[0]])
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
     def _defer(self, positions: list[int], usable: Tensor | None, allowed: Tensor | None, total: int) -> Tensor:
-        """Return the mask `[P]` of gradients that are usable and allowed, and begin to copy it to the host."""
+        """Return a mask `[P]` on the device, True for gradients that are usable in a step that the scaler allows.
+
+        The answers are copied to the host without waiting, for `resolve_deferred` in the next step.
+        """
         if usable is None:
             assert allowed is not None
             usable = torch.ones(len(positions), dtype=torch.bool, device=allowed.device)
@@ -287,21 +303,24 @@ class FiniteCheck:
 
 
 def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return the answers for n gradients, followed by the answer of a scaler if there is one."""
+    """Return the answers `[n]` for n gradients, followed by the answer of the scaler if there is one."""
     return usable if allowed is None else torch.cat([usable, allowed.view(1)])
 
 
 def _read(answers: Tensor, count: int) -> tuple[list[bool], bool]:
     """Read the result of `_with` on the host. Return (`count` answers, True if the scaler stopped the step).
 
-    Fake tensors have no values, and all of them count as usable.
+    The answers in a fake tensor have no values, so all gradients count as usable.
     """
     found = answers.tolist() if has_values(answers) else [True] * len(answers)
     return found[:count], not all(found[count:])
 
 
 def _fault(gradient: Tensor | None) -> str:
-    """Return the reason why a gradient is not usable, as far as this rank knows. None: it does not exist any more."""
+    """Return the reason why a gradient is not usable, as far as this rank knows.
+
+    gradient: the unusable gradient. None: it does not exist any more.
+    """
     if gradient is not None and not bool(gradient.isfinite().all()):
         return "inf or nan"
     dtype = None if gradient is None else compute_dtype(gradient.dtype)
@@ -312,11 +331,11 @@ def _fault(gradient: Tensor | None) -> str:
 
 
 def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Tensor | None:
-    """Return `[n]`, True for gradients whose sum of squares is finite in the dtype that they are computed in.
+    """Return `[n]`, True for each of n gradients whose sum of squares is finite in the dtype of the computation.
 
-    Return None if all are, as far as the host knows without waiting.
+    Return None if the host knows without waiting that all of these sums are finite.
 
-    linear: for each gradient, True if only its values must be finite.
+    linear: for each gradient, True if only its values must be finite, not its sum of squares.
     """
     if squares_are_finite(gradients, max_blocks):
         return None

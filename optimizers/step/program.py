@@ -1,4 +1,4 @@
-"""The program of a stack: a function of tensors that computes one step of its blocks.
+"""The program of a stack: a function of tensors that computes one step of the blocks of the stack.
 
 `execution.py` chooses how the program runs: on the whole stack, in chunks, or compiled.
 """
@@ -25,10 +25,10 @@ from ..write.write import Rates, StepRates, decayed_gradient, with_decay, write
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
 CHECKED_UPDATES = 3
-"""Number of updates of a block whose directions are checked for inf and nan. A faulty stage fails in the first ones,
-and a check of every update would cost a pass over all directions."""
+"""Number of first updates of a block whose directions are checked for inf and nan. A faulty stage fails in its first
+updates, and a check of every update would cost a pass over all directions."""
 StateOf = Callable[[ChainName], State]
-"""Function that returns the state of one of the two chains of an update, for one call."""
+"""Function that returns the state of one of the two chains of an update, for one call of the chain."""
 
 
 def direction(
@@ -39,11 +39,11 @@ def direction(
     factors: Tensor | None = None,
     decay: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the directions `[n, *block]` that the write subtracts. The state changes in place.
+    """Return the directions `[n, *block]` of n blocks, which the write subtracts. The state changes in place.
 
-    gradient: `[n, *block]`, with the decay that is added to gradients.
-    factors: `[n]` or a number, factor of each direction. None: 1.
-    decay: function that adds weight decay to directions. None: the write decays.
+    gradient: gradients `[n, *block]`, including the weight decay that the recipe adds to them.
+    factors: factor of each direction, a number or `[n]`. None: no factor.
+    decay: function that adds weight decay to directions. None: the weight decay is part of the write.
     """
     found = run_chain(update.update, state_of("update"), gradient, gradient, context)
     if factors is not None:
@@ -54,9 +54,11 @@ def direction(
 
 
 def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
-    """Raise ContractError if the directions of a block have inf or nan and its gradient is finite.
+    """Raise ContractError if the direction of a block has inf or nan although its gradient is finite.
 
-    Only the first CHECKED_UPDATES of a block are checked.
+    Only the first CHECKED_UPDATES updates of a block are checked.
+
+    found: directions `[n, *block]`.
     """
     if context.steps.min() > CHECKED_UPDATES or not has_values(found):
         return
@@ -77,13 +79,13 @@ def move(
     scale: StepRates,
     factors: Tensor | None = None,
 ) -> None:
-    """Update entries of a parameter in place: add decay to the gradient, compute the direction, write it.
+    """Update entries of a parameter in place: add decay to the gradient, compute the direction, and write it.
 
-    A mask `[n]` of the state also holds for the parameter.
+    If the state has a mask `[n]`, the parameter changes only where the mask is True.
 
-    entries: parameter and gradient, `[n, *block]`.
+    entries: (parameter, gradient), each `[n, *block]`.
     scale: numbers of the write.
-    factors: as of `direction`.
+    factors: factor of each direction, as in `direction`.
     """
     parameter, dtype = entries[0], compute_dtype(entries[0].dtype)
     gradient = entries[1].to(dtype)
@@ -99,11 +101,13 @@ def move(
 def add_decay(
     found: Tensor, parameters: Tensor, state: State, sizes: Sequence[StateKey], scale: Callable[..., Tensor]
 ) -> Tensor:
-    """Return directions plus the decay of parameters, both `[n, *block]`.
+    """Return directions plus the weight decay of parameters, `[n, *block]`.
 
+    found: directions `[n, *block]`.
+    parameters: tensors `[n, *block]` that decay.
     state: state of the chain.
-    sizes: keys of the slots `[n]` with step sizes, by which the decay is multiplied.
-    scale: function of (parameters, directions) that adds the decay, with the rates of each block.
+    sizes: keys of slots `[n]` that hold step sizes. The decay of each block is multiplied by its step sizes.
+    scale: function of (parameters, directions) that adds the decay at the rates of each block.
     """
     for key in sizes:
         size = state.scope(str(key.stage).removeprefix(f"{state.path}."))[key.slot]
@@ -112,7 +116,7 @@ def add_decay(
 
 
 def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
-    """Return directions plus the decay of parameters, all with the same rates."""
+    """Return directions plus the weight decay of parameters, all of which have the same rates."""
     return with_decay([found], [parameters], scale)[0]
 
 
@@ -120,13 +124,14 @@ def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
 class StackStep:
     """One step of the n active blocks of a stack.
 
-    blocks: the blocks, with the state of their stack.
-    gradient: `[n, *block]`.
-    mask: `[n]`, True for blocks whose state is written. None: all are written.
-    context: step, corrections and signals of the blocks.
-    rates: learning rate and decay.
-    decaying: `[n, *block]`, tensors whose decay is added to directions. None: the write decays.
-    numbers: (int64 `[n]` steps of the blocks, numbers of the program) in the memory of a graph. None: no graph runs.
+    blocks: the active blocks, with the state of their stack.
+    gradient: gradients `[n, *block]`.
+    mask: `[n]`, True for blocks whose state and parameters are written. None: all blocks are written.
+    context: step counts, corrections and signals of the blocks.
+    rates: learning rate and weight decay of each parameter.
+    decaying: tensors `[n, *block]` whose weight decay is added to directions. None: no decay is added to directions.
+    numbers: (int64 `[n]` step counts of the blocks, numbers of the program), tensors that a graph reads. None: no graph
+        captures this step.
     """
 
     blocks: ActiveBlocks
@@ -138,11 +143,11 @@ class StackStep:
     numbers: tuple[Tensor, Sequence[Tensor]] | None = None
 
     def state(self, chain: ChainName) -> State:
-        """Return the state of a chain for one call."""
+        """Return the state of a chain for one call of the chain."""
         return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
 
     def prime(self) -> None:
-        """Initialize statistics by a first gradient of blocks. No parameter changes."""
+        """Initialize statistics from the first gradient of the blocks. No parameter changes."""
         assert self.context.priming
         gradient = self.gradient
         run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
@@ -157,7 +162,7 @@ class StackStep:
         return found
 
     def rehearse(self) -> None:
-        """Run the program on a copy of the state, so that a watch observes a step that a fused kernel computes."""
+        """Run the program on a copy of the state. A watch so observes a step that a fused kernel computes."""
         copies = {name: tensor.clone() for name, tensor in self.blocks.stack_state.tensors.items()}
 
         def state_of(chain: ChainName) -> State:
@@ -178,22 +183,30 @@ class StackStep:
         return add_decay(found, self.decaying, self.state("update"), own.step_sizes, scaled)
 
     def note_failures(self, tolerated: int) -> None:
-        """After a refresh, begin to find roots and bases that failed more often in a row than tolerated."""
+        """Begin to find roots and bases that failed more often in a row than tolerated, if this step had a refresh.
+
+        tolerated: largest tolerated number of failures in a row.
+        """
         if any(self.context.due.values()) and has_values(self.gradient):  # `due` has an entry for every stage
             self.blocks.stack_state.note_failures(tolerated)
 
 
 def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
-    """Return stacks in lists. Stacks with stages that sum over a parameter are together if they share one.
+    """Return the stacks in lists. Stacks whose stages sum over the same parameter are in the same list.
 
-    A list is in the order of shapes. Sums are added in this order, which so depends on the parameter alone.
+    A list is sorted by shape of the blocks. Sums over a parameter are added in this order, so that the order depends on
+    the parameter alone.
     """
     shared = connected([set(state.stack.param_ids.tolist()) if state.spans else set() for state in states])
     return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
 
 
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
-    """Return the result of `act` for the step of each stack. Stacks that share sums over parameters run in turns."""
+    """Return the result of `act` for the step of each stack.
+
+    Stacks that share sums over parameters run in turns. Each stops where it needs a sum, until all have computed their
+    terms of the sum.
+    """
     if not steps[0].blocks.stack_state.spans:
         return [act(step) for step in steps]
 

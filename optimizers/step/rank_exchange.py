@@ -1,4 +1,4 @@
-"""Exchange of blocks between ranks: gradients to the owners of blocks, updates to all ranks with the parameters."""
+"""Exchange of blocks between ranks: gradients are sent to owners of blocks, and updates to holders of parameters."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from .gradients import GivenGradients, GradientSurvey
 
 
 class RankExchange(LocalExchange):
-    """Exchange between ranks. All ranks call the same methods in the same order.
+    """Exchange between ranks, all of which call the same methods in the same order.
 
-    Parameters that ranks update in place need no messages. Their blocks are exchanged as in one process.
+    Parameters that ranks update in place need no messages. Their blocks are gathered and delivered as in one process.
 
-    comm_step: messages of the present step, from `begin` to `finish`.
+    comm_step: messages of the present step. The attribute exists from `begin` to `finish`.
     """
 
     comm_step: CommStep
@@ -94,7 +94,7 @@ class RankExchange(LocalExchange):
         rank_checks, gather = self.rank_checks, self._backward_gather
         if gather is None:
             return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
-        for work in self._gathering.values():  # of a step that used no gradient
+        for work in self._gathering.values():  # messages that remain from a step that used no gradient
             work.wait()
         begun = gather.report(self._parameters[0].device)
         survey = rank_checks.survey(given.gradients, given.present, numbers, self._copied, begun)
@@ -115,7 +115,7 @@ class RankExchange(LocalExchange):
         self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
 
     def _root_mean_squares(self) -> Tensor:
-        """Return the root mean square `[P]` of full parameters, before any of them changes."""
+        """Return `[P]`, the root mean square of each full parameter before the step changes any of them."""
         if not self.comm_plan.replicated:
             return self.rank_checks.parameter_rms(self.iterates.parameters)
         found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
@@ -124,7 +124,7 @@ class RankExchange(LocalExchange):
         return found
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:
-        """Return the reader of a gradient, which adds the decay that is added to gradients."""
+        """Return a reader of the gradient at a position, including the weight decay that the recipe adds to it."""
         gradient: Tensor | None = step.gradients[position]
         path = self.paths[position]
         if gradient is None or not step.rates.decays_gradients(path):
@@ -158,7 +158,10 @@ class RankExchange(LocalExchange):
         self.comm_step.deliver(group, blocks.rows, direction)
 
     def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
-        """Return the blocks of the parameters after the step."""
+        """Return the blocks `[n, *block]` of parameters as they are after the step.
+
+        direction: directions `[n, *block]`.
+        """
         state, step = blocks.stack_state, self.step
         before = blocks.stack.gather(self.iterates.parameters)
         apart = state.adds_decay
@@ -173,7 +176,7 @@ class RankExchange(LocalExchange):
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:
-        """Write updates that owners have sent into the parameters, or the parameters themselves.
+        """Write what the owners of blocks have sent into the parameters: updates, or blocks of updated parameters.
 
         Received blocks are written without a copy, unless constraints or an averaging need the whole update.
         """
@@ -199,7 +202,8 @@ class RankExchange(LocalExchange):
     def finish(self) -> None:
         active, parameters = self.step.active, self.iterates.parameters
         self.comm_step.close()
-        if self._moves_at_once:  # all ranks compute the norms of the same parameters together, whatever they hold
+        # All ranks compute norms of the same parameters together, so a rank without entries adds an update of zeros.
+        if self._moves_at_once:
             chosen = [i for i in self._exchanged if active[i]]
             for i in (i for i in chosen if i not in self._held):
                 self._held[i] = parameters[i], torch.zeros_like(parameters[i])

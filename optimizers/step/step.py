@@ -1,4 +1,4 @@
-"""A parameter set: parameters of any param groups that are updated together, and one step of them."""
+"""A parameter set: parameters of any param groups that are updated together, and the code of one step."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ def as_pairs(tensor: Tensor) -> Tensor:
 
 
 class ParamSet:
-    """P parameters on one device that the same ranks share, by position 0 .. P - 1.
+    """P parameters on one device that the same ranks share. Their positions are 0 .. P - 1.
 
     specs: name, update, placement and param group of each parameter.
-    local: the entries of each parameter that this rank updates. In one process it is the parameter itself.
-    rank_group: ranks that share the parameters. None: this process updates them alone.
-    step_counts: `[P]` on the host, number of gradients of each parameter so far. `state["step"]` is a view of it.
-    stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index.
-    block_groups: blocks that ranks exchange. Without a rank group there are none.
+    local: for each parameter, the entries that this rank updates. In one process they are the parameter itself.
+    rank_group: ranks that share the parameters. None: this process updates the parameters alone.
+    step_counts: `[P]` on the host, number of gradients of each parameter so far. `state["step"]` of a parameter is a
+        view of its item.
+    stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index in this list.
+    block_groups: blocks that ranks exchange. The list is empty without a rank group.
     executions: for each stack, the way in which its steps run.
-    graphs: captured steps of stacks. None: the recipe captures none.
-    iterates: state of averagings and constraints.
+    graphs: captured steps of stacks. None: the recipe captures no steps.
+    iterates: state of the averaging and of constraints.
     """
 
     def __init__(
@@ -113,18 +114,19 @@ class ParamSet:
 
     @property
     def update_counts(self) -> NDArray[np.int64]:
-        """`[P]`, number of updates of each parameter. A first gradient that only initializes statistics is none."""
+        """`[P]`, number of updates of each parameter, without first gradients that only initialized statistics."""
         return self.step_counts - self._priming
 
     @property
     def real_parameters(self) -> Sequence[Tensor]:
-        """The parameters, with complex ones as views of real pairs."""
+        """The parameters. A complex parameter is a view `[..., 2]` of real and imaginary parts."""
         return [*map(as_pairs, self.parameters)] if self._complex else self.parameters
 
     def resolve_deferred(self) -> None:
-        """Finish the checks of the last step on a device: undo the step counts of parameters that were not updated.
+        """Read the checks that the last step made on a device, and undo step counts of parameters that did not change.
 
-        Raises ArithmeticError for roots that failed too often, and FloatingPointError as the recipe says.
+        Raises ArithmeticError for roots that failed too often, and FloatingPointError for an unusable gradient if the
+        recipe requests an error.
         """
         left, bad = self.finite_check.resolve_deferred()
         for position in left:
@@ -136,23 +138,25 @@ class ParamSet:
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
     def note_counts(self) -> None:
-        """Record the parameters with steps, after something else than a step has set counts."""
+        """Record which parameters have steps, after code other than a step has set step counts."""
         self._begun = self.step_counts > 0
 
     def counts_set_back(self) -> NDArray[np.bool_]:
-        """Return `[P]`, True for parameters with steps whose count a host has set to 0, and for counts below 0."""
+        """Return `[P]`, True for parameters that had steps and whose count a host set to 0, and for counts below 0."""
         back: NDArray[np.bool_] = self.step_counts < self._begun
         return back
 
     def swap_iterate(self, mode: Mode) -> None:
-        """Copy the iterate to train, or the iterate to evaluate, into the parameters."""
-        self.local[:] = self._local(self.parameters)  # a host may have replaced the memory of parameters
+        """Copy the iterate for training or for evaluation into the parameters, as `mode` says."""
+        self.local[:] = self._local(self.parameters)  # new views, since a host may have replaced memory of parameters
         self.iterates.swap(mode, self.update_counts)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
-        """Return the state of each parameter: `step`, views of the stacks by "<block>/<stage path>/<slot>", iterates.
+        """Return the state of each parameter by key.
 
-        mode: iterate that the parameters hold, which decides keys and shapes. None: the present one.
+        The state holds `step`, views of rows of the stacks at "<block>/<stage path>/<slot>", and the iterates.
+
+        mode: iterate that the parameters hold, which determines keys and shapes. None: the iterate that they hold now.
         """
         states: list[dict[str, Tensor]] = [{"step": step} for step in torch.from_numpy(self.step_counts).unbind()]
         for stack_state in self.stack_states:
@@ -163,7 +167,10 @@ class ParamSet:
         return states
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the entries that this rank updates of a tensor for each parameter, as views."""
+        """Return views of the entries that this rank updates.
+
+        tensors: one tensor for each parameter.
+        """
         held = list(tensors)
         if self.rank_group is not None and any_dtensors(held):
             held = [local(tensor) for tensor in held]
@@ -171,10 +178,12 @@ class ParamSet:
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
     def part(self, position: int, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor that this rank updates, if several ranks hold the entries of the parameter.
+        """Return the entries of a tensor that this rank updates.
+
+        If several ranks hold the same entries of a parameter, each of them updates a part of these entries.
 
         position: position of the parameter.
-        tensor: the entries that this rank holds. If no other rank holds them, it is returned as it is.
+        tensor: the entries that this rank holds. It is returned as it is if no other rank holds them.
         """
         placement = self.specs[position].placement
         if placement is None or placement.parts is None or self.rank_group is None or tensor.is_sparse:
@@ -185,8 +194,7 @@ class ParamSet:
     def prepare(self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None) -> Step | None:
         """Check the gradients, and return the inputs of a step. Return None if there is nothing to update.
 
-        Nothing changes but gradients, which are divided by the scale of the loss. Raises the errors of
-        `FiniteCheck.check`.
+        Only gradients change: they are divided by the scale of the loss. Raises the errors of `FiniteCheck.check`.
 
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
         """
@@ -235,9 +243,9 @@ class ParamSet:
     ) -> None:
         """Run one step of stacks.
 
-        groups: stacks, in lists of stacks that share sums over parameters.
+        groups: lists of stacks. The stacks of a list share sums over parameters.
         moved: `[P]`, True for parameters that the step changes.
-        numbers: for stacks whose step a graph captures, the block steps and the program's numbers, by stack number.
+        numbers: by index of a stack whose step a graph captures, the numbers that the graph reads on the device.
         """
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
@@ -265,7 +273,9 @@ class ParamSet:
     ) -> None:
         """Compute and deliver the directions of blocks that share sums over parameters.
 
-        priming: True if this gradient only initializes statistics, and no parameter changes.
+        together: active blocks of each stack.
+        priming: True if the gradient only initializes statistics, and no parameter changes.
+        numbers: numbers that a graph reads, as in `_run`.
         """
         own = (numbers.get(blocks.stack_state.number) for blocks in together)
         given = [None if isinstance(one, GraphNumbers) else one for one in own]
@@ -285,12 +295,18 @@ class ParamSet:
         return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:
-        """Report roots of a stack that failed too often. wait: True to wait for a device that computes them."""
+        """Report roots of a stack that failed too often.
+
+        wait: True to wait for the answer of a device. False to leave the answer of a device to a later call.
+        """
         if (bad := own.failing(wait)).size:
             self.exchange.report_failed_roots(own.path, bad.tolist())
 
     def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: tuple[Tensor, list[Tensor]] | None) -> StackStep:
-        """Return the step of one stack, with gathered gradients and signals. numbers: as of `StackStep`."""
+        """Return the step of one stack, with gathered gradients and signals.
+
+        numbers: numbers of a graph, as in `StackStep`.
+        """
         gradient = self.exchange.gather(blocks, "gradients")
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
@@ -302,7 +318,7 @@ class ParamSet:
         return step.direction() if how.plain else how.direction(step)
 
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
-        """Return the tensors whose decay is added to directions. Return None if the write decays, or nothing does."""
+        """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""
         path = blocks.stack_state.path
         source = self._decay_sources[path]
         if source is None or not (self.rules[path].after_decay or rates.decays(path)):
@@ -311,14 +327,14 @@ class ParamSet:
         return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
-        """Write updates into the parameters that the step changes, in one call for all with equal rates."""
+        """Write updates into the parameters that the step changes, in one call for all parameters with equal rates."""
         updates = updates.chosen(moved[updates.positions])
         kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
         for kind in (found := dict.fromkeys(kinds.tolist())):
             self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
 
     def _move(self, updates: EntryUpdates, step: Step) -> None:
-        """Write updates of parameters with the same update of the recipe and the same rates."""
+        """Write updates of parameters that have the same path in the recipe and the same rates."""
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None if step.mask is None else [step.mask[position] for position in positions]
