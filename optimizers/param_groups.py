@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import sys
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from eigengraft.blocking import Blocking, Pairs
 from eigengraft.component import plain
-from eigengraft.errors import warn_user
+from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.signals import PARTNER, asking
 
 from .recipe.recipe import Recipe
@@ -146,13 +145,12 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     for key in group:
         if key in _KEYS or key in options:
             continue
-        near = difflib.get_close_matches(key, _MEANT, n=1, cutoff=0.75)
-        meant = _OTHER_NAMES.get(key) or (near[0] if near and near[0] not in key else "")  # weight_decay_mult is a key
-        if meant or key in _elsewhere():
-            hint = f", did you mean '{meant}'?" if meant else ""
+        known = [name for name in _MEANT if name not in key]  # weight_decay_mult is the user's own key
+        hint = did_you_mean(key, known, 0.75, [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ())
+        if hint or key in _elsewhere():
             raise ValueError(
-                f"param group: '{key}' is no key of a group{hint or ';'} the keys are params, lr and weight_decay, "
-                "and the recipe declares all else"
+                f"param group: '{key}' is no key of a group{hint} (the keys are params, lr and weight_decay; the "
+                "recipe declares all else)"
             )
         warn_user(f"param group: '{key}' stays in the group, and has no effect on steps")
     if "params" not in group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from eigengraft.component import Component
+from eigengraft.errors import did_you_mean
 
 from ..training.imports import resolve_paths
 
@@ -153,6 +153,4 @@ def changed_paths(choices: Mapping[str, Changes]) -> set[str]:
 
 def require_known(where: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-        hint = "".join(f"did you mean '{one}'? " for one in near)
-        raise ValueError(f"{where}: unknown '{name}'; {hint}One of {', '.join(known)} is required")
+        raise ValueError(f"{where}: unknown '{name}'{did_you_mean(name, known, 0.5)} (there are: {', '.join(known)})")

@@ -7,7 +7,6 @@ An override is `dotted.path=value`. A path is looked up in the experiment first 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import OTHER_NAMES, Component, validated
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs
 from eigengraft.signals import follows_run
@@ -241,13 +240,8 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
             recipes.append(removes + override.removeprefix("~").removeprefix("recipe."))
         else:
             known = list(dict.fromkeys([*fields, *of_recipe]))
-            near = (
-                [OTHER_NAMES[first]]
-                if first in OTHER_NAMES
-                else difflib.get_close_matches(first, known, n=1, cutoff=0.5)
-            )
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            raise RecipeError(f"{first}: unknown field; {hint}The experiment and its recipe have {', '.join(known)}")
+            hint = did_you_mean(first, known, 0.5, [OTHER_NAMES[first]] if first in OTHER_NAMES else ())
+            raise RecipeError(f"{first}: unknown field{hint} (the experiment and its recipe have {', '.join(known)})")
     return own, recipes
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from eigengraft.component import RENAMED, ChainOf, Component, as_declared, plain, stage_name, validated
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.preconditioners import Stage
 
 from .overrides import Overrides, apply_overrides, assign_paths, json_value, override_pairs
@@ -193,10 +193,10 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
         except RecipeError as error:
             raise RecipeError(f"in {path}:\n{error}") from None
     near = difflib.get_close_matches(text.lower(), shipped(), n=5, cutoff=0.5)
-    hint = f", did you mean '{near[0]}'?" if near else ""
     listed = ", ".join(near) if near else ", ".join(name for name in sorted(shipped()) if "/" not in name)
     raise RecipeError(
-        f"recipe '{text}': there is no shipped recipe of that name, and it is no path of a .yaml file{hint} "
+        f"recipe '{text}': there is no shipped recipe of that name, and it is no path of a .yaml file"
+        f"{did_you_mean(text, near, first=near)} "
         f"(shipped{' and near it' if near else ''}: {listed}; eigengraft.shipped_recipes() has all)"
     )
 

@@ -178,9 +178,7 @@ def _missing(node: Any, part: str, where: str) -> str:
     else:
         return f"'{where}' is the value {node!r} and has no fields"
     near = [] if where else [path for path, _ in flatten(node) if f".{part}." in f".{path}."][:1]
-    hint = did_you_mean(part, known)
-    if near:
-        hint = f", did you mean '{near[0][: near[0].index(part) + len(part)]}'?"
+    hint = did_you_mean(part, known, first=(path[: path.index(part) + len(part)] for path in near))
     return f"there is no '{part}' in '{where or 'the top level'}'{hint} (there are: {', '.join(known) or 'none'})"
 
 

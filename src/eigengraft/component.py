@@ -8,7 +8,6 @@ required field.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import FAMILY_MARK, full_docstring, signature_of, summary
 
 if TYPE_CHECKING:
@@ -222,10 +221,8 @@ class Component(BaseModel, metaclass=ComponentType):
         found = cls.members.get(kind) if isinstance(kind, str) else None
         if found is None:
             name = kind if isinstance(kind, str) else ""
-            near = difflib.get_close_matches(name.lower(), cls.members, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
             others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
-            hint = f", which is a {' and a '.join(others)}" if others else hint
+            hint = f", which is a {' and a '.join(others)}" if others else did_you_mean(name.lower(), cls.members, 0.5)
             raise PydanticCustomError(
                 "unknown_kind",
                 "unknown {family} kind {kind}{hint} (the kinds are {kinds}; --import FILE.py adds those of a file)",
@@ -414,9 +411,8 @@ def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> st
     known = [field.alias or name for name, field in cls.model_fields.items()]
     if where := elsewhere.get("." if "." in name else name):
         return f"; {where}"
-    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
-    near = near or [*_inside(cls, name), *difflib.get_close_matches(name.lower(), known, n=1)]
-    return f" (did you mean '{near[0]}'?)" if near else f" (there are: {', '.join(known)})"
+    meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)
+    return did_you_mean(name.lower(), known, first=meant) or f" (there are: {', '.join(known)})"
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:

@@ -26,12 +26,14 @@ def name_some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = ()) -> str:
     """Return the part of an error that asks for the nearest of some known names, or "" if no name is near.
 
     cutoff: least similarity of a near name, from 0 to 1, as in `difflib.get_close_matches`.
+    first: names that the caller takes to be meant. The error asks for the first of these names, if there is one.
     """
-    return "".join(f", did you mean '{near}'?" for near in difflib.get_close_matches(name, [*known], 1, cutoff))
+    near = [*first, *difflib.get_close_matches(name, [*known], 1, cutoff)]
+    return f", did you mean '{near[0]}'?" if near else ""
 
 
 def warn_user(message: str) -> None:
