@@ -24,23 +24,23 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
     """Provide the signal `gradient_variance` from the micro-batches of a step. `compose` calls this function.
 
     V = K sum_k g_k^2 - (sum_k g_k)^2, entry by entry, where g_1 ... g_K are the gradients that the K backward passes of
-    a step add to a parameter. If each of them is that of its micro-batch's mean loss divided by K, as usual, V is the
-    variance of the gradients of the mean losses over the micro-batches, computed with the divisor K.
+    a step add to a parameter. Usually each g_k is the gradient of the mean loss of a micro-batch, divided by K. V is
+    then the variance of the gradients of these mean losses over the micro-batches, computed with the divisor K.
 
-    A step with one backward has no variance, and does not get the signal. If gradients were scaled after the backward,
-    by GradScaler's `unscale_` or by `clip_grad_norm_`, so are the g_k. A sum of squares takes the memory of a gradient
-    in the dtype in which updates are computed.
+    A step with one backward pass has no variance and does not get the signal. If gradients are scaled after a backward
+    pass, by GradScaler's `unscale_` or by `clip_grad_norm_`, the g_k are scaled by the same factor. The sum of squares
+    of a parameter takes the memory of a gradient in the dtype in which updates are computed.
 
     Args:
-        optimizer: the optimizer that receives the signal. Its parameters must not be shared with other ranks, because
-            gradients of a backward are then sums over ranks or parts of them.
+        optimizer: the optimizer that receives the signal. Its parameters must not be shared with other ranks, where a
+            backward pass gives sums of gradients over ranks, or parts of such sums.
 
     Returns:
         A function that removes the hooks of the parameters, or None if no stage requests the signal.
 
     Raises:
         TypeError: the argument is no optimizer.
-        ValueError: other ranks share the parameters.
+        ValueError: several ranks share a parameter.
     """
     require_optimizer("watch_gradient_variance", optimizer)
     if VARIANCE not in optimizer.param_sets.signals.listeners.asking:
@@ -55,8 +55,9 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
 
 
 class _Variance:
-    """Sums of the squares of the gradients of backward passes. The hooks of parameters reference this object, and it
-    references the optimizer weakly.
+    """Sums of the squares of the gradients of backward passes.
+
+    The hooks of parameters hold a reference to this object, and this object holds a weak reference to the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -76,14 +77,17 @@ class _Variance:
         self._sums.clear()
 
     def _add(self, place: ParamPlace, gradient: Tensor) -> None:
-        """Add the squares of a gradient that a backward is about to accumulate."""
+        """Add the squares of a gradient that a backward pass is about to accumulate."""
         optimizer = self._optimizer()
         if optimizer is not None and not optimizer.param_sets.signals.listeners.paused:
             squares = gradient.detach().to(compute_dtype(gradient.dtype)).square()
             self._sums.add(place, parameter_at(optimizer, place), squares)
 
     def _take(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the signal of the step for each parameter with two or more backward passes, and drop the sums."""
+        """Return the signal of each parameter that had two or more backward passes in the step, and clear the sums.
+
+        Return None if there is no such parameter.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         factor, made = self._sums.factor(), dict[Tensor, Tensor]()

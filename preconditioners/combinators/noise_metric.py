@@ -1,4 +1,4 @@
-"""A chain applied in a metric of gradient noise: rows and columns with much noise change less (IsoMuon)."""
+"""A chain applied in a metric of gradient noise. Rows and columns with much noise change less (IsoMuon)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class NoiseMetric(Stage):
 
     B = diag(clip((r / mean r)^power)),  r <- beta r + (1 - beta) (row means of V);   A likewise with column means of V
 
-    d is the direction, and V the signal `gradient_variance`: the variance of each entry of the gradient over the
-    micro-batches of the step. The clip is to [1 / bound, bound]. With Muon's polar factor as `inner` this is IsoMuon
-    (modded-nanogpt track 3, 2026, #370), which damps rows and columns by the standard deviation of their noise. For
-    `power: 0` the result is P. Without noise, r or its mean 0, the factors are 1.
+    d is the direction, D the result, and V the signal `gradient_variance`: the variance of each entry of the gradient
+    over the micro-batches of the step. r is the running mean of the row means of V, and clip limits entries to
+    [1 / bound, bound]. With Muon's polar factor as `inner` this is IsoMuon (modded-nanogpt track 3, 2026, #370), which
+    damps rows and columns by the standard deviation of their noise. For `power: 0` the result is P. An entry of r that
+    is 0 gives an entry 1 of B.
 
-    Only the first step requires V. In a step without V, the means r do not change. In the record a metric that was
-    measured in the first 3 % of the steps, and then kept, has 86 % of the gain: micro-batches are needed only there.
-    Blocks are treated as matrices, first axis x the rest.
+    Only the first step requires V. In a step without V, r does not change. In the record, a metric that was measured in
+    the first 3 % of the steps and then kept has 86 % of the gain, so that micro-batches are needed only in these steps.
+    Blocks are treated as matrices: their first axis has the rows, and all other axes together have the columns.
     """
 
     kind: Literal["noise_metric"] = "noise_metric"
@@ -61,7 +62,7 @@ class NoiseMetric(Stage):
         return found * per_block(safe_ratio(block_norm(made), block_norm(found)), found)
 
     def _inverse_root(self, means: Tensor) -> Tensor:
-        """Return the diagonals `[N, n]` of B^(-1/2) or A^(-1/2), from mean variances `[N, n]`."""
+        """Return the diagonals `[N, n]` of B^(-1/2) or A^(-1/2) of N blocks, from mean variances `[N, n]`."""
         ratio = safe_ratio(means, means.mean(-1, keepdim=True).expand_as(means))
         ratio = torch.where(ratio > 0, ratio, 1.0)
         return ratio.pow(self.power).clamp(1 / self.bound, self.bound).rsqrt()

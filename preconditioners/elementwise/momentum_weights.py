@@ -1,4 +1,4 @@
-"""Weights of `momentum_mixture` that change during a run, from a few statistics of the momentum's kernel."""
+"""Weights of `momentum_mixture` that change during a run, computed from a few statistics of the momentum's kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def k_maxwell(
     Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from those of
     `start_age` to those of `end_age`.
 
-    (8, 58, 26) has the weights of modded-nanogpt #357, and (6, 50, 22) those of #359.
+    `k_maxwell(8, 58, 26)` has the weights of modded-nanogpt #357, and `k_maxwell(6, 50, 22)` those of #359.
 
     Args:
         count: Number of means, K, at least 2.
@@ -32,7 +32,7 @@ def k_maxwell(
         end_age: Mean age of the mixture at the end of the run, in steps.
         ages: Mean ages of the fastest and of the slowest mean, in steps.
         beta: Decay of all means before `begin`.
-        begin: Part of the run in which there is one mean, between 0 and 1.
+        begin: Fraction of the run, between 0 and 1, before which all means are equal.
 
     Returns:
         A list of K mappings with the keys `beta` and `weight`, as a recipe has them.
@@ -59,11 +59,11 @@ def k_maxwell(
 class KernelStatistics(NamedTuple):
     """Four statistics of a kernel of momentum. The kernel has a weight for each past gradient, by its age in steps.
 
-    The age of the newest gradient is 0. The weights sum to 1, and weights times (-1)^age sum to 0: a gradient that
-    changes its sign from step to step has no effect.
+    The age of the newest gradient is 0. The weights sum to 1, and the weights times (-1)^age sum to 0, so that a
+    gradient that changes its sign from step to step has no effect.
 
-    mean_age: Mean age, in steps.
-    mean_log_age: Mean of log(1 + age).
+    mean_age: Mean age under the weights, in steps.
+    mean_log_age: Mean of log(1 + age) under the weights.
     newest: Weight of the newest gradient.
     second: Weight of the gradient of age 1.
     """
@@ -77,12 +77,13 @@ class KernelStatistics(NamedTuple):
 def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[np.float64]:
     """Return the kernel of maximum entropy with given statistics (modded-nanogpt #368, #369).
 
-    The weights of ages 2, 3, ... have the largest -sum w log w of all weights with these statistics. They are
-    w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method on the convex dual finds b, c and d.
+    The weights w_k of the ages k = 2, 3, ... have the largest -sum_k w_k log w_k of all weights with these statistics.
+    They are w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method on the convex dual problem finds the numbers
+    b, c and d, and a follows from the sum of the weights.
 
     Args:
         statistics: Statistics of the kernel.
-        length: Number of weights; older gradients have none.
+        length: Number of weights. Gradients of this age or older have no weight.
 
     Returns:
         Weights `[length]` by age.
@@ -119,7 +120,7 @@ def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[n
 
 
 _NEWTON_STEPS = 200
-"""Largest number of Newton steps. Statistics that weights can have take about ten."""
+"""Largest number of Newton steps. About ten steps suffice for statistics that positive weights can have."""
 _DUAL_TOLERANCE = 1e-12
 """Largest error of a statistic, in units of the range of its feature. float64 reaches about 1e-15."""
 
@@ -134,13 +135,14 @@ def maximum_entropy(
 ) -> list[dict[str, Any]]:
     """Return the `means` of a `momentum_mixture` near a kernel of maximum entropy that changes during the run.
 
-    The records store 256 gradients, and their kernel changes linearly from that of `start` to that of `end`. Here
-    `count` running means, whose mean ages are log-spaced, take their place. Their weights, which may be negative, give
-    the kernel's sum and its mean age, and otherwise the least squared distance from it. For the statistics of the
-    records and eight means, the sum of the distances is 0.24 at the start and 0.10 at the end: the weights of the
-    records alternate from age to age, and those of means do not. Until `begin` all means have the decay `beta`.
+    The records #368 and #369 store 256 gradients, and their kernel changes linearly from that of `start` to that of
+    `end`. Here `count` running means with log-spaced mean ages replace the stored gradients. The weights of the means,
+    which may be negative, give the sum and the mean age of the kernel exactly, and have the least squared distance from
+    it otherwise. With the statistics of the records and eight means, the absolute differences of the weights sum to
+    0.24 at the start and to 0.10 at the end: the weights in the records alternate from age to age, and those of running
+    means do not. Until `begin` all means have the decay `beta`.
 
-    (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of #368 and #369.
+    (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of the records.
 
     Args:
         count: Number of means, at least 2.
@@ -148,7 +150,7 @@ def maximum_entropy(
         end: Statistics of the kernel at the end of the run.
         ages: Mean ages of the fastest and of the slowest mean, in steps.
         beta: Decay of all means before `begin`.
-        begin: Part of the run in which there is one mean, between 0 and 1.
+        begin: Fraction of the run, between 0 and 1, before which all means are equal.
 
     Returns:
         A list of mappings with the keys `beta` and `weight`, as a recipe has them.
@@ -161,7 +163,7 @@ def maximum_entropy(
         raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
     spaced = np.geomspace(youngest, oldest, count)
     betas = spaced / (spaced + 1)
-    long = np.arange(int(20 * oldest))[:, None]  # beyond which the slowest mean has 2e-9 of its weight
+    long = np.arange(int(20 * oldest))[:, None]  # the slowest mean gives 2e-9 of its weight to older gradients
     kernels = (1 - betas) * betas**long
     exact = np.vstack([np.ones(count), spaced])
     system = np.block([[kernels.T @ kernels, exact.T], [exact, np.zeros((2, 2))]])
@@ -179,7 +181,7 @@ def _annealed(
 ) -> list[dict[str, Any]]:
     """Return means whose decays change from `beta` to `betas` at `begin`.
 
-    Their weights change linearly from `start` at `begin` to `end` at the end of the run.
+    The weights of the means change linearly from `start` at `begin` to `end` at the end of the run.
     """
 
     def jump(before: float, after: float) -> list[dict[str, float]]:
