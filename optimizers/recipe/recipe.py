@@ -282,7 +282,7 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:
     """Raise ValueError if a key of `storage` names a slot that its stage does not have for any block.
 
-    Raises also if a key names a stage none of whose slots can be stored by the quantizer.
+    Also raise ValueError if a key names a stage, and its quantizer can store no slot of this stage.
 
     blocks: (path of the update rule, shape) of all blocks.
     """

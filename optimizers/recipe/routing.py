@@ -37,7 +37,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = "module"
 """Attribute in which DistributedDataParallel and DataParallel store the wrapped module.
 
-Any other module may have an attribute of this name, so the type of the module decides where it is known."""
+Any module may have an attribute of this name, so inside a model it is removed only after a module of one of these two
+types."""
 
 
 def canonical_name(name: str) -> str:

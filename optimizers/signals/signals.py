@@ -400,7 +400,7 @@ class Signals:
             )
 
     def _total_keys(self, param_set: ParamSet) -> Mapping[str, str]:
-        """Return the keys of slots whose sum over all blocks and ranks a stage reads, with the path of the update."""
+        """Return each key of a slot whose sum over all blocks and ranks a stage reads, with the path of its update."""
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}

@@ -137,7 +137,7 @@ class LocalExchange:
         return dict(zip(positions, means, strict=True))
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
-        """Accept the directions of blocks, and write the update of each parameter that misses no block any more."""
+        """Accept the directions of blocks, and write the update of each parameter whose blocks are now complete."""
         if (stack := blocks.stack).of_parameters:
             self._move(stack.param_ids, direction.unbind(0))
             return

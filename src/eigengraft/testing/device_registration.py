@@ -52,9 +52,9 @@ def missing_names() -> list[str]:
 
 
 def set_cuda_guard(stack: ExitStack) -> None:
-    """Register a device guard for CUDA that does nothing with torch, until the stack is closed.
+    """Register with torch a device guard for CUDA that does nothing. The guard is removed when `stack` is closed.
 
-    Without a guard not even `x[0]` works. A build of torch for CUDA has a guard of its own.
+    Without a guard not even `x[0]` works. If torch is built for CUDA, its own guard is used.
     """
     if _TORCH.backends.cuda.is_built():
         _TORCH._C._ensureCUDADeviceGuardSet()
