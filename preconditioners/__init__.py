@@ -93,8 +93,10 @@ from .roots import PowerQR as PowerQR
 from .roots import Root as Root
 from .roots import RootSolver as RootSolver
 from .statistics import Bregman as Bregman
+from .statistics import Contribution as Contribution
 from .statistics import Gram as Gram
 from .statistics import InputGram as InputGram
 from .statistics import Power as Power
+from .statistics import Powers as Powers
 from .statistics import Statistic as Statistic
 from .statistics.statistic import Axes as Axes

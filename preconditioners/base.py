@@ -244,8 +244,8 @@ class Stage(Schedulable, ABC, family="stage"):
         """
         return {}
 
-    @final
     @property
+    @final
     def label(self) -> str:
         """Name of the stage in paths: its `name`, or its kind if it has no name."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
@@ -299,8 +299,8 @@ class Stage(Schedulable, ABC, family="stage"):
         """Cache of `keeps_state`, by block."""
         return {}
 
-    @final
     @property
+    @final
     def requests(self) -> tuple[Request, ...]:
         """Signals that the stage requests."""
         return self.cached_traits().signals

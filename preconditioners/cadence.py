@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +16,44 @@ from eigengraft.step_context import StepContext
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 _FEW = 16
-"""Largest number of blocks whose phases `Every.due` tests one by one in Python. For so few blocks, a NumPy array is
-slower.
+"""Number of blocks up to which `Every.due_again` tests phases one by one in Python, which then is faster than a NumPy
+array.
 """
 
+_PHASES = np.array([0.0, 0.5])
+"""Two phases, half a period apart: a cadence that spreads refreshes has different steps for them."""
 ROUNDED = 1e-9
 """Tolerance of a phase, in steps, because in floating point n * (k / n) may be slightly less than k."""
 
 
 class Cadence(Component, ABC, family="cadence"):
-    """The rule that decides which blocks of a stack are due for a refresh."""
+    """The rule that decides which blocks of a stack are due for a refresh.
+
+    A member defines `due_again`; `due` adds the first refresh of each block. It decides on the host, from numbers that
+    are on the host, before the hooks of a step run: the steps, phases and seeds of the context.
+    """
 
     number: ClassVar[tuple[str, str] | None] = ("every", "steps")
+
+    @abstractmethod
+    def due_again(self, context: StepContext) -> NDArray[np.bool_] | bool:
+        """Return bool `[N]`, True for each block that is due at its step after its first refresh, or one bool for all
+        blocks.
+
+        Called at every step at which a block is past its first refresh. The result for a block follows from its own
+        step, phase and seed, so that it is the same on all ranks and in every stack. Blocks that have had no first
+        refresh are ignored.
+
+        context: `context.steps`, `context.phases` and `context.seeds`, NumPy arrays `[N]`. A random cadence draws with
+            `eigengraft.noise.uniform` from seeds and steps.
+        """
+
+    def first_due(self, earliest: int) -> int:
+        """Return the step of the first refresh of a block. The default is `earliest`.
+
+        earliest: first step at which the stage can refresh: 1, or 0 (the priming gradient) for a lagged stage.
+        """
+        return earliest
 
     @property
     def interval(self) -> float:
@@ -43,39 +69,46 @@ class Cadence(Component, ABC, family="cadence"):
         return None
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the step of a period, 0 .. period - 1, at which blocks with these phases are due."""
+        """Return the step of a period, 0 .. period - 1, at which blocks with these phases are due. Called for cadences
+        with a period when blocks are assigned to ranks.
+        """
         return np.zeros(len(phases), dtype=np.int64)
 
     def possible(self, step: int, earliest: int) -> bool:
-        """Return True if a block may be due at its update number `step`. The default is always True.
+        """Return True if a block may be due at its update number `step`. By default it may at every step from its first
+        refresh on. Called when a stage requires a signal for its refreshes.
 
-        earliest: as in `due`.
+        earliest: see `first_due`.
         """
-        return True
-
-    @property
-    def spread(self) -> bool:
-        """True if blocks are due at different steps of a period, in waves, to even out the work of the steps."""
-        return False
+        return step >= self.first_due(earliest)
 
     def waves(self, refreshes: float) -> int | None:
-        """Return the number of waves of refreshes in a period. None: there is one wave for each step of the period.
-
-        A wave is a set of blocks that are refreshed in the same step. Waves are equally far apart.
+        """Return the number of waves, which divide a period into equal parts. None: one wave for each step of the
+        period. Called when phases are assigned to blocks.
 
         refreshes: work of all refreshes of a period, in units of the costliest refresh.
         """
         return None
 
-    @abstractmethod
+    @property
+    @final
+    def spread(self) -> bool:
+        """True if blocks with different phases are due at different steps of a period."""
+        return self.period is not None and len({*self.steps_due(_PHASES).tolist()}) > 1
+
+    @final
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         """Yield spans (start, stop, first) of the blocks that are due.
 
-        `first` is True if this is the first refresh of the blocks in the span.
-
-        earliest: step of the first refresh if the cadence does not set this step: 1, or 0 (the priming gradient) for a
-            lagged stage.
+        earliest: see `first_due`.
         """
+        start, steps, uniform = self.first_due(earliest), context.steps, context.uniform
+        if uniform is not None and uniform <= start:
+            yield from [(0, len(steps), True)] if uniform == start else []
+            return
+        again = self.due_again(context)
+        if uniform is None or np.any(again):
+            yield from _spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
 
 
 class Every(Cadence):
@@ -135,40 +168,30 @@ class Every(Cadence):
         return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
 
     def possible(self, step: int, earliest: int) -> bool:
-        start = self.start if self.start is not None else earliest
+        start = self.first_due(earliest)
         every = self.stagger == "cost" or (step - self.offset) % self.steps == 0
         return step == start or (step > start and every)
-
-    @property
-    def spread(self) -> bool:
-        return self.stagger == "cost" and self.steps > 1
 
     def waves(self, refreshes: float) -> int | None:
         if not self.spread or self.min_wave_work == 1:
             return None
         return max(1, min(self.steps, int(refreshes / self.min_wave_work)))
 
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        start = self.start if self.start is not None else earliest
+    def due_again(self, context: StepContext) -> NDArray[np.bool_] | bool:
         steps, uniform = context.steps, context.uniform
-        if uniform is not None and uniform <= start:
-            yield from [(0, len(steps), True)] if uniform == start else []
-            return
         if uniform is not None and len(steps) <= _FEW:  # the common case: nothing is due, and no array is made
             place = uniform % self.steps
             if not any(self._place(phase) == place for phase in context.phases.tolist()):
-                return
-        again = (steps - self.steps_due(context.phases)) % self.steps == 0
-        if uniform is not None and not again.any():
-            return
-        yield from spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
+                return False
+        due: NDArray[np.bool_] = (steps - self.steps_due(context.phases)) % self.steps == 0
+        return due
+
+    def first_due(self, earliest: int) -> int:
+        return self.start if self.start is not None else earliest
 
 
-def spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, stop, code == 2) for each run of equal codes that are not 0.
-
-    codes: for each block, 0 if it is not due, 1 if it is due, and 2 if it is due for the first time.
-    """
+def _spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
+    """Yield runs of equal nonzero codes as (start, stop, code == 2)."""
     edges = np.flatnonzero(np.diff(codes)) + 1
     for start, stop in zip([0, *edges], [*edges, len(codes)], strict=True):
         if codes[start]:

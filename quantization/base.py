@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ class Quantizer(Component, ABC, family="quantizer"):
     roles: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self, slot: Slot) -> str | None:
-        """Return the reason why this quantizer cannot store the slot, or None if it can."""
+        """Return the reason why this quantizer cannot store the slot; None if it can. Called at construction, for each
+        slot that a recipe stores by this quantizer.
+        """
         return None
 
     @property
@@ -38,27 +40,37 @@ class Quantizer(Component, ABC, family="quantizer"):
         return False
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return the encoding of matrices x `[N, d, d]` whose diagonals are replaced by zeros."""
+        """Return the encoding of x `[N, d, d]` with its diagonal replaced by zeros. Called by quantizers that store the
+        diagonal themselves.
+        """
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
         return self.encode(rest, before, uniform)
 
     @abstractmethod
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return the tensors `[N, ...]`, by name, in which x `[N, *shape]` is stored.
+        """Return the tensors `[N, ...]`, by name, in which x `[N, *shape]` is stored. Called whenever a stage assigns
+        the slot.
 
-        before: the tensors of the last encoding, which formats with error feedback read; None if nothing is stored yet.
-        uniform: function that draws random numbers for stochastic rounding; None to round to nearest.
+        x: float32 or float64. It must not be written to. Names, dtypes and shapes of the result follow from its shape
+            alone.
+        before: the tensors of the last encoding, which formats with error feedback read. None: nothing is stored yet.
+        uniform: function (like, purpose) that draws numbers in [0, 1) in the shape and dtype of `like`, for stochastic
+            rounding. They follow from the block and its step. None: values are rounded to nearest.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """Return the slot `[N, *shape]` in `dtype`, as a new tensor."""
+        """Return the slot `[N, *shape]` in `dtype`, as a new tensor. Called whenever a stage reads the slot.
+
+        encoded: the result of `encode`. It must not be written to.
+        """
 
     def codebook_id(self) -> str:
         """Return the levels of the quantizer's codebooks as text, or "" if there are no codebooks."""
         return ""
 
+    @final
     def format(self) -> int:
         """Return a hash of the declaration and its codebooks. The hash is stored with the tensors, and checked when the
         tensors are loaded.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
+from pathlib import Path
 
 from eigengraft.blocking import Blocking
 from eigengraft.component import Component, families
@@ -13,10 +15,20 @@ from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
 from eigengraft.optimizers.recipe.routing import Match
 from eigengraft.optimizers.write.failure import Failure
-from eigengraft.reference import first_sentence, public_module, summary
+from eigengraft.reference import (
+    aliases_in_contract,
+    contract_of,
+    first_sentence,
+    public_module,
+    summary,
+    types_in_contract,
+)
 from fields import Links, field_table
 from markup import docstring, inline, table
 from recipes import members_in, used_by
+
+EXAMPLES = Path(__file__).parents[2] / "experiments" / "examples" / "components"
+"""Folder of the worked files, one for each family that users extend."""
 
 DECLARATIONS: dict[str, tuple[str, tuple[type[Component], ...]]] = {
     "recipe": ("Recipe", (Recipe, Route, Match, Blocking, Failure, Distribution)),
@@ -45,7 +57,8 @@ def family_page(name: str, family: type[Component]) -> str:
     members = shipped_members(family)
     kinds = ", ".join(f"[`{kind}`](#{kind})" for kind in members)
     shown: set[type[Component]] = set()  # components that several members hold
-    parts = [f"# {name}", docstring(summary(family)), f"**Kinds:** {kinds}", where(family)]
+    own = "**Of your own:** [what a member defines, with an example](#own)"
+    parts = [f"# {name}", docstring(summary(family)), f"**Kinds:** {kinds}", own, where(family)]
     for kind, member in members.items():
         parts += [f"## {kind} {{ #{kind} }}", docstring(summary(member)), where(member)]
         parts.append(field_table(member, _links(member)))
@@ -57,7 +70,44 @@ def family_page(name: str, family: type[Component]) -> str:
         names = used_by().get((name, kind), [])
         if names:
             parts.append("In the recipes " + ", ".join(f"[`{n}`](recipes/{n}.md)" for n in names) + ".")
+    parts += contract_section(name, family)
     return "\n\n".join(parts) + "\n"
+
+
+ON_PAGE_PYTHON = ("Slot", "StepContext", "Inner", "Traits")
+"""Classes in signatures that the page of the Python interface describes."""
+
+
+def contract_section(name: str, family: type[Component]) -> list[str]:
+    """What a member of the family defines, from the class, and the worked file of the family if there is one."""
+    base, kind = family.__name__, 'kind: Literal["mine"] = "mine"'
+    parts = ["## A member of your own { #own }"]
+    parts.append(
+        f"A member is a class with the base `{base}` and a field `{kind}`. It defines what is required here. "
+        "[Components of your own](../guide/own-components.md) explains random numbers and the check."
+    )
+    for one in contract_of(family):
+        parts.append(f"**`{one.signature}`**" + (" (required)" if one.required else ""))
+        parts.append(docstring(one.meaning, formula_first=False))
+    for cls in types_in_contract(family):
+        if cls.__name__ in ON_PAGE_PYTHON:
+            link = f"python.md#eigengraft.{cls.__name__}"
+            parts.append(f"[`{cls.__name__}`]({link}) is described with the Python interface.")
+            continue
+        parts += [f"### {cls.__name__}", docstring(inspect.getdoc(cls) or "", formula_first=False)]
+        parts.append(f"`from {public_module(cls)} import {cls.__name__}`")
+        if inspect.isabstract(cls):
+            methods = [f"`{one.signature}`: {inline(one.meaning)}" for one in contract_of(cls)]
+            parts.append("\n".join(f"- {text}" for text in methods))
+    for alias, (definition, meaning) in aliases_in_contract(family).items():
+        parts += [f"**`{alias} = {definition}`**", docstring(meaning, formula_first=False)]
+    example = EXAMPLES / f"{name}.py"
+    if example.exists():
+        parts += [
+            f"A complete file, `experiments/examples/components/{name}.py`:",
+            f"```python\n{example.read_text()}```",
+        ]
+    return parts
 
 
 def index_page() -> str:

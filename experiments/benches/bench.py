@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -119,19 +119,23 @@ class Bench(Component, ABC, family="bench"):
             raise ValueError(f"{self.candidate_field}: '{twice[0]}' is a candidate more than once; {remedy}")
         return self
 
+    @final
     def contenders(self) -> tuple[Any, ...]:
         """Return the candidates. The name of their field differs between benches (`candidate_field`)."""
         found: tuple[Any, ...] = getattr(self, self.candidate_field)
         return found
 
+    @final
     def run(self) -> list[Row]:
         """Measure all rows."""
         return [row for cell in self.cell_by_cell() for row in cell]
 
+    @final
     def cells(self) -> int:
         """Return the number of items of `cell_by_cell`."""
         return len(self.problems()) * (1 if self.joint else len(self.contenders()))
 
+    @final
     def cell_by_cell(self) -> Iterator[list[Row]]:
         """Yield the rows of one cell after the other, measured on the declared number of threads.
 
@@ -163,6 +167,7 @@ class Bench(Component, ABC, family="bench"):
                 reason = first_line(error)
         return [self.row(candidate, fields, problem=reason)]
 
+    @final
     def row(self, candidate: Any, fields: Mapping[str, Any], /, **measured: Any) -> Row:
         """Return a row: the candidate, its declaration, the device, the problem and the measured columns.
 
@@ -177,10 +182,12 @@ class Bench(Component, ABC, family="bench"):
             "candidate": "", "declaration": declared, "device": self.device, **fields, "problem": "", **measured
         }  # fmt: skip
 
+    @final
     def advice(self, rows: Sequence[Row]) -> list[str]:
         """Recommend candidates for this device by these rows, one line for each problem."""
         return [*recommend(self.recommendations(), rows), *self.notes(rows)]
 
+    @final
     def target_device(self) -> torch.device:
         """Return the device to measure on. Raise RecipeError if this machine does not have it."""
         device = torch.device(self.device)

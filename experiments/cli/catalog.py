@@ -6,6 +6,7 @@ texts.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eigengraft.errors import did_you_mean
-from eigengraft.reference import fields_of, first_sentence, flow, summary, type_text
+from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
 from .purposes import FAMILIES, STAGES, Purpose, by_purpose
@@ -41,7 +42,8 @@ def list_command(
     if what is None:
         about = {RECIPES: "whole optimizers, by their papers", **{n: _about(f) for n, f in sorted(registered.items())}}
         _print_entries(("family", "members"), about.items(), FAMILIES)
-        typer.echo("eigengraft list FAMILY [WORDS] lists its members, eigengraft show KIND prints one")
+        typer.echo("eigengraft list FAMILY [WORDS] lists its members, eigengraft show KIND prints one,")
+        typer.echo("eigengraft show FAMILY prints what a member of your own defines")
         return
     if what == RECIPES:
         entries = list(recipe_entries())
@@ -125,6 +127,25 @@ def print_kind(family: str, member: type[Component]) -> None:
         table.add_row(*map(Text, (field.name, type_text(field.schema), default, field.meaning)))
     if table.row_count:
         _print(table)
+
+
+def print_family(name: str) -> bool:
+    """Print the docstring of a family, what a member of it defines, and the path of a worked file.
+
+    Return False, and print nothing, if there is no such family.
+    """
+    family = _registered(()).get(name)
+    if family is None:
+        return False
+    typer.echo(f"{name}, a family: eigengraft list {name} lists its kinds\n\n{summary(family)}\n")
+    typer.echo(f"A member of your own is a class with the base {public_module(family)}.{family.__name__}. It defines:")
+    for one in contract_of(family):
+        typer.echo(f"\n  {one.signature}" + ("  (required)" if one.required else ""))
+        typer.echo(textwrap.indent(one.meaning, "      "))
+    file = Path(__file__).parents[1] / "examples" / "components" / f"{name}.py"
+    if file.is_file():
+        typer.echo(f"\nA complete file, with its check: {file}")
+    return True
 
 
 def _about(cls: type[Component]) -> str:

@@ -119,7 +119,8 @@ def train_command(
 @app.command("show")
 def show_command(
     source: Annotated[
-        str, typer.Argument(help="a shipped recipe's name, a recipe file, an experiment file, KIND or FAMILY.KIND")
+        str,
+        typer.Argument(help="a shipped recipe's name, a recipe file, an experiment file, KIND, FAMILY.KIND or FAMILY"),
     ],
     overrides: OverrideArguments = None,
     task: Annotated[
@@ -130,7 +131,7 @@ def show_command(
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
 
     For the kind of a component, print its formula and its fields. A recipe of the same name comes first: FAMILY.KIND,
-    such as `stage.shampoo`, is always the component.
+    such as `stage.shampoo`, is always the component. For a family, print what a member of your own defines.
     """
     from eigengraft.optimizers.recipe.loading import read_yaml, shipped_recipes
 
@@ -148,6 +149,8 @@ def show_command(
                 )
             for family, member in kinds:
                 catalog.print_kind(family, member)
+            return
+        if catalog.print_family(source):
             return
     if path.is_file() and "task" in (read_yaml(path) or ()):
         if task is not None:

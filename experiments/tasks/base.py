@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -147,12 +147,15 @@ class Task(Component, family="task"):
 
     @abstractmethod
     def load(self) -> Dataset:
-        """Read the data. Raises ValueError with a remedy if they are not on this machine."""
+        """Read the data. Called once in a process. Raises ValueError with a remedy if they are not on this machine."""
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Return a new model, initialised from torch's global generator."""
+        """Return a new model on the CPU, initialised from torch's global generator. Called by `new_model`, which seeds
+        the generator before and restores it afterwards.
+        """
 
+    @final
     def new_model(self, seed: int) -> nn.Module:
         """Return a new model on the CPU whose initial weights depend on `seed` alone."""
         with torch.random.fork_rng(devices=[]):
@@ -180,6 +183,7 @@ class Task(Component, family="task"):
         """
         return mean
 
+    @final
     @torch.no_grad()
     def evaluate(self, model: nn.Module, dataset: Dataset, device: torch.device) -> Metrics:
         """Return the metrics over all evaluation batches. Each target has the same weight."""

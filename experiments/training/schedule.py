@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Literal
+from typing import Literal, final
 
 from pydantic import Field
 from torch.optim import Optimizer
@@ -24,14 +24,18 @@ class LearningRateSchedule(Component, family="schedule"):
 
     @abstractmethod
     def decay(self, t: float) -> float:
-        """Return the factor at the fraction `t` in [0, 1] of the steps after the warm-up."""
+        """Return the factor at the fraction `t` in [0, 1] of the steps after the warm-up. Called before every step. The
+        largest factor of a run is 1, so that the `lr` of an experiment is its peak.
+        """
 
+    @final
     def factor(self, step: int, steps: int) -> float:
         """Return the factor on the learning rate at `step` (0-based) of a run of `steps`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return self.decay((step - self.warmup_steps) / (steps - self.warmup_steps))
 
+    @final
     def scheduler(self, optimizer: Optimizer, steps: int) -> LambdaLR:
         """Return a torch scheduler for `optimizer`. It must be stepped once after every optimizer step."""
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))

@@ -92,7 +92,7 @@ class Averaging(Component, ABC, family="averaging"):
 
     @abstractmethod
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
-        """Return the slots of one parameter of this shape, by name.
+        """Return the slots of one parameter of this shape, by name. Called at construction.
 
         low_precision: True if the parameter is stored with less precision than its updates are computed in.
         """
@@ -110,11 +110,18 @@ class Averaging(Component, ABC, family="averaging"):
 
     @abstractmethod
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        """Apply `update` to the base iterates, and recompute all other stored iterates."""
+        """Apply `update` to the base iterates, and recompute all other stored iterates. Called in every step in place
+        of the write.
+
+        update: function that changes n tensors in place by weight decay, update and constraints, as
+            `update(batch.parameters)`.
+        """
 
     @abstractmethod
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """Return the evaluated iterate of each parameter, in any dtype. Every parameter has had an update before."""
+        """Return the evaluated iterate of each parameter, in any dtype. Called by `optimizer.eval()`. Every parameter
+        has had an update before. Neither parameters nor slots may be changed.
+        """
 
 
 def blend(

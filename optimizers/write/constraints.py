@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from pydantic import AfterValidator, Field
@@ -81,21 +81,24 @@ class Constraint(Schedulable, ABC, family="constraint"):
     """
 
     @property
+    @final
     def requests(self) -> tuple[Request, ...]:
         """Return the requests for the signals in `requires_some`. A single parameter may lack these signals."""
         return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
 
+    @final
     def signals_at(self, step: int) -> frozenset[str]:
         """Return the signals that every parameter must have at a step. Constraints have no such signals."""
         return frozenset()
 
     @property
+    @final
     def label(self) -> str:
         """Name of the constraint in paths: the field `name`, or `kind` if the constraint has no name."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
-        """Return the slots of one parameter of this shape, by name.
+        """Return the slots of one parameter of this shape, by name. Called at construction.
 
         The shape of a slot is (), or ends with the axes of the parameter. Any other shape raises a ContractError when
         an optimizer is made.
@@ -123,14 +126,22 @@ class Constraint(Schedulable, ABC, family="constraint"):
         """Set slots whose initial values depend on the parameters. Called before the first update of each parameter."""
 
     def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
-        """Return the updates to write. The given tensors may not be changed in place."""
+        """Return the updates to write. Called in every step before the write. The given tensors may not be changed in
+        place.
+
+        slots: by name, n tensors. They may be changed in place, where `context.mask` is True.
+        parameters: n parameters before the write.
+        updates: n updates U, as the constraints before this one returned them.
+        """
         return updates
 
     def retract(
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
     ) -> Tensors:
-        """Return the parameters after the step. The given tensors may not be changed in place.
+        """Return the parameters after the step. Called in every step after the write. The given tensors may not be
+        changed in place.
 
+        slots: see `adjust`.
         parameters: n parameters before the write.
         updates: n updates, as `adjust` of all constraints returned them.
         moved: n parameters after the write and after the constraints before this one.

@@ -42,7 +42,8 @@ class WeightDecay(Component, ABC, family="weight_decay"):
 
     @abstractmethod
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        """Return alpha of the formula of the write.
+        """Return alpha of the formula of the write,  W <- W - lr alpha W - lr U.  Called in every step, for each param
+        group.
 
         rate: decay rate.
         lr: current learning rate.

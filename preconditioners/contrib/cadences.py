@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 
 from eigengraft.noise import uniform
 from eigengraft.step_context import StepContext
 
-from ..cadence import Cadence, spans
+from ..cadence import Cadence
 
 DRAWS = 1 << 32
 """Number of the first stream of random numbers that decide on refreshes, far from the numbers of stages' streams."""
@@ -39,11 +39,13 @@ class Probability(Cadence):
     def interval(self) -> float:
         return 1 / self.probability
 
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        start = self.start if self.start is not None else earliest
+    def first_due(self, earliest: int) -> int:
+        return self.start if self.start is not None else earliest
+
+    def due_again(self, context: StepContext) -> NDArray[np.bool_]:
         steps = context.steps
         seeds = np.zeros_like(steps) if self.shared or not len(context.seeds) else context.seeds
         stream = DRAWS + self.seed
         drawn = uniform(torch.from_numpy(seeds), torch.from_numpy(steps), (), torch.float64, stream).numpy()
-        again = (steps > start) & (drawn < self.probability)
-        yield from spans(np.where(steps == start, 2, again.astype(np.int64)))
+        due: NDArray[np.bool_] = drawn < self.probability
+        return due

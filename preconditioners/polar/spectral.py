@@ -26,7 +26,9 @@ class PolarSolver(Schedulable, ABC, family="polar_solver"):
 
     @abstractmethod
     def polar(self, x: Tensor) -> Tensor:
-        """Return the polar factors of matrices x `[N, m, n]`, in the same shape. A zero matrix stays zero."""
+        """Return the polar factors of matrices x `[N, m, n]`, in the same shape. Called in every step. A zero matrix
+        stays zero. x must not be written to.
+        """
 
     def operations(self, m: int, n: int) -> float:
         """Return the number of floating-point operations for a matrix [m, n].

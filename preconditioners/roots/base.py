@@ -5,26 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import to_power
+from eigengraft.numerics import finite_blocks, to_power
 from eigengraft.schedules import Schedulable
 
 
-class Root(NamedTuple):
-    """The result of a root solver.
-
-    value: `[N, d, d]`, the inverse root; `[N, d]`, the diagonal of the root, if matrices were given as diagonals.
-    ok: bool `[N]`, False where the solver failed and the value must not be used.
-    iterations: `[N]`, 0 for direct solvers.
-    residual: `[N]`, the solver's own measure of the remaining error, 0 if it has none.
-    definite: bool `[N]`, True where the value is positive definite.
-
-    All tensors stay on the device, so that the host does not wait.
-    """
+class _RootTensors(NamedTuple):
+    """The fields of `Root`, all of them given."""
 
     value: Tensor
     ok: Tensor
@@ -33,17 +24,56 @@ class Root(NamedTuple):
     definite: Tensor
 
 
-class Basis(NamedTuple):
-    """The result of a basis solver.
+class Root(_RootTensors):
+    """The result of a root solver. `Root(value)` is enough for a solver that fails only with numbers that are not
+    finite.
 
-    q: `[N, d, r]`, r <= d eigenvectors in columns.
-    order: `[N, r]`, the index of the old column from which each new column was computed. None: there is no such order.
-    ok: bool `[N]`, False where the solver failed.
+    value: `[N, d, d]`, the inverse root. For a diagonal matrix given as its diagonal it is `[N, d]`.
+    ok: bool `[N]`, False where the solver failed and the value must not be used. Default: True where the value is
+        finite.
+    iterations: int32 `[N]`. Default: 0, as for direct solvers.
+    residual: `[N]` in the dtype of the value, the solver's own measure of the remaining error. Default: 0.
+    definite: bool `[N]`, True where the value is positive definite. Default: `ok`.
+
+    All tensors stay on the device, so that the host does not wait.
     """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        value: Tensor,
+        ok: Tensor | None = None,
+        iterations: Tensor | None = None,
+        residual: Tensor | None = None,
+        definite: Tensor | None = None,
+    ) -> Self:
+        ok = finite_blocks(value) if ok is None else ok
+        iterations = torch.zeros_like(ok, dtype=torch.int32) if iterations is None else iterations
+        residual = torch.zeros_like(ok, dtype=value.dtype) if residual is None else residual
+        return super().__new__(cls, value, ok, iterations, residual, ok if definite is None else definite)
+
+
+class _BasisTensors(NamedTuple):
+    """The fields of `Basis`, all of them given."""
 
     q: Tensor
     order: Tensor | None
     ok: Tensor
+
+
+class Basis(_BasisTensors):
+    """The result of a basis solver. `Basis(q)` is enough for a solver that fails only with numbers that are not finite.
+
+    q: `[N, d, r]`, eigenvectors in columns, r = d or fewer.
+    order: `[N, r]`, the old column of each new column. None, the default: columns have no old counterpart.
+    ok: bool `[N]`, False where the solver failed. Default: True where q is finite.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, q: Tensor, order: Tensor | None = None, ok: Tensor | None = None) -> Self:
+        return super().__new__(cls, q, order, finite_blocks(q) if ok is None else ok)
 
 
 Diagonal = Callable[[Tensor], Tensor]
@@ -60,14 +90,20 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
 
     @abstractmethod
     def root(self, a: Tensor, exponent: Fraction) -> Root:
-        """Return the inverse roots of a `[N, d, d]` for an exponent e > 0.
+        """Return the inverse roots of a `[N, d, d]` for an exponent e > 0. Called when the refresh of a stage is due,
+        with the estimate of its statistic.
 
-        A solver never raises for a bad matrix. Instead the matrix is marked in `ok`, and the results of other matrices
-        do not change.
+        A solver never raises for a bad matrix. It marks the matrix in `ok`, and the results of other matrices do not
+        change. The stage then keeps the root that it had.
+
+        a: symmetric positive semi-definite matrices, float32 or float64. They must not be written to.
+        exponent: a fraction, such as 1/4 for A^(-1/4), that `check` accepts.
         """
 
     def check(self, exponent: Fraction) -> str | None:
-        """Return the reason why this solver does not accept an exponent, or None if the exponent is accepted."""
+        """Return the reason why this solver does not accept an exponent, as "<kind> takes exponents ..., got 1/3".
+        None: it accepts the exponent. Called when a recipe is composed.
+        """
         return None
 
     @classmethod
@@ -93,13 +129,14 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
         return values
 
     def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
-        """Return A^(-e) for diagonal matrices. Matrices and roots are represented by their diagonals `[N, d]`."""
+        """Return A^(-e) for diagonal matrices. They are given and returned as their diagonals `[N, d]`. Called in place
+        of `root` for axes whose factor is a diagonal. The default raises the values of `regularized` to -e.
+        """
         ok = a.isfinite().all(-1)
         values = self.regularized(torch.where(ok[:, None], a, 1.0))
         power = torch.where(values > 0, to_power(values, -float(exponent)), 0.0)
         ok = ok & power.isfinite().all(-1)
-        nothing = torch.zeros_like(ok)
-        return Root(power, ok, nothing.int(), nothing.to(a.dtype), ok & (power > 0).all(-1))
+        return Root(power, ok, definite=ok & (power > 0).all(-1))
 
 
 _LONGER_THAN_ANY_AXIS = 1 << 30
@@ -140,16 +177,21 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
         return d
 
     @property
+    @final
     def keeps_all_columns(self) -> bool:
         """True if a basis has all eigenvectors of a matrix of any size."""
         return self.columns(_LONGER_THAN_ANY_AXIS) == _LONGER_THAN_ANY_AXIS
 
     @abstractmethod
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
-        """Return the basis of a `[N, d, d]`.
+        """Return the basis of a `[N, d, d]`. Called when the refresh of a stage is due, with the estimate of its
+        statistic.
 
-        q: `[N, d, r]`, the basis of the last refresh.
-        first: True at the first refresh, when q contains no information yet.
+        A solver never raises for a bad matrix. It marks the matrix in `ok`, and the stage keeps the basis that it had.
+
+        a: symmetric positive semi-definite matrices, float32 or float64. They must not be written to.
+        q: `[N, d, r]`, the basis before. It must not be written to.
+        first: True at the first refresh, when q has no information yet.
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:

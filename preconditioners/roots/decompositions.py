@@ -183,8 +183,7 @@ class Eigh(RootSolver, ByDevice):
             power = torch.where(values > 0, power, 0.0)
         root = symmetric_product(q * power.unsqueeze(1), q).to(dtype)
         ok = ok & finite_blocks(root)
-        nothing = torch.zeros_like(ok)
-        return Root(root, ok, nothing.int(), nothing.to(dtype), ok & (power > 0).all(-1))
+        return Root(root, ok, definite=ok & (power > 0).all(-1))
 
     def regularized(self, values: Tensor) -> Tensor:
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
@@ -236,9 +235,7 @@ class CholeskyInverse(RootSolver):
         ok = known & (info == 0)
         factor = torch.where(ok[:, None, None], factor, identity_like(a))
         root = symmetrized(torch.cholesky_inverse(factor).contiguous())
-        ok = ok & finite_blocks(root)
-        nothing = torch.zeros_like(ok)
-        return Root(root, ok, nothing.int(), nothing.to(a.dtype), ok)
+        return Root(root, ok & finite_blocks(root))
 
     def regularized(self, values: Tensor) -> Tensor:
         mean = values.mean(-1, keepdim=True) if values.shape[-1] else values

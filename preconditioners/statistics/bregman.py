@@ -75,9 +75,6 @@ class Bregman(Statistic):
     def decay_of_squares(self) -> float | None:
         return self.beta if self.every_gradient else None
 
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        return self.contributions(state, x, (axis,), powers, context)[0]
-
     def contributions(
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:

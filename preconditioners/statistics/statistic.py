@@ -9,11 +9,11 @@ Legend: A_k `[N, d, d]` is the factor of axis k; O_k is the contribution of one 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, final
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
@@ -55,21 +55,22 @@ function to a statistic with a `needs_power`.
 class Contribution(NamedTuple):
     """A contribution O_k = s Y Z^T, or O_k = s Y if z is None.
 
-    y: Y, an unfolding `[N, d, rest]` along axis k. If z is None, Y is a matrix `[N, d, d]`.
-    z: Z, an unfolding `[N, d, rest]` along axis k; None if Y is already the product.
+    `Contribution(y)` is enough for a contribution that is computed as a matrix.
+
+    y, z: unfoldings `[N, d, rest]` along the axis. If z is None, y is O_k / s itself, `[N, d, d]`.
     scale: s, a number or `[N]`.
     """
 
     y: Tensor
-    z: Tensor | None
-    scale: Tensor | float
+    z: Tensor | None = None
+    scale: Tensor | float = 1.0
 
     def multiplied(self) -> Contribution:
         """Return the contribution with the product Y Z^T, computed in bfloat16, in place of Y and Z."""
         if self.z is None:
             return self
         product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
-        return Contribution(product.to(self.y.dtype), None, self.scale)
+        return Contribution(product.to(self.y.dtype), scale=self.scale)
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
@@ -207,10 +208,11 @@ class Axes(Component):
 class Statistic(Schedulable, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate E_k = A_k / c, times max(tr(E_k), floor)^(-s)
 
-    A_k is the factor, and O_k the contribution of one gradient. Both are matrices `[N, d, d]`, or diagonals `[N, d]`
-    where `axes` chooses diagonals. b = beta, s = trace_scaling, floor = trace_floor, and t is the number of
-    observations. A running mean (b < 1) has w = 1 - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1),
-    and `damped: false`, have w = 1 and c = 1.
+    A member defines O_k by `contribution`; the family accumulates it.
+
+    O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
+    beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
+    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
@@ -237,6 +239,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
     )
     precision: ProductDtype = Field(default="input", description="dtype of the product that computes a contribution")
     axes: Axes = Field(default=Axes(), description="axes that have a factor, as a matrix or as a diagonal")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.contribution is Statistic.contribution and cls.contributions is Statistic.contributions:
+            raise TypeError(f"{cls.__name__}: `contribution(self, x, axis, context)` is required; define it")
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
@@ -278,6 +286,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return False
 
     @property
+    @final
     def every_gradient(self) -> bool:
         """True if the factors accumulate the gradient of every step, and nothing else."""
         return self.source == "gradient" and self.interval == 1 and not self.initial
@@ -291,21 +300,31 @@ class Statistic(Schedulable, ABC, family="statistic"):
         """
         return None
 
-    @abstractmethod
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        """Return the contribution of one gradient x `[N, *block]` to the factor of one axis."""
+    def contribution(self, x: Tensor, axis: int, context: StepContext) -> Contribution:
+        """Return the contribution of one gradient to the factor of one axis. Called at every observation, for each axis
+        that has a factor; the result is added to the factor. Required, unless the statistic defines `contributions`.
+
+        x: `[N, *block]`, the gradient, or the tensor that `source` chooses. It must not be written to.
+        axis: the axis of the block, of length d.
+        """
+        raise NotImplementedError
 
     def contributions(
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:
-        """Return the contributions of one gradient to the factors of `axes`, in this order.
+        """Return the contributions of one gradient to the factors of `axes`, in this order. The default calls
+        `contribution` for each axis. A statistic whose axes share work, or read each other's factors, overrides it.
 
-        A statistic that can compute several contributions faster together overrides this method.
+        state: state of the stage, with the factors `state["factor.<axis>"]`.
+        x: see `contribution`.
+        powers: function (axis, p) -> power p of the factor of an axis, for statistics with a `needs_power`.
         """
-        return [self.contribution(state, x, axis, powers, context) for axis in axes]
+        return [self.contribution(x, axis, context) for axis in axes]
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
-        """Return the slots of the factors of these axes for one block."""
+        """Return the slots of the factors of these axes for one block. Called at construction. The default has a slot
+        "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal.
+        """
         slots = {}
         for axis in axes:
             d = block[axis]
@@ -316,10 +335,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
             slots[f"factor.{axis}"] = slot
         return slots
 
+    @final
     def has(self, state: State, axis: int) -> bool:
         """Return True if an axis has a factor in this state."""
         return f"factor.{axis}" in state
 
+    @final
     def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
         """Update the factor of one axis, a matrix, by A <- R^T A R.
 
@@ -328,10 +349,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
         factor = state[f"factor.{axis}"]
         state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
+    @final
     def observed(self, x: Tensor) -> Tensor:
         """Return the tensor that the statistic observes: x, or the polar factor of x with `source: orthogonalized`."""
         return self.polar.of_blocks(x) if self.source == "orthogonalized" else x
 
+    @final
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
         """Accumulate the contributions of x `[N, *block]` to the factors of `axes`. All contributions are computed
         before any factor changes.
@@ -372,6 +395,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             return add_symmetric(factor, y, z, decay, weight * scale)
         return add_symmetric(factor, y * per_block(scale, y), z, decay, weight)
 
+    @final
     def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
         """Return the estimate of one axis for a solver, `[N, d, d]`, or `[N, d]` for a diagonal factor.
 
@@ -410,7 +434,7 @@ class Gram(Statistic):
     def decay_of_squares(self) -> float | None:
         return self.beta if self.every_gradient else None
 
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
+    def contribution(self, x: Tensor, axis: int, context: StepContext) -> Contribution:
         y = unfold(x, axis)
         return Contribution(y, y, self._unit(y))
 
@@ -452,5 +476,5 @@ class InputGram(Statistic):
             )
         return super().slots(block, axes)
 
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        return Contribution(context.tensor("activation_gram", x), None, 1.0)
+    def contribution(self, x: Tensor, axis: int, context: StepContext) -> Contribution:
+        return Contribution(context.tensor("activation_gram", x))

@@ -294,10 +294,16 @@ def as_declared(value: Any, data: Any, short: bool = False) -> Any:
     return data
 
 
+def is_final(attribute: object) -> bool:
+    """Return True for a method, a class method or a property that is marked as final."""
+    function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
+    return bool(getattr(function, "__final__", False))
+
+
 def _register(cls: type[Component]) -> None:
     for base in cls.__mro__[1:]:
         for name in vars(cls):
-            if getattr(vars(base).get(name), "__final__", False):
+            if is_final(vars(base).get(name)):
                 raise TypeError(
                     f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden; rename it"
                 )

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import is_dataclass
+from itertools import pairwise
 from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -44,11 +47,14 @@ def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
 
     A line of the list has the values that the field accepts, its default and its meaning.
 
-    kinds: kinds of the members, if the class is a family. They are listed in place of fields.
+    kinds: kinds of the members, if the class is a family. They are listed in place of fields, after the signatures of
+        what a member defines.
     """
     parts = [summary(cls)]
     if kinds:
         kinds_text = textwrap.fill(", ".join(sorted(kinds)), 110, break_on_hyphens=False)
+        defines = [one.signature + " (required)" * one.required for one in contract_of(cls)]
+        parts += ["A member defines:\n" + textwrap.indent("\n".join(defines), "    ")] if defines else []
         return "\n\n".join([*parts, "Kinds:\n" + textwrap.indent(kinds_text, "    ")])
     fields = list(fields_of(cls))
     if fields:
@@ -217,3 +223,92 @@ def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring: its first paragraph, up to a full stop."""
     line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
     return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
+
+
+class MemberText(NamedTuple):
+    """One method, property or class variable that a member of a family may define.
+
+    signature: how it is written, as `decay(t: float) -> float`.
+    required: True if every member has to define it.
+    meaning: its docstring.
+    """
+
+    signature: str
+    required: bool
+    meaning: str
+
+
+def contract_of(family: type[BaseModel]) -> list[MemberText]:
+    """Return what a member of a family may define, the required methods first, from the class of the family.
+
+    Methods that are final are left out: members call them, and do not define them.
+    """
+    found = []
+    for name, value in vars(family).items():
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if name.startswith("_") or not inspect.isfunction(function) or getattr(function, "__final__", False):
+            continue
+        if getattr(function, "__module__", "") == family.__module__ and function.__doc__:
+            required = name in getattr(family, "__abstractmethods__", ())
+            required = required or "NotImplementedError" in function.__code__.co_names
+            found.append(MemberText(_written(name, value, function), required, inspect.cleandoc(function.__doc__)))
+    found += [MemberText(declaration, False, text) for declaration, text in _class_variables(family)]
+    return sorted(found, key=lambda one: not one.required)
+
+
+def types_in_contract(family: type[BaseModel]) -> list[type[Any]]:
+    """Return the classes of the library in the signatures of a family's contract that are no components: named tuples,
+    data classes and abstract classes.
+    """
+    module = sys.modules[family.__module__]
+    names = {name for one in contract_of(family) for name in re.findall(r"\b[A-Z]\w+", one.signature)}
+    found = (getattr(module, name, None) for name in sorted(names))
+    package = family.__module__.partition(".")[0]
+    ours = (cls for cls in found if isinstance(cls, type) and cls.__module__.partition(".")[0] == package)
+    plain = (cls for cls in ours if not issubclass(cls, BaseModel))
+    return [cls for cls in plain if hasattr(cls, "_fields") or is_dataclass(cls) or inspect.isabstract(cls)]
+
+
+def _written(name: str, value: object, function: Any) -> str:
+    """Return a method as one writes it, without `self`."""
+    signature = inspect.signature(function)
+    result = type_name(signature.return_annotation)
+    if isinstance(value, property):
+        return f"{name} -> {result}  (property)"
+    parameters = [one.replace(annotation=_Text(type_name(one.annotation))) for one in signature.parameters.values()][1:]
+    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    decorator = "  (class method)" if isinstance(value, classmethod) else ""
+    return f"{name}{text} -> {result}{decorator}"
+
+
+def _class_variables(cls: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield (declaration, docstring) of the class variables that have a docstring in the source of a class."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError):  # a class of an interactive session has no source
+        return
+    assert isinstance(body, ast.ClassDef)
+    for statement, after in pairwise(body.body):
+        text = after.value if isinstance(after, ast.Expr) else None
+        kind = ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
+        if isinstance(text, ast.Constant) and kind.startswith("ClassVar["):
+            yield ast.unparse(statement), inspect.cleandoc(str(text.value))
+
+
+def aliases_in_contract(family: type[BaseModel]) -> dict[str, tuple[str, str]]:
+    """Return {name: (definition, docstring)} of the type aliases of the library that are in the signatures of a
+    family's contract.
+    """
+    own = vars(sys.modules[family.__module__])
+    names = {name for one in contract_of(family) for name in re.findall(r"\b[A-Z]\w+", one.signature)}
+    package = family.__module__.partition(".")[0]
+    found = {}
+    for name in sorted(name for name in names & own.keys() if not isinstance(own[name], type)):
+        for module in [own["__name__"], *(one for one in sys.modules if one.startswith(f"{package}."))]:
+            if vars(sys.modules[module]).get(name) is own[name]:
+                source = inspect.getsource(sys.modules[module])
+                written = re.search(rf'^{name} = ([^\n]+)\n"""(.*?)"""', source, re.MULTILINE | re.DOTALL)
+                if written is not None:
+                    found[name] = written[1], inspect.cleandoc(written[2])
+                    break
+    return found

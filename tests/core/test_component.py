@@ -43,8 +43,11 @@ REQUIRED = {
 
 def smallest(member: type[Component]) -> Component:
     """An instance with only the required fields."""
-    required = [name for name, field in member.model_fields.items() if field.is_required()]
-    return member.model_validate({name: copy.deepcopy(REQUIRED.get(name, ("sign",))) for name in required})
+    required = {
+        name: field.examples or [("sign",)] for name, field in member.model_fields.items() if field.is_required()
+    }
+    given = {name: REQUIRED.get(name, examples[0]) for name, examples in required.items()}
+    return member.model_validate(copy.deepcopy(given))
 
 
 def test_components_are_frozen() -> None:

@@ -29,7 +29,7 @@ from eigengraft.preconditioners import (
 from eigengraft.preconditioners.roots.base import Basis
 from eigengraft.quantization import Int8, Quantizer
 from eigengraft.slots import Encoded, Uniform
-from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage
+from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage, check_task
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
 from ..refusals import check_said, refused
@@ -384,7 +384,7 @@ def test_basis_and_polar_solvers_that_break_a_law_are_told_which(solver: Any, sa
 
 
 def test_sound_solvers_get_a_report() -> None:
-    assert len(check_solver(BrokenRoot(), degree=-1, rotates=True).held) == 9
+    assert len(check_solver(BrokenRoot(), degree=-1, rotates=True).held) == 11
 
 
 # Quantizers.
@@ -429,7 +429,7 @@ class BrokenQuantizer(Quantizer):
         ("picky", ("quantizer",)),
         ("writes", ("encode()", "changed")),
         ("stacked", (0,)),
-        ("random", ("parts",)),
+        ("random", ("torch's global generator", "test_testing.py", "encode()", "uniform")),
         ("hides", ("nan",)),
         ("loose", ("largest", "[4, ...]", "Tensor", "[]")),
         ("shift", ("up", 0.001)),
@@ -444,16 +444,21 @@ def test_quantizers_that_break_a_law_are_told_which(fault: str, says: tuple[obje
 
 
 def test_a_sound_quantizer_gets_a_report() -> None:
-    assert len(check_quantizer(BrokenQuantizer()).held) == 9
+    assert len(check_quantizer(BrokenQuantizer()).held) == 10
 
 
 # Tasks.
 
 
+def unseeded(task: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        return task.build()
+
+
 TASK_FAULTS: dict[str, tuple[Any, str, tuple[object, ...]]] = {
     "new_model": (
-        lambda task, seed: task.build(),
-        ("new_model()",),
+        lambda task, seed: unseeded(task),
+        ("seed",),
         "initial weights depend on the seed alone",
     ),
     "loss": (
@@ -484,3 +489,34 @@ def test_tasks_that_break_a_law_are_told_which(method: str, monkeypatch: pytest.
     monkeypatch.setattr(Digits, method, function)
     with refused(LawError, "task.digits", *says, name):
         law.require(case)
+
+
+@pytest.mark.parametrize("fault", ["a fixed seed", "seeds as it loads"])
+def test_a_task_that_sets_a_seed_is_told_so(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, load = Digits.build, Digits.load
+    if fault == "a fixed seed":
+        monkeypatch.setattr(Digits, "build", lambda task: torch.manual_seed(0) and build(task))
+        says: tuple[object, ...] = ("seed", "build()")
+    else:
+        monkeypatch.setattr(Digits, "load", lambda task: torch.manual_seed(0) and load(task))
+        says = ("torch's global generator", "generator(seed, step)")
+    torch.rand(3)  # so that the generator is not where the seed takes it
+    with refused(LawError, "task.digits", *says):
+        check_task(Digits(width=4, batch_size=16))
+
+
+@pytest.mark.parametrize("source", ["torch", "numpy"])
+def test_a_task_that_draws_from_a_global_generator_is_told_so(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of what follows from it: here batches of one seed and step differ."""
+    load = Digits.load
+
+    def shuffled(task: Digits) -> Any:
+        data = load(task)
+        order = torch.randperm(100) if source == "torch" else torch.from_numpy(np.random.permutation(100))
+        monkeypatch.setattr(data, "train", type(data.train)(*(x[order] for x in data.train)))
+        return data
+
+    monkeypatch.setattr(Digits, "load", shuffled)
+    with refused(LawError, "task.digits", "generator(seed, step)") as caught:
+        check_task(Digits(width=4, batch_size=16))
+    assert ("torch" if source == "torch" else "NumPy") in str(caught.value) and "\n" not in str(caught.value)

@@ -279,6 +279,12 @@ class TestShowKind:
     def test_the_family_tells_a_kind_from_a_recipe_of_its_name(self) -> None:
         check_said(succeeds("show", "stage.shampoo"), "stage shampoo", "solver")
 
+    def test_a_family_is_shown_with_what_a_member_defines(self) -> None:
+        output = succeeds("show", "cadence")
+        check_said(output, "due_again(context: StepContext)", "(required)", "first_due", "interval", "cadence.py")
+        assert Path(output.split()[-1]).is_file() and "  due(" not in output
+        check_said(succeeds("show", "task"), "load() -> Dataset", "reports_accuracy: ClassVar[bool] = False")
+
     def test_a_component_takes_no_overrides(self) -> None:
         result = call("show", "rms", "beta=0.9")
         assert result.exit_code == 2

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import eigengraft
+import eigengraft.testing
 from eigengraft.component import families, validated
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reproduction.claims import PaperClaims
@@ -191,6 +192,29 @@ def test_a_page_of_a_family_shows_formula_range_default_and_meaning(generated: d
     section = generated["families"]["stage"].partition("## rms {")[2].partition("\n## ")[0]
     assert "v &lt;- b v" in section
     assert re.search(r"\| `beta` \| number in &#91;0, 1&#93; \| `0.999` \| decay", section)
+
+
+def test_a_page_of_a_family_shows_what_a_member_defines_and_a_worked_file(generated: dict[str, dict[str, str]]) -> None:
+    """From the class: every method that must be defined, no final one, and the types in the signatures."""
+    for name, page in generated["families"].items():
+        section = page.partition("{ #own }")[2]
+        family = families()[name]
+        for method in getattr(family, "__abstractmethods__", ()):
+            assert re.search(rf"\*\*`{method}[( ].*`\*\* \(required\)", section), (name, method)
+    statistic = generated["families"]["statistic"].partition("{ #own }")[2]
+    assert "`contribution(x: Tensor, axis: int, context: StepContext) -> Contribution`** (required)" in statistic
+    assert "### Contribution" in statistic and "`observe(" not in statistic
+    assert "class UnitGram(Statistic)" in statistic and "check_statistic" in statistic
+    task = generated["families"]["task"].partition("{ #own }")[2]
+    assert "### Dataset" in task and "`batch(seed: int, step: int) -> Batch`" in task
+
+
+def test_the_guide_to_own_components_names_every_file_and_check() -> None:
+    page = text("docs/guide/own-components.md")
+    files = sorted((ROOT / "experiments" / "examples" / "components").glob("*.py"))
+    checks = [name for name in vars(eigengraft.testing) if name.startswith("check_")]
+    for name in [*(file.name for file in files), *checks]:
+        assert f"`{name}`" in page, name
 
 
 def test_every_recipe_has_a_page_with_its_yaml(generated: dict[str, dict[str, str]]) -> None:

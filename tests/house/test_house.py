@@ -30,7 +30,7 @@ def sources() -> dict[str, Path]:
         found |= {f"eigengraft.{folder}.{path.stem}": path for path in (base / folder).glob("*.py")}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
-            if path.parent.name == "examples":  # what users write, in their place: read from files, never imported
+            if "examples" in path.parts:  # what users write, in their place: read from files, never imported
                 continue
             found[".".join(["eigengraft", *path.relative_to(ROOT).with_suffix("").parts])] = path
     return {name.removesuffix(".__init__"): path for name, path in sorted(found.items())}

@@ -1,7 +1,6 @@
 """The laws of the parts that stages are made of: solvers, statistics, cadences, decays. Rows in `laws/table.py`."""
 
-from fractions import Fraction
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft import Optimizer, State, StepContext
+from eigengraft import Optimizer, StepContext
 from eigengraft.component import families, validated
-from eigengraft.preconditioners.statistics import Power, has_data, mean_eigenvalue
 from eigengraft.testing.laws import Law
 from eigengraft.testing.quantizer_laws import QUANTIZER_LAWS, QuantizerCase
+from eigengraft.testing.rule_laws import VIEW_LAWS, WEIGHT_DECAY_LAWS, ViewCase, WeightDecayCase
 from eigengraft.testing.samples import definite
-from eigengraft.testing.solver_laws import BASIS_LAWS, POLAR_LAWS, ROOT_LAWS, SOLVER_LAWS, SolverCase, usual_exponent
+from eigengraft.testing.solver_laws import (
+    BASIS_LAWS,
+    BOUND_LAWS,
+    POLAR_LAWS,
+    ROOT_LAWS,
+    SOLVER_LAWS,
+    BoundCase,
+    SolverCase,
+    usual_exponent,
+)
+from eigengraft.testing.statistic_laws import STATISTIC_LAWS, StatisticCase
+from eigengraft.testing.write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, AveragingCase, ConstraintCase
 
 from ..trajectories import normal
 from .quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
@@ -67,65 +77,36 @@ def test_a_law_of_quantizers(law: Law[QuantizerCase], row: Row) -> None:
     law.require(QuantizerCase(small(row.make)))
 
 
-def gathered(row: Row, given: Tensor) -> tuple[Any, State, StepContext]:
-    """A statistic that has seen gradients `[T, N, *block]`, with powers of its factors by the definition."""
-    statistic, block = make("statistic", row), tuple(given.shape[2:])
-    axes = statistic.axes.of(block)
-    slots = statistic.slots(block, axes)
-    tensors = {f"s/{n}": s.allocate(given.shape[1], given.dtype, given.device) for n, s in slots.items()}
-    state = State(tensors, block, "s")
-    for t, gradient in enumerate(given, start=1):
-        n = len(gradient)
-        inputs = (
-            torch.eye(block[-1]).to(given).add(0.5).expand(n, -1, -1)
-        )  # as large as they are, whatever gradients are
-        context = StepContext(np.full(n, t), np.zeros(n), np.arange(n), signals={"activation_gram": inputs})
-        statistic.observe(state, gradient, context, axes, partial(exact_power, statistic, state, context))
-    return statistic, state, context
+def statistic(row: Row) -> StatisticCase:
+    """The case of a row about a statistic."""
+    return StatisticCase(make("statistic", row), degree=row.degree)
 
 
-def exact_power(statistic: Any, state: State, context: StepContext, axis: int, exponent: Fraction) -> Power:
-    """The power of what has been accumulated, eigenvalues at least 1e-3 of their mean."""
-    a = statistic.estimate(state, axis, context, behind=1)
-    unit, known = mean_eigenvalue(a), has_data(a)
-    diagonal = a if a.ndim == 3 else torch.diag_embed(a)
-    values, q = torch.linalg.eigh(diagonal / unit[:, None, None])
-    values = values.clamp_min(1e-3)
-    half = values.pow(float(exponent) / 2).unsqueeze(-1) * q.mT
-    if a.ndim == 2:
-        half = (q @ half).diagonal(dim1=1, dim2=2)
-    return Power(half, half, unit, values.pow(float(exponent) + 1).sum(-1), known)
+ESTIMATES = ("power_iteration",)
+"""Bounds that are estimates."""
+CASES: tuple[tuple[str, Any, Callable[[Row], Any]], ...] = (
+    ("statistic", STATISTIC_LAWS, statistic),
+    ("eigenvalue_bound", BOUND_LAWS, lambda row: BoundCase(make("eigenvalue_bound", row), row.kind in ESTIMATES)),
+    ("averaging", AVERAGING_LAWS, lambda row: AveragingCase(make("averaging", row))),
+    ("constraint", CONSTRAINT_LAWS, lambda row: ConstraintCase(make("constraint", row))),
+    ("view", VIEW_LAWS, lambda row: ViewCase(make("view", row))),
+    ("weight_decay", WEIGHT_DECAY_LAWS, lambda row: WeightDecayCase(make("weight_decay", row))),
+)
+"""Families, with their laws and the case of a row."""
 
 
-@each("statistic")
-@pytest.mark.parametrize("block", [(6, 3), (5,), (3, 2, 4)], ids=str)
-def test_statistics_are_symmetric_semidefinite_and_scale(row: Row, block: tuple[int, ...]) -> None:
-    """By the degree in the row, for each order of block. 1e-5: some tens of roundings in float32, in powers."""
-    block = (*block[:-2], block[-2] * block[-1]) if row.kind == "input_gram" and len(block) > 2 else block
-    given = normal(5, 2, *block, seed=4).float()
-    before = given.clone()
-    statistic, state, context = gathered(row, given)
-    assert torch.equal(given, before)
-    _, scaled, _ = gathered(row, given * 2.0**8)
-    degree = row.degree(len(block)) if callable(row.degree) else row.degree
-    assert statistic.slots(block, statistic.axes.of(block)).keys() == {f"factor.{a}" for a in statistic.axes.of(block)}
-    for axis in statistic.axes.of(block):
-        a = statistic.estimate(state, axis, context)
-        matrix = a if a.ndim == 3 else torch.diag_embed(a)
-        assert close(matrix, matrix.mT, 1e-5)
-        assert float(torch.linalg.eigvalsh(matrix).min()) >= -1e-5 * float(a.abs().max())
-        assert close(statistic.estimate(scaled, axis, context), a * 2.0 ** (8 * degree), 1e-5)
-
-
-@each("statistic")
-def test_statistics_of_a_stack_are_those_of_its_blocks(row: Row) -> None:
-    given = normal(5, 3, 6, 3, seed=4)
-    statistic, state, context = gathered(row, given)
-    for n in range(3):
-        _, alone, first = gathered(row, given[:, n : n + 1])
-        for axis in statistic.axes.of((6, 3)):
-            together = statistic.estimate(state, axis, context)[n : n + 1]
-            assert close(together, statistic.estimate(alone, axis, first), 1e-12)
+@pytest.mark.parametrize(
+    ("law", "case"),
+    [
+        pytest.param(law, case(row), id=f"{law} - {family} {row}")
+        for family, laws, case in CASES
+        for law in laws
+        for row in TABLE[family]
+        if law.skip(case(row)) is None
+    ],
+)
+def test_a_law_of_the_other_families(law: Law[Any], case: Any) -> None:
+    law.require(case)
 
 
 @each("cadence")

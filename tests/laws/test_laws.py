@@ -11,7 +11,7 @@ from eigengraft import Optimizer, RecipeError, Stage
 from eigengraft.component import Component, families, validated
 from eigengraft.testing.laws import Law
 from eigengraft.testing.stage_case import StageCase
-from eigengraft.testing.stage_laws import CONTRACT, STAGE_LAWS, a_declared_moment_is_adams
+from eigengraft.testing.stage_laws import STAGE_LAWS, a_declared_moment_is_adams
 
 from ..refusals import refused
 from .rows import Row
@@ -83,7 +83,7 @@ CASES = [(row, row.stage()) for row in STAGES]
 """Each row with its case, which keeps the trajectory that laws compare with."""
 APPLICABLE = [
     pytest.param(law, case, id=f"{law} - {row}", marks=() if row is FIRST[row.kind] else pytest.mark.slow)
-    for law in (CONTRACT, *STAGE_LAWS)
+    for law in STAGE_LAWS
     for row, case in CASES
     if law.skip(case) is None
 ]

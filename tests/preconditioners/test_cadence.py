@@ -1,10 +1,11 @@
 """Refreshes of `every`: which steps, and how phases spread them; and the laws of cadences."""
 
-from collections.abc import Iterator
-from typing import Literal
+import random
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 from eigengraft import StepContext
 from eigengraft.preconditioners import Cadence, Every, Probability
@@ -78,82 +79,75 @@ def test_the_shipped_cadences_keep_the_laws(cadence: Cadence) -> None:
     assert "6 laws hold" in str(check_cadence(cadence))
 
 
-class NeverFirst(Cadence):
-    """Due at every step; no refresh is said to be the first."""
+class Faulty(Cadence):
+    """Due at every second step, with a fault."""
 
-    kind: Literal["cadence_neverfirst"] = "cadence_neverfirst"
-
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        yield 0, len(context.steps), False
-
-
-class Beyond(Cadence):
-    """Due at every step; one block more than there are."""
-
-    kind: Literal["cadence_beyond"] = "cadence_beyond"
-
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        yield 0, len(context.steps) + 1, bool(context.steps[0] == earliest)
-
-
-class Overlapping(Cadence):
-    """Due at every step; the first two blocks twice."""
-
-    kind: Literal["cadence_overlapping"] = "cadence_overlapping"
-
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        first = bool(context.steps[0] == earliest)
-        yield from ((0, 2, first), (1, len(context.steps), first))
-
-
-class Rare(Cadence):
-    """Due at the first step and never again."""
-
-    kind: Literal["cadence_rare"] = "cadence_rare"
-
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        if context.steps[0] == earliest:
-            yield 0, len(context.steps), True
-
-
-class Impossible(Cadence):
-    """Due at every step, and says that no step is possible."""
-
-    kind: Literal["cadence_impossible"] = "cadence_impossible"
-
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        yield 0, len(context.steps), bool(context.steps[0] == earliest)
-
-    def possible(self, step: int, earliest: int) -> bool:
-        return False
-
-
-class Joint(Cadence):
-    """All blocks are due where the first block is at its first step, or an even one."""
-
-    kind: Literal["cadence_joint"] = "cadence_joint"
+    kind: Literal["faulty_for_test"] = "faulty_for_test"
+    fault: str
 
     @property
     def interval(self) -> float:
-        return 2.0
+        return 100.0 if self.fault == "rare" else 2.0
 
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        if context.steps[0] == earliest or context.steps[0] % 2 == 0:
-            yield 0, len(context.steps), bool(context.steps[0] == earliest)
+    def first_due(self, earliest: int) -> int:
+        return earliest - 1 if self.fault == "early" else earliest
+
+    def possible(self, step: int, earliest: int) -> bool:
+        return self.fault != "impossible"
+
+    def due_again(self, context: StepContext) -> Any:
+        steps = context.steps
+        found: dict[str, Any] = {
+            "a tensor": context.step % 2 == 0,
+            "numbers": steps % 2,
+            "every block of the library": np.ones(9, dtype=bool),
+            "the first block": bool(steps[0] % 2 == 0),
+            "the parameter": context.param_ids % 2 == 0,
+            "the place": np.arange(len(steps)) % 2 == steps % 2,
+            "torch": torch.rand(len(steps)).numpy() < 0.5 if self.fault == "torch" else None,
+            "numpy": np.random.rand(len(steps)) < 0.5 if self.fault == "numpy" else None,
+            "python": random.random() < 0.5 if self.fault == "python" else None,
+            "one generator": np.random.default_rng(0).random(len(steps)) < 0.5,
+            "never": np.zeros(len(steps), dtype=bool),
+        }
+        return found.get(self.fault, steps % 2 == 0)
 
 
 @pytest.mark.parametrize(
-    ("cadence", "says"),
+    ("fault", "says"),
     [
-        (NeverFirst(), ("True", 0, "False")),
-        (Beyond(), (0, 7, "(0, 8)")),
-        (Overlapping(), (0, "(0, 2)", "(1, 7)")),
-        (Rare(), (1,)),
-        (Impossible(), ("(0, 0)", "False", "blocks")),
-        (Joint(), ("due",)),
+        ("a tensor", ("due_again()", "Tensor", "context.steps", "context.step")),
+        ("numbers", ("due_again()", "int64", "[7]")),
+        ("every block of the library", ("due_again()", "[9]", "[N]", 7)),
+        ("the first block", ("due_again()", "one block")),
+        ("the place", ("due_again()", "place")),
+        ("the parameter", ("due_again()", "parameter")),
+        ("one generator", ("due_again()", "place")),
+        ("torch", ("torch's global generator", "rand", "test_cadence.py", "context.seeds")),
+        ("numpy", ("NumPy's global generator", "context.seeds")),
+        ("python", ("`random`", "context.seeds")),
+        ("early", ("first_due(0)", -1)),
+        ("impossible", ("possible(0, 0)", "False")),
+        ("never", (2, "interval")),
+        ("rare", (100, "interval")),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_a_cadence_that_breaks_a_law_is_named(cadence: Cadence, says: tuple[object, ...]) -> None:
-    with refused(LawError, *says):
-        check_cadence(cadence)
+def test_a_cadence_that_breaks_a_law_is_named(fault: str, says: tuple[object, ...]) -> None:
+    with refused(LawError, "cadence.faulty_for_test", *says):
+        check_cadence(Faulty(fault=fault))
+
+
+def test_a_sound_cadence_gets_a_report() -> None:
+    assert len(check_cadence(Faulty(fault="none")).held) == 6
+
+
+def test_the_spans_of_blocks_are_not_for_members() -> None:
+    with refused(TypeError, "due", "final"):
+
+        class Spans(Cadence):
+            """Due at every step."""
+
+            kind: Literal["spans_for_test"] = "spans_for_test"
+
+            def due(self, context: StepContext, earliest: int) -> Any:  # type: ignore[misc]
+                yield 0, len(context.steps), False

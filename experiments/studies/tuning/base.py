@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, final
 
 from pydantic import Field, field_validator, model_validator
 
@@ -97,6 +97,7 @@ class Tuning(Component, ABC, family="tuning"):
     def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         return distinct(seeds)
 
+    @final
     def require_apart(self, seeds: Iterable[int], axes: Iterable[str]) -> None:
         """Raise ValueError if the study shares a seed with the search, or has a field of the search as an axis."""
         for seed in sorted(set(self.seeds) & set(seeds)):
@@ -130,12 +131,14 @@ class Tuning(Component, ABC, family="tuning"):
         """Return the limits that stop a run of the next trial, given earlier trials. None: no run is stopped."""
         return None
 
+    @final
     def next(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
         """Return the values to try next, or an empty list if no trials or seconds are left."""
         if self.seconds is not None and sum(trial.seconds for trial in trials) >= self.seconds:
             return []
         return self.proposed(cell, trials)
 
+    @final
     def found(self, cell: Experiment, trials: Sequence[Trial]) -> Tuned:
         """Return the result of a search with these trials."""
         best = best_trial(trials)

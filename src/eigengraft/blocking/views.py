@@ -90,8 +90,10 @@ class View(Component, ABC, family="view"):
 
     @abstractmethod
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
-        """Return the matrices of a parameter of that shape. Raises ValueError if the rule does not fit the parameter.
+        """Return the matrices of a parameter of that shape. Called at construction, for each parameter. Raises
+        ValueError if the rule does not fit the parameter.
 
+        shape: shape of the full parameter, before it is sharded or cut into blocks.
         facts: facts about the parameter that follow from the modules of the model.
         """
 

@@ -288,7 +288,7 @@ class _Device(TorchDispatchMode):
             counts.lines[code, line, operation].add(numbers)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, _tensors((args, kwargs))
+        kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, tensors_in((args, kwargs))
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
         if (fake := active_fake_mode()) is not None:  # a fake tensor has the device, so fake tensors are passed on
             known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, (args, kwargs))
@@ -312,13 +312,13 @@ class _Device(TorchDispatchMode):
         stays = here or (target is None and name != "_local_scalar_dense")
         result = _mapped(lambda x: given.get(id(x), SimulatedTensor(x) if stays else x), found)
         if not copies:
-            self._count(func, name, plain_args, own, _tensors(result))
+            self._count(func, name, plain_args, own, tensors_in(result))
         return result
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
         """Return True if an operation is a copy between host and device, and count the copy."""
         own, given = tensors
-        up = not own if name == "_to_copy" else isinstance(_tensors(args[:1])[0], SimulatedTensor) if given else False
+        up = not own if name == "_to_copy" else isinstance(tensors_in(args[:1])[0], SimulatedTensor) if given else False
         if name == "_to_copy":
             if target is None or (target == self.place.type) is not up:
                 return False
@@ -331,7 +331,7 @@ class _Device(TorchDispatchMode):
 
     def _require_one_device(self, name: str, args: Any, own: Any, tensors: Any) -> None:
         """Count waits of operations on the device. Raise RuntimeError where CUDA refuses tensors of the host."""
-        indices = _tensors(args[1]) if name in costs.INDEXING else []
+        indices = tensors_in(args[1]) if name in costs.INDEXING else []
         for index in indices:
             if not isinstance(index, SimulatedTensor):
                 self.note(f"{name} by indices of the host", waits=1, uploads=1)
@@ -349,7 +349,7 @@ class _Device(TorchDispatchMode):
             )
 
     def _count(self, func: Any, name: str, args: Any, own: list[Any], made: list[Tensor]) -> None:
-        lists = [_tensors(x) for x in args if isinstance(x, (list, tuple))]
+        lists = [tensors_in(x) for x in args if isinstance(x, (list, tuple))]
         if launched := costs.launched_kernels(func, args, lists):
             here = [x for x in made if isinstance(x, SimulatedTensor)]
             self.note(name, kernels=launched, traffic=costs.traffic(func, own, here))
@@ -376,13 +376,13 @@ def _float_sums(args: Any) -> Tensor:
     return torch.bmm(args[0].float(), args[1].float()).to(args[2])
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
     """Return all tensors among the arguments or results of an operation."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
         x = list(x.values())
-    return [tensor for item in x for tensor in _tensors(item)] if isinstance(x, (tuple, list)) else []
+    return [tensor for item in x for tensor in tensors_in(item)] if isinstance(x, (tuple, list)) else []
 
 
 def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:

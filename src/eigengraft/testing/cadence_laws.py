@@ -1,6 +1,4 @@
-"""The laws of cadences: spans are inside the stack, every block has one first refresh, and refreshes have the declared
-interval.
-"""
+"""The laws of cadences: each block is due by its own step, phase and seed, and as often as the cadence declares."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from eigengraft.component import Component
 from eigengraft.preconditioners import Cadence
@@ -20,8 +19,6 @@ _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
 _REFRESHES = 12
 """Number of intervals to try. In this many intervals, a random cadence refreshes a block 1 to 36 times, except in 1 of
 10^5 runs."""
-
-_DueSpan = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -46,50 +43,60 @@ class CadenceCase:
     @property
     def last(self) -> int:
         """Number of the last update to try."""
-        start = getattr(self.cadence, "start", None) or 1
-        return self.steps or start + max(24, round(_REFRESHES * self.cadence.interval))
+        return self.steps or self.cadence.first_due(1) + max(24, round(_REFRESHES * self.cadence.interval))
 
-    def spans(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> list[_DueSpan]:
-        """Return the spans (start, stop, first) that are due.
+    def context(self, steps: Iterable[int], rows: slice = slice(None)) -> StepContext:
+        """Return the context of some rows, in which parameters are numbered from 0.
+
+        steps: step of each block.
+        """
+        seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
+        updates = np.array(list(steps), dtype=np.int64)[rows]
+        return StepContext(updates, np.array(_PHASES)[rows], np.arange(len(updates)), seeds=seeds[rows])
+
+    def due(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> dict[int, bool]:
+        """Return {row: True if its first refresh} for the rows that are due.
 
         steps: step of each block.
         earliest: first step at which a refresh may be due.
         rows: slice of the stack whose spans are computed.
         """
-        seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
-        updates, blocks = np.array(list(steps), dtype=np.int64), np.arange(len(_PHASES))
-        context = StepContext(updates[rows], np.array(_PHASES)[rows], blocks[rows], seeds=seeds[rows])
-        return list(self.cadence.due(context, earliest))
+        spans = self.cadence.due(self.context(steps, rows), earliest)
+        return {row: first for start, stop, first in spans for row in range(start, stop)}
 
     def history(self, earliest: int) -> Iterator[tuple[int, dict[int, bool]]]:
         """Yield (step, {row: True if its first refresh}) of blocks that are updated together."""
         for step in range(earliest, self.last + 1):
-            yield step, _rows(self.spans([step] * len(_PHASES), earliest))
+            yield step, self.due([step] * len(_PHASES), earliest)
 
 
-def spans_are_inside_the_stack_in_order_and_apart(case: CadenceCase) -> None:
-    """Spans have 0 <= start < stop <= N, and each span begins at the end of the span before it, or later."""
+def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
+    """The result of `due_again` is a NumPy array of bools `[N]`, or one bool."""
+    n = len(_PHASES)
+    for step in range(1, case.last + 1):
+        for rows in (slice(None), slice(3, 6)):
+            found: object = case.cadence.due_again(case.context([step] * n, rows))
+            count = len(range(n)[rows])
+            fine = isinstance(found, (bool, np.bool_)) or (
+                isinstance(found, np.ndarray) and (found.dtype, found.shape) == (np.bool_, (count,))
+            )
+            got = f"{type(found).__name__}"
+            if isinstance(found, (np.ndarray, Tensor)):
+                got += f" of {found.dtype} and shape {list(found.shape)}"
+            require(
+                fine,
+                f"due_again(): a NumPy array of bools of shape [N] with N = {count}, or one bool, is required, got "
+                f"{got} (`context.steps` is the array on the host; `context.step` is a tensor on the device)",
+            )
+
+
+def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
+    """`first_due` returns a step that is not before the earliest one. Every block is then refreshed for the first
+    time."""
     for earliest in (0, 1):
-        for step in range(earliest, case.last + 1):
-            end, found = 0, case.spans([step] * len(_PHASES), earliest)
-            for start, stop, _ in found:
-                fine = end <= start < stop <= len(_PHASES)
-                wanted = f"spans with 0 <= start < stop <= {len(_PHASES)}, ascending and without a common block"
-                require(fine, f"{wanted}, are required at step {step}, got {[span[:2] for span in found]}")
-                end = stop
-
-
-def the_first_refresh_of_a_block_says_so_and_no_other(case: CadenceCase) -> None:
-    """Every block has one first refresh, and only this refresh is marked `first`, in which stages initialize state."""
-    for earliest in (0, 1):
-        seen: set[int] = set()
-        for step, found in case.history(earliest):
-            for row, first in found.items():
-                wanted = row not in seen
-                require(first == wanted, f"first={wanted} is required of block {row} at step {step}, got {first}")
-            seen |= found.keys()
-        left = sorted(set(range(len(_PHASES))) - seen)
-        require(not left, f"a refresh of every block in {case.last} steps is required, got none of blocks {left}")
+        start: object = case.cadence.first_due(earliest)
+        fine = isinstance(start, int) and start >= earliest
+        require(fine, f"first_due({earliest}): a step from {earliest} on is required, got {start!r}")
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
@@ -110,7 +117,8 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
         span, count = case.last - start, len(steps) - 1
         mean = span / max(count, 1)
         fine = span < 6 * interval or interval / 3 <= mean <= 3 * interval
-        require(fine, f"about {interval:g} steps between refreshes, the interval, are required, got {mean:.3g}")
+        got = f"{mean:.3g}" if count else f"no refresh after the first one in {span} steps"
+        require(fine, f"about {interval:g} steps between refreshes, the `interval`, are required, got {got}")
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
@@ -122,32 +130,40 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
             require(possible or not found, f"possible({step}, {earliest}) is False, got blocks {sorted(found)} due")
 
 
-def a_block_is_due_by_its_own_step_and_phase_alone(case: CadenceCase) -> None:
-    """A block is due at the same steps if spans are computed again, for a slice of the stack, or for a stack whose
-    other blocks are at other steps.
+def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> None:
+    """A block is due at the same steps if it is asked for twice, in a slice of the stack, or in a stack whose other
+    blocks are at other steps.
     """
     together = dict(case.history(1))
-    whole, count = [3] * len(_PHASES), len(_PHASES)
-    require(case.spans(whole, 1) == case.spans(whole, 1), "equal spans for equal steps are required, got others")
+    count = len(_PHASES)
+    for step in range(1, case.last + 1):
+        again = case.due([step] * count, 1)
+        require(
+            again == together[step], f"the same blocks due at step {step} when asked twice are required, got others"
+        )
     for offset in range(case.last - count):
         steps = [1 + offset + (3 * row) % count for row in range(count)]
         alone = {row: together[steps[row]][row] for row in range(count) if row in together[steps[row]]}
-        found = _rows(case.spans(steps, 1))
-        require(found == alone, f"blocks {alone} are required to be due at steps {steps}, got {found}")
-        part = _rows(case.spans(steps, 1, slice(2, 5)))
-        wanted = {row - 2: first for row, first in alone.items() if 2 <= row < 5}
-        require(part == wanted, f"rows 2 to 5 alone: {wanted} are required to be due at steps {steps}, got {part}")
-
-
-def _rows(spans: Iterable[_DueSpan]) -> dict[int, bool]:
-    return {row: first for start, stop, first in spans for row in range(start, stop)}
+        found = case.due(steps, 1)
+        require(
+            found == alone,
+            f"blocks {sorted(alone)} are required to be due at steps {steps}, as in a stack in which all blocks are at "
+            f"the same step, got {sorted(found)} (does due_again() use the step of one block for all?)",
+        )
+        part = case.due(steps, 1, slice(3, 6))
+        wanted = [row - 3 for row in alone if 3 <= row < 6]
+        require(
+            sorted(part) == wanted,
+            f"rows 3 to 6 as a stack of their own: {wanted} are required to be due at steps {steps[3:6]}, got "
+            f"{sorted(part)} (does due_again() use the place of a block, or the number of its parameter?)",
+        )
 
 
 CADENCE_LAWS: tuple[Law[CadenceCase], ...] = (
     Law(the_declaration_survives),
-    Law(the_first_refresh_of_a_block_says_so_and_no_other),
+    Law(due_again_returns_a_bool_for_each_block, decisive=True),
+    Law(the_first_refresh_is_at_first_due),
     Law(blocks_are_due_as_often_as_the_interval_says),
     Law(a_step_that_is_not_possible_has_no_refresh),
-    Law(a_block_is_due_by_its_own_step_and_phase_alone),
+    Law(a_block_is_due_by_its_own_step_phase_and_seed_alone),
 )
-SPANS: Law[CadenceCase] = Law(spans_are_inside_the_stack_in_order_and_apart)

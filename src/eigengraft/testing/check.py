@@ -4,18 +4,52 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eigengraft.preconditioners import BasisSolver, Cadence, PolarSolver, RootSolver, Stage
+from eigengraft.blocking.views import View
+from eigengraft.optimizers.write.averaging import Averaging
+from eigengraft.optimizers.write.constraints import Constraint
+from eigengraft.optimizers.write.write import WeightDecay
+from eigengraft.preconditioners import (
+    BasisSolver,
+    Cadence,
+    EigenvalueBound,
+    PolarSolver,
+    RootSolver,
+    Stage,
+    Statistic,
+)
 from eigengraft.quantization import Quantizer
 
-from .cadence_laws import CADENCE_LAWS, SPANS, CadenceCase
+from .cadence_laws import CADENCE_LAWS, CadenceCase
 from .laws import LawReport, check
 from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
-from .solver_laws import BASIS_LAWS, POLAR_LAWS, ROOT_LAWS, ROUNDING, SOLVER_LAWS, SolverCase
+from .rule_laws import (
+    RUN,
+    SCHEDULE_LAWS,
+    VIEW_LAWS,
+    VIEW_SHAPES,
+    WEIGHT_DECAY_LAWS,
+    ScheduleCase,
+    ViewCase,
+    WeightDecayCase,
+)
+from .solver_laws import (
+    BASIS_LAWS,
+    BOUND_LAWS,
+    POLAR_LAWS,
+    ROOT_LAWS,
+    ROUNDING,
+    SOLVER_LAWS,
+    BoundCase,
+    SolverCase,
+)
 from .stage_case import BLOCKS, Degree, StageCase
-from .stage_laws import CONTRACT, STAGE_LAWS
+from .stage_laws import STAGE_LAWS
+from .statistic_laws import STATISTIC_BLOCKS, STATISTIC_LAWS, StatisticCase
+from .write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, AveragingCase, ConstraintCase
 
 if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Task
+    from eigengraft.experiments.training.schedule import LearningRateSchedule
 
 
 def check_stage(
@@ -45,7 +79,7 @@ def check_stage(
         TypeError: `stage` is not an instance of Stage.
     """
     _require_instance(stage, Stage, "check_stage")
-    return check(StageCase(stage, blocks, degree, rotates, singular), [CONTRACT], STAGE_LAWS)
+    return check(StageCase(stage, blocks, degree, rotates, singular), STAGE_LAWS)
 
 
 def check_solver(
@@ -77,7 +111,25 @@ def check_solver(
     _require_instance(solver, (RootSolver, BasisSolver, PolarSolver), "check_solver")
     bases_or_polar = BASIS_LAWS if isinstance(solver, BasisSolver) else POLAR_LAWS
     own = ROOT_LAWS if isinstance(solver, RootSolver) else bases_or_polar
-    return check(SolverCase(solver, degree, rotates, tolerance, converges), [], (*SOLVER_LAWS, *own))
+    return check(SolverCase(solver, degree, rotates, tolerance, converges), (*SOLVER_LAWS, *own))
+
+
+def check_eigenvalue_bound(bound: EigenvalueBound, *, estimate: bool = False) -> LawReport:
+    """Check a bound of the largest eigenvalue against the laws of bounds.
+
+    Args:
+        bound: the bound.
+        estimate: True for an estimate, which may be below the eigenvalue.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them.
+        TypeError: `bound` is not an instance of EigenvalueBound.
+    """
+    _require_instance(bound, EigenvalueBound, "check_eigenvalue_bound")
+    return check(BoundCase(bound, estimate), BOUND_LAWS)
 
 
 def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
@@ -96,7 +148,7 @@ def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
         TypeError: `quantizer` is not an instance of Quantizer.
     """
     _require_instance(quantizer, Quantizer, "check_quantizer")
-    return check(QuantizerCase(quantizer, size), [], QUANTIZER_LAWS)
+    return check(QuantizerCase(quantizer, size), QUANTIZER_LAWS)
 
 
 def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
@@ -110,11 +162,125 @@ def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
         A report of the laws that hold and of the laws that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all broken laws, or says that spans of blocks are not valid.
+        LawError: laws are broken. The message names all of them, or says that `due_again` does not return bools.
         TypeError: `cadence` is not an instance of Cadence.
     """
     _require_instance(cadence, Cadence, "check_cadence")
-    return check(CadenceCase(cadence, steps), [SPANS], CADENCE_LAWS)
+    return check(CadenceCase(cadence, steps), CADENCE_LAWS)
+
+
+def check_statistic(
+    statistic: Statistic,
+    blocks: tuple[tuple[int, ...], ...] = STATISTIC_BLOCKS,
+    *,
+    degree: Degree | None = None,
+) -> LawReport:
+    """Check a statistic against the laws of statistics.
+
+    Args:
+        statistic: the statistic.
+        blocks: shapes of the blocks to try, without the stack axis.
+        degree: d if scaling all gradients by c scales the factors by c^d (Gram matrices: 2); a number, or a function of
+            the number of axes. None: the law is not checked.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them, or the first wrong contribution.
+        TypeError: `statistic` is not an instance of Statistic.
+    """
+    _require_instance(statistic, Statistic, "check_statistic")
+    return check(StatisticCase(statistic, blocks, degree), STATISTIC_LAWS)
+
+
+def check_averaging(averaging: Averaging) -> LawReport:
+    """Check an averaging of iterates against the laws of averagings.
+
+    Args:
+        averaging: the averaging.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them, or the first broken rule of the contract.
+        TypeError: `averaging` is not an instance of Averaging.
+    """
+    _require_instance(averaging, Averaging, "check_averaging")
+    return check(AveragingCase(averaging), AVERAGING_LAWS)
+
+
+def check_constraint(constraint: Constraint) -> LawReport:
+    """Check a constraint against the laws of constraints, also on shards if it is `shardable`.
+
+    Args:
+        constraint: the constraint.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them, or the first broken rule of the contract.
+        TypeError: `constraint` is not an instance of Constraint.
+    """
+    _require_instance(constraint, Constraint, "check_constraint")
+    return check(ConstraintCase(constraint), CONSTRAINT_LAWS)
+
+
+def check_weight_decay(decay: WeightDecay) -> LawReport:
+    """Check a rule of weight decay against the laws of weight decay.
+
+    Args:
+        decay: the rule.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them.
+        TypeError: `decay` is not an instance of WeightDecay.
+    """
+    _require_instance(decay, WeightDecay, "check_weight_decay")
+    return check(WeightDecayCase(decay), WEIGHT_DECAY_LAWS)
+
+
+def check_view(view: View, shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES) -> LawReport:
+    """Check a view against the laws of views.
+
+    Args:
+        view: the view.
+        shapes: shapes of the parameters to try. The view must accept at least one of them.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them.
+        TypeError: `view` is not an instance of View.
+    """
+    _require_instance(view, View, "check_view")
+    return check(ViewCase(view, shapes), VIEW_LAWS)
+
+
+def check_schedule(schedule: LearningRateSchedule, steps: int = RUN) -> LawReport:
+    """Check a schedule of the learning rate against the laws of schedules. It needs `eigengraft[experiments]`.
+
+    Args:
+        schedule: the schedule.
+        steps: number of steps of the run.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them, or the first factor that is no factor.
+        TypeError: `schedule` is not an instance of LearningRateSchedule.
+    """
+    from eigengraft.experiments.training.schedule import LearningRateSchedule
+
+    _require_instance(schedule, LearningRateSchedule, "check_schedule")
+    return check(ScheduleCase(schedule, steps), SCHEDULE_LAWS)
 
 
 def check_task(task: Task) -> LawReport:
@@ -135,7 +301,7 @@ def check_task(task: Task) -> LawReport:
     from .task_laws import TASK_LAWS, TaskCase
 
     _require_instance(task, Task, "check_task")
-    return check(TaskCase(task), [], TASK_LAWS)
+    return check(TaskCase(task), TASK_LAWS)
 
 
 def _require_instance(value: object, kinds: type | tuple[type, ...], who: str) -> None:

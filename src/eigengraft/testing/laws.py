@@ -13,9 +13,15 @@ from torch import Tensor
 from eigengraft.component import Component, families, validated
 from eigengraft.errors import ContractError
 
+from .causes import RandomStates, global_draw
+
 
 class LawError(AssertionError):
     """Error about a component that breaks a law. The message has the component, the problem and the name of the law."""
+
+
+class GlobalDrawError(LawError):
+    """A component draws from a global generator of random numbers."""
 
 
 class Case(Protocol):
@@ -40,10 +46,12 @@ class Law(Generic[AnyCase]):
 
     check: function that raises a LawError if the case breaks the law. Any exception of the component breaks it, too.
     skip: function that returns the reason why the law does not apply to a case, or None if it applies.
+    decisive: True if other laws break with this one. It is then checked first, and alone named.
     """
 
     check: Callable[[AnyCase], None]
     skip: Callable[[AnyCase], str | None] = lambda case: None
+    decisive: bool = False
 
     @property
     def name(self) -> str:
@@ -53,21 +61,41 @@ class Law(Generic[AnyCase]):
         return self.name
 
     def require(self, case: AnyCase) -> None:
-        """Raise a LawError that names the case and this law if the law is broken."""
+        """Raise a LawError that names the case and this law if the law is broken.
+
+        Raises a GlobalDrawError instead if the component draws from a global generator: other violations follow from
+        the draw.
+        """
+        states = RandomStates.now()
+        broken = self._broken(case)
+        generator = states.drawn_from()
+        if generator is not None:
+            text = global_draw(case.component, generator, lambda: self.check(case))
+            raise GlobalDrawError(f"{case.who}: {text}  [law: global generators are left alone]")
+        if broken is not None:
+            raise broken
+
+    def _broken(self, case: AnyCase) -> LawError | None:
+        """Return the error about a broken law; None if the law is kept."""
         try:
             self.check(case)
         except LawError as error:
-            raise LawError(f"{case.who}: {error}  [law: {self.name}]") from None
+            return LawError(f"{case.who}: {error}  [law: {self.name}]")
         except ContractError as error:
-            raise LawError(f"{error}  [law: {self.name}]") from error
+            found = LawError(f"{error}  [law: {self.name}]")
+            found.__cause__ = error
+            return found
         except Exception as error:
             frame = extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            raise LawError(
+            found = LawError(
                 f"{case.who}: no exception is required, got {type(error).__name__}: {error}{notes}, "
                 f"raised at {where}  [law: {self.name}]"
-            ) from error
+            )
+            found.__cause__ = error
+            return found
+        return None
 
 
 @dataclass(frozen=True)
@@ -88,17 +116,14 @@ class LawReport:
         return "\n".join([*lines, *(f"  not checked: {law} ({reason})" for law, reason in self.skipped.items())])
 
 
-def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCase]]) -> LawReport:
+def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     """Check laws on a case and return a report.
 
-    first: laws that are checked first. If one is broken, no further law is checked, because other laws depend on it.
-    laws: all other laws. One LawError names all broken laws among them.
+    One LawError names all laws that are broken, the first decisive one alone, or the global generator that was drawn
+    from.
     """
     held, skipped, broken = [], {}, []
-    for law in first:
-        law.require(case)
-        held.append(law.name)
-    for law in laws:
+    for law in sorted(laws, key=lambda law: not law.decisive):
         reason = law.skip(case)
         if reason is not None:
             skipped[law.name] = reason
@@ -107,6 +132,8 @@ def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCa
             law.require(case)
             held.append(law.name)
         except LawError as error:
+            if law.decisive or isinstance(error, GlobalDrawError):
+                raise
             broken.append(error)
     if len(broken) == 1:
         raise broken[0]
@@ -121,15 +148,20 @@ def require(fine: object, problem: str) -> None:
         raise LawError(problem)
 
 
-def require_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+def require_close(
+    ours: Tensor, theirs: Tensor, tolerance: float, what: str, cause: Callable[[], str] = lambda: ""
+) -> None:
     """Raise a LawError unless two tensors agree.
 
     tolerance: largest difference, relative to the largest entry of `theirs`.
-    what: beginning of the error message.
+    what: beginning of the error.
+    cause: function that returns the end of the error, in parentheses. Called only if the tensors differ.
     """
     largest = max(float(theirs.abs().max()), 1e-300)
     error = float((ours - theirs).abs().max()) / largest
-    require(error <= tolerance, f"{what} within {tolerance:g} of the largest entry is required, got {error:.2g}")
+    if not error <= tolerance:
+        problem = f"{what} within {tolerance:g} of the largest entry is required, got {error:.2g}"
+        raise LawError(problem + cause())
 
 
 def the_declaration_survives(case: Case) -> None:

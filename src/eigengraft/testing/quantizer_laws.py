@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from eigengraft.component import Component
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Encoded, Role, Slot, Uniform
 
+from .accelerator import accelerator
+from .causes import WATCHED_BLOCKS, stack_cause, write_cause
+from .device_laws import require_no_waits, without_accelerator
 from .laws import Law, LawError, require, require_close, the_declaration_survives
 from .samples import standard_normal
 
@@ -70,11 +73,15 @@ def _nearly_one(like: Tensor, purpose: str) -> Tensor:
 def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
     """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the numbers."""
     _, x = case.example()
+    found: object = case.quantizer.encode(x)
+    problem = f"encode(): a mapping {{name: tensor}} is required, got {type(found).__name__}"
+    require(isinstance(found, Mapping), problem)
     one, two = case.quantizer.encode(x), case.quantizer.encode(x.flip(0) * 3, case.quantizer.encode(x))
     require(len(one) > 0, "at least one part is required, got none")
     for name, part in one.items():
         fine = type(part) is Tensor and part.ndim > 0 and len(part) == len(x)
         require(fine, f"part '{name}': a plain tensor of shape [{len(x)}, ...] is required, got {_short(part)}")
+        require(part.is_contiguous(), f"part '{name}': contiguous memory is required; return it `.contiguous()`")
     want = {name: (part.dtype, part.shape) for name, part in one.items()}
     got = {name: (part.dtype, part.shape) for name, part in two.items()}
     require(got == want, f"parts {want} whatever was stored before are required, got {got}")
@@ -99,7 +106,9 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
     copy, before = x.clone(), case.quantizer.encode(x.flip(0))
     old = _copies(before)
     parts = case.quantizer.encode(x, before, _nearly_one)
-    require(torch.equal(x, copy), "untouched numbers are required of encode(), got changed ones")
+    if not torch.equal(x, copy):
+        cause = write_cause(case.quantizer, {"x": x}, lambda: case.quantizer.encode(x, before, _nearly_one))
+        raise LawError(f"untouched numbers are required of encode(), got changed ones{cause}")
     require(_same(before, old), "untouched parts `before` are required of encode(), got changed ones")
     new = _copies(parts)
     case.quantizer.decode(parts, slot, _FLOAT32)
@@ -122,12 +131,17 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
     slot, x = case.example()
     stacked = case.quantizer.encode(x)
     everything = case.quantizer.decode(stacked, slot, _FLOAT32)
+
+    def cause() -> str:
+        _, many = case.example(WATCHED_BLOCKS)
+        return stack_cause(case.quantizer, lambda: case.quantizer.decode(case.quantizer.encode(many), slot, _FLOAT32))
+
     for i in range(len(x)):
         row = {name: part[i : i + 1] for name, part in stacked.items()}
         decoded = case.quantizer.decode(row, slot, _FLOAT32)[0]
-        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone as in its stack")
+        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone as in its stack", cause)
         alone = case.quantizer.decode(case.quantizer.encode(x[i : i + 1]), slot, _FLOAT32)[0]
-        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone as in its stack")
+        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone as in its stack", cause)
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
@@ -175,6 +189,19 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
     require(error <= 0.5, f"a relative error of at most 0.5 is required, got {error:.2g}")
 
 
+def codes_stay_on_the_device(case: QuantizerCase) -> None:
+    """The host neither waits for the device nor copies numbers to it, when a slot is stored again and read."""
+    with accelerator("cuda") as run:
+        slot, host = case.example()
+        x = host.to(run.device)
+        parts = case.quantizer.encode(x)
+        case.quantizer.decode(parts, slot, _FLOAT32)  # may copy codebooks
+        with accelerator("cuda") as counts:
+            parts = case.quantizer.encode(x, parts, _nearly_one)
+            case.quantizer.decode(parts, slot, _FLOAT32)
+        require_no_waits(counts, "in encode() and decode()", "numbers such as a largest entry stay tensors")
+
+
 def _copies(parts: Encoded) -> dict[str, Tensor]:
     return {name: part.clone() for name, part in parts.items()}
 
@@ -189,12 +216,13 @@ def _short(part: object) -> str:
 
 QUANTIZER_LAWS: tuple[Law[QuantizerCase], ...] = (
     Law(the_declaration_survives),
-    Law(parts_are_plain_tensors_with_a_leading_axis),
+    Law(parts_are_plain_tensors_with_a_leading_axis, decisive=True),
     Law(shape_and_dtype_come_back),
-    Law(nothing_given_is_written_to),
+    Law(nothing_given_is_written_to, decisive=True),
     Law(the_same_numbers_have_the_same_codes),
     Law(rows_are_coded_one_by_one),
     Law(zero_is_zero_beside_what_is_not),
     Law(what_is_not_finite_is_seen_or_kept_out),
     Law(numbers_come_back_nearly),
+    Law(codes_stay_on_the_device, without_accelerator),
 )

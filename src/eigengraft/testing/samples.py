@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from eigengraft.signals import SIDES, Signal
 
 TRAJECTORY_STEPS = 12
 """Length of a trajectory in steps: enough for every cadence to be due."""
@@ -51,3 +56,28 @@ def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
     if len(block) == 2:
         yield "rank one", base[..., :1] * base[..., :1, :]
         yield "one and the same", base[:1].expand_as(base)
+
+
+def signals_of(
+    signals: Iterable[Signal], block: tuple[int, ...], seeds: NDArray[np.int64], dtype: torch.dtype
+) -> dict[str, Tensor | float]:
+    """Return values of signals for N blocks, by name. The value of a block follows from its seed alone.
+
+    seeds: `[N]`.
+    """
+    found = dict[str, Tensor | float]()
+    size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), dtype)
+    for signal in signals:
+        if signal.extent == "entry":
+            ones = torch.linspace(0.5, 1, max(1, math.prod(block)), dtype=dtype).reshape(block)
+            found[signal.name] = size.reshape(-1, *[1] * len(block)) * ones
+        elif signal.extent in SIDES:
+            own = block[-1 if SIDES[signal.extent] == "inputs" else 0] if len(block) > 1 else 1
+            shape = torch.eye(own, dtype=dtype) + torch.full((own, own), 0.5, dtype=dtype)
+            found[signal.name] = size[:, None, None] * shape.to(size)
+        elif signal.extent == "partner":
+            rows = torch.linspace(-1, 1, 7 * block[-1], dtype=dtype).reshape(7, -1).sin()
+            found[signal.name] = size[:, None, None] * (rows + torch.eye(*rows.shape, dtype=dtype)).to(size)
+        elif signal.extent != "outputs":  # signals with outputs are for constraints alone
+            found[signal.name] = (0.1 if signal.name == "lr" else 0.5) if signal.extent == "step" else size
+    return found

@@ -1,16 +1,19 @@
-"""The laws of root, basis and polar solvers, in float64 unless a law says otherwise."""
+"""The laws of root, basis and polar solvers and of bounds of eigenvalues, in float64 unless a law says otherwise."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
+from eigengraft.preconditioners import Basis, BasisSolver, EigenvalueBound, PolarSolver, Root, RootSolver
 
+from .causes import WATCHED_BLOCKS, stack_cause, write_cause
 from .laws import Law, LawError, require, require_close, the_declaration_survives
 from .samples import definite, rotation, standard_normal
 
@@ -88,20 +91,67 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase) -> None:
     """A matrix in a stack has the same result as the matrix alone."""
     a = definite()
     stacked = solve(case.solver, a)
+
+    def cause() -> str:
+        many = definite(WATCHED_BLOCKS)
+        return stack_cause(case.solver, lambda: solve(case.solver, many))
+
     for i in range(len(a)):
-        require_close(stacked[i : i + 1], solve(case.solver, a[i : i + 1]), ROUNDING, f"matrix {i} of 4 as alone,")
+        alone = solve(case.solver, a[i : i + 1])
+        require_close(stacked[i : i + 1], alone, ROUNDING, f"matrix {i} of 4 as alone,", cause)
 
 
-def dtype_and_device_are_kept_and_nothing_is_written_to(case: SolverCase) -> None:
-    """In float32 and float64 the result has the dtype and device of the matrix, and the matrix is not changed."""
+def results_have_their_type_and_shape(case: SolverCase) -> None:
+    """A root solver returns a `Root`, a basis solver a `Basis`, and a polar solver a tensor, for a stack `[N, ...]`."""
+    solver, a = case.solver, definite()
+    if isinstance(solver, PolarSolver):
+        for shape in ((6, 4), (4, 6)):
+            found: object = solver.polar(standard_normal(3, *shape, seed=1))
+            wanted = [3, *shape]
+            got = str(list(found.shape)) if isinstance(found, Tensor) else type(found).__name__
+            fine = isinstance(found, Tensor) and list(found.shape) == wanted
+            require(fine, f"polar() of matrices {shape}: a tensor of shape {wanted} is required, got {got}")
+        return
+    named: tuple[str, type, object, str]
+    if isinstance(solver, RootSolver):
+        named = "root()", Root, solver.root(a, usual_exponent(solver)), "Root(value)"
+    else:
+        named = "basis()", Basis, solver.basis(a, cold(solver, a).contiguous(), True), "Basis(q)"
+    name, kind, result, hint = named
+    if not isinstance(result, kind):
+        raise LawError(f"{name}: a {kind.__name__} is required, got {type(result).__name__}; return {hint}")
+    assert isinstance(result, (Root, Basis))
+    value, ok, columns = result[0], result.ok, solver.columns(6) if isinstance(solver, BasisSolver) else 6
+    fine = value.shape == (4, 6, columns)
+    require(fine, f"{name}: shape [N, 6, {columns}] with N = 4 is required of {hint}, got {list(value.shape)}")
+    fine = ok.shape == (4,) and ok.dtype == torch.bool
+    require(fine, f"{name}: ok of shape [4] in torch.bool is required, got {list(ok.shape)} in {ok.dtype}")
+
+
+def arguments_are_not_written_to(case: SolverCase) -> None:
+    """The matrix, and the basis that a basis solver starts from, hold the same bits after the call as before it."""
+    a = definite()
+    given = {"the matrix": a}
+    run: Callable[[], object] = partial(solve, case.solver, a)
+    if isinstance(case.solver, BasisSolver):
+        given["q"] = cold(case.solver, a).contiguous()
+        run = partial(case.solver.basis, a, given["q"], False)
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    run()
+    for name, tensor in given.items():
+        if not torch.equal(tensor, before[name]):
+            cause = write_cause(case.solver, given, run)
+            raise LawError(f"{name} must not be changed, got other numbers in it{cause}")
+
+
+def results_keep_dtype_and_device(case: SolverCase) -> None:
+    """In float32 and float64 the result has the dtype, device and shape of the matrix."""
     for dtype in (torch.float32, torch.float64):
         a = definite(dtype=dtype)
-        before = a.clone()
         out = solve(case.solver, a)
         columns = case.solver.columns(6) if isinstance(case.solver, BasisSolver) else 6
         want, got = (dtype, a.device, (4, 6, columns)), (out.dtype, out.device, tuple(out.shape))
         require(got == want, f"a result of (dtype, device, shape) {want} is required, got {got}")
-        require(torch.equal(a, before), "an untouched matrix is required, got a changed one")
 
 
 def strided_and_expanded_stacks_are_taken(case: SolverCase) -> None:
@@ -118,13 +168,23 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
     a = definite(3)
     spoiled = a.clone()
     spoiled[1] = torch.nan
-    if isinstance(case.solver, RootSolver):
-        ours, marked = case.solver.root(spoiled, usual_exponent(case.solver))[:2]
-        theirs = case.solver.root(a, usual_exponent(case.solver)).value
-    else:
+
+    def solved(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(case.solver, RootSolver):
+            return case.solver.root(matrices, usual_exponent(case.solver))[:2]
         assert isinstance(case.solver, BasisSolver)
-        ours, _, marked = case.solver.basis(spoiled, cold(case.solver, a), True)
-        theirs = case.solver.basis(a, cold(case.solver, a), True).q
+        q, _, ok = case.solver.basis(matrices, cold(case.solver, matrices), True)
+        return q, ok
+
+    theirs, _ = solved(a)
+    try:
+        ours, marked = solved(spoiled)
+    except Exception as error:
+        raise LawError(
+            f"a matrix with nan must be marked in `ok` and raise nothing, got {type(error).__name__}: {error}; replace "
+            "such matrices before the decomposition, as by torch.where(finite_blocks(a)[:, None, None], a, "
+            "identity_like(a)) of eigengraft.numerics"
+        ) from error
     ok = marked.tolist()
     require(ok == [True, False, True], f"ok = [True, False, True] for a nan in matrix 1 is required, got {ok}")
     require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a bad matrix as without it,")
@@ -159,8 +219,10 @@ def _matrices(case: SolverCase) -> str | None:
 
 SOLVER_LAWS: tuple[Law[SolverCase], ...] = (
     Law(the_declaration_survives),
+    Law(results_have_their_type_and_shape, decisive=True),
+    Law(arguments_are_not_written_to, decisive=True),
     Law(a_stack_is_solved_as_its_matrices),
-    Law(dtype_and_device_are_kept_and_nothing_is_written_to),
+    Law(results_keep_dtype_and_device),
     Law(strided_and_expanded_stacks_are_taken),
     Law(bad_matrices_are_marked_and_leave_the_others_alone, _matrices),
     Law(equal_solvers_compute_the_same, _has_equals),
@@ -329,4 +391,93 @@ def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
 POLAR_LAWS: tuple[Law[SolverCase], ...] = (
     Law(polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix),
     Law(polar_factors_of_difficult_matrices_are_finite),
+)
+
+
+# Bounds of eigenvalues.
+
+
+@dataclass(frozen=True)
+class BoundCase:
+    """A bound of the largest eigenvalue, or an estimate of it.
+
+    bound: the bound to check.
+    estimate: True for an estimate, which may be below the eigenvalue.
+    """
+
+    bound: EigenvalueBound
+    estimate: bool = False
+
+    @property
+    def component(self) -> Component:
+        return self.bound
+
+    @property
+    def who(self) -> str:
+        return f"eigenvalue_bound.{getattr(self.bound, 'kind', '?')}"
+
+
+def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
+    """`of_scaled` returns `[N]` in the dtype of the matrices, and does not write to them."""
+    for dtype in (torch.float32, torch.float64):
+        a = _scaled(definite(dtype=dtype))
+        before = a.clone()
+        found: object = case.bound.of_scaled(a)
+        got = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        fine = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (dtype, (4,))
+        require(fine, f"of_scaled(): {dtype} of shape [4] for 4 matrices is required, got {got}")
+        if not torch.equal(a, before):
+            cause = write_cause(case.bound, {"the matrix": a}, partial(case.bound.of_scaled, a))
+            raise LawError(f"the matrix must not be changed, got other numbers in it{cause}")
+
+
+def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
+    """A matrix in a stack gets the bound that it gets alone."""
+    a, many = definite(), definite(WATCHED_BLOCKS)
+    together = case.bound.upper(a)
+    for i in range(len(a)):
+        cause = partial(stack_cause, case.bound, partial(case.bound.upper, many))
+        require_close(case.bound.upper(a[i : i + 1]), together[i : i + 1], 1e-6, f"matrix {i} of 4 as alone,", cause)
+
+
+def bounds_scale_with_the_matrix(case: BoundCase) -> None:
+    """upper(c A) = c upper(A) for c from 1e-30 to 1e30, in float32. It is 0 for zero, and there are no bounds of no
+    matrices."""
+    a = definite(dtype=torch.float32)
+    upper = case.bound.upper(a)
+    for scale in (1e-30, 1e30):
+        require_close(case.bound.upper(a * scale) / scale, upper, 1e-5, f"upper({scale:g} A) as {scale:g} upper(A)")
+    zero = case.bound.upper(torch.zeros_like(a)).tolist()
+    require(not any(zero), f"bounds of 0 are required for zero matrices, got {zero}")
+    none = list(case.bound.upper(a[:0]).shape)
+    require(none == [0], f"bounds of shape [0] are required for no matrices, got {none}")
+
+
+def bounds_are_not_below_the_eigenvalue(case: BoundCase) -> None:
+    """The bound is at least the largest eigenvalue, up to 2 d roundings, and at most d times it."""
+    for name, a in (("random", definite()), ("rank one", definite()[..., :1] @ definite()[..., :1].mT)):
+        largest, upper, d = torch.linalg.eigvalsh(a)[:, -1], case.bound.upper(a), a.shape[-1]
+        ratios = (upper / largest).tolist()
+        low = min(ratios) >= 1 - 2 * d * torch.finfo(torch.float64).eps
+        require(low, f"at least the largest eigenvalue is required for {name} matrices, got {min(ratios):.6g} times it")
+        require(
+            max(ratios) <= d * (1 + 1e-6),
+            f"at most {d} times the largest eigenvalue is required, got {max(ratios):.3g}",
+        )
+
+
+def _scaled(a: Tensor) -> Tensor:
+    return a / a.abs().amax((-2, -1), keepdim=True)
+
+
+def _estimate(case: BoundCase) -> str | None:
+    return "estimate=True" if case.estimate else None
+
+
+BOUND_LAWS: tuple[Law[BoundCase], ...] = (
+    Law(the_declaration_survives),
+    Law(bounds_are_a_number_of_each_matrix, decisive=True),
+    Law(bounds_of_a_stack_are_those_of_its_matrices),
+    Law(bounds_scale_with_the_matrix),
+    Law(bounds_are_not_below_the_eigenvalue, _estimate),
 )

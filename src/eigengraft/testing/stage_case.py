@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ from eigengraft.errors import ContractError
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
-from eigengraft.signals import SIDES, known_signals, requested
+from eigengraft.signals import known_signals, requested
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import StepContext
 
 from .laws import LawError, require
-from .samples import TRAJECTORY_STEPS, gradients
+from .samples import TRAJECTORY_STEPS, gradients, signals_of
 
 
 class Recorder(dict[str, Tensor]):
@@ -152,21 +151,7 @@ class StageBench:
 
         The signal of a block does not depend on the other blocks of the stack.
         """
-        seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1} if "lr" in self.requested else {})
-        size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), self.dtype)
-        for name, signal in self.requested.items():
-            if signal.extent == "entry":
-                ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
-                found[name] = size.reshape(-1, *[1] * len(self.block)) * ones
-            elif signal.extent in SIDES:
-                own = self.block[-1 if SIDES[signal.extent] == "inputs" else 0] if len(self.block) > 1 else 1
-                shape = torch.eye(own, dtype=self.dtype) + torch.full((own, own), 0.5, dtype=self.dtype)
-                found[name] = size[:, None, None] * shape.to(size)
-            elif signal.extent == "partner":
-                rows = torch.linspace(-1, 1, 7 * self.block[-1], dtype=self.dtype).reshape(7, -1).sin()
-                found[name] = size[:, None, None] * (rows + torch.eye(*rows.shape, dtype=self.dtype)).to(size)
-            elif signal.extent != "outputs":  # only constraints request signals with numbers for outputs
-                found.setdefault(name, 0.5 if signal.extent == "step" else size)
+        found = signals_of(self.requested.values(), self.block, self.seeds[chosen], self.dtype)
         return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}
 
     def run(self, gradients: Tensor) -> Tensor:

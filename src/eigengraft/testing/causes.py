@@ -1,0 +1,214 @@
+"""Causes of broken laws, by line of code: random numbers, operations that mix the blocks of a stack, writes to inputs.
+
+A law compares numbers, and different numbers have many causes. If a law is broken, the component runs once more under a
+`OperationWatch`, which records the operations that explain the difference.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eigengraft.component import Component
+
+from .accelerator import tensors_in
+
+WATCHED_BLOCKS = 11
+"""Number of blocks of a stack whose operations are watched: a length that no axis of the tried blocks has, so that an
+axis of this length is the stack axis."""
+_ALONG = {"cumsum", "cumprod", "logcumsumexp", "cummax", "_softmax", "_log_softmax", "sort", "flip", "roll"}
+"""Operations that keep the shape and mix the entries along the axes that they receive as their last arguments."""
+
+RANDOM_NUMBERS: Mapping[str, str] = {
+    "stage": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
+    "statistic": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
+    "cadence": "`eigengraft.noise.uniform` of `context.seeds` and `context.steps`",
+    "quantizer": "the function `uniform` that encode() receives",
+    "task": "`eigengraft.experiments.tasks.generator(seed, step)`, or for weights from torch's generator in build()",
+    "root_solver": "a `torch.Generator` that every call makes anew from one seed",
+    "basis_solver": "a `torch.Generator` that every call makes anew from one seed",
+    "polar_solver": "a `torch.Generator` that every call makes anew from one seed",
+    "averaging": "`eigengraft.noise.words` of the bits of each entry and its step, as the constraint `rounding` does",
+    "constraint": "`eigengraft.noise.words` of the bits of each entry and a slot with its step, as `rounding` does",
+}
+"""The source of random numbers of each family that may use them."""
+
+
+class RandomStates(NamedTuple):
+    """The states of the global generators of torch, NumPy and Python."""
+
+    torch: bytes
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        """Return the present states."""
+        numpy: Any = np.random.get_state()
+        keys, *rest = numpy[1:]
+        return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
+
+    def drawn_from(self) -> str | None:
+        """Return the generator whose state has changed since, as text; None if there is none."""
+        now = RandomStates.now()
+        names = ("torch's global generator", "NumPy's global generator", "the global generator of Python's `random`")
+        return next((name for name, old, new in zip(names, self, now, strict=True) if old != new), None)
+
+
+class OperationWatch(TorchDispatchMode):
+    """Records operations of a component, as "operation at file:line in function", each kind in the order of the calls.
+
+    global_draws: draws of random numbers from torch's global generator.
+    draws: draws from other generators.
+    mixes: operations whose result for a block depends on other blocks of the stack.
+    places: operations that number the blocks of the stack or take them one by one.
+    writes: in-place operations on the watched inputs, with the name of the input.
+    """
+
+    def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
+        """component: the component; lines of its own class are named, if there are any.
+        blocks: length of the stack axis; 0: mixing operations are not recorded.
+        inputs: tensors that must not be written to, by name.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.files, self.blocks = _files(component), blocks
+        self.inputs = {tensor.untyped_storage()._cdata: name for name, tensor in (inputs or {}).items()}
+        self.global_draws, self.draws, self.mixes = list[str](), list[str](), list[str]()
+        self.places, self.writes = list[str](), list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        for given, argument in zip(args, func._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_in(given):
+                    if (known := self.inputs.get(tensor.untyped_storage()._cdata)) is not None:
+                        self._record(self.writes, f"`{name}` on {known}")
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+            self._record(self.draws if own else self.global_draws, f"`{name}`")
+        elif self.blocks and (name == "unbind" or (name == "arange" and result.numel() == self.blocks)):
+            self._record(self.places, f"`{name}`")
+        elif self.blocks and self._mixes(func, name, args, result):
+            self._record(self.mixes, f"`{name}`")
+        return result
+
+    def _record(self, found: list[str], operation: str) -> None:
+        """Add an operation and the line of the component that caused it.
+
+        Operations of the law itself are left out, and mixes inside functions of the library that a component of
+        another package calls, such as `finite_blocks`, which returns the same for a block in every stack.
+        """
+        calls = list(_calls())
+        if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):
+            return
+        call = next((call for call in calls if call.file in self.files), calls[0])
+        found.append(f"{operation} at {Path(call.file).name}:{call.line} in {call.function}()")
+
+    def _mixes(self, func: Any, name: str, args: Any, result: Any) -> bool:
+        n = self.blocks
+        stacks = [x for x in tensors_in(args) if x.ndim and x.shape[0] and x.shape[0] % n == 0]
+        if not stacks:
+            return False
+        if name in ("select", "slice"):
+            axis = args[1] if len(args) > 1 else 0
+            return axis in (0, -args[0].ndim) and tensors_in(result)[0].shape[:1] != args[0].shape[:1]
+        if func.is_view:
+            return False
+        if name in _ALONG:
+            axes = [x for value in args[1:] for x in (value if isinstance(value, (list, tuple)) else [value])]
+            return any(not isinstance(axis, bool) and axis in (0, -args[0].ndim) for axis in axes)
+        made = [x for x in tensors_in(result) if x.numel()]
+        return any(x.ndim == 0 or x.shape[0] % n for x in made)
+
+
+def global_draw(component: Component, generator: str, run: Callable[[], object]) -> str:
+    """Return a text about the use of a global generator, with the line of a draw and the remedy.
+
+    generator: the generator, as text.
+    run: function that repeats the draw.
+    """
+    found: list[str] = []
+    if generator.startswith("torch"):
+        found = _watched(OperationWatch(component), run).global_draws
+    remedy = RANDOM_NUMBERS.get(str(component.family_name))
+    where = f" ({found[0]})" if found else ""
+    advice = f"draw from {remedy}" if remedy else "its results must follow from its fields and arguments alone"
+    return f"{generator} is used{where}, whose state is not in checkpoints and differs between ranks; {advice}"
+
+
+def stack_cause(component: Component, run: Callable[[], object]) -> str:
+    """Return the reason why a block gets another result in a stack than alone, in parentheses.
+
+    run: function that runs the component on a stack of `WATCHED_BLOCKS` blocks.
+    """
+    watch = _watched(OperationWatch(component, WATCHED_BLOCKS), run)
+    if watch.draws:
+        remedy = RANDOM_NUMBERS.get(str(component.family_name), "numbers that follow from the block alone")
+        return f" ({watch.draws[0]} draws numbers by the place in the stack; draw from {remedy})"
+    if watch.mixes:
+        return f" ({watch.mixes[0]} mixes the blocks along axis 0, the stack; compute over the other axes)"
+    if watch.places:
+        return f" ({watch.places[0]} depends on the place of a block on axis 0, the stack, which differs between runs)"
+    return " (no operation along axis 0, the stack, was found; is there a loop, a cache or a count of blocks?)"
+
+
+def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callable[[], object]) -> str:
+    """Return the line that writes to inputs, in parentheses; "" if it is not found.
+
+    run: function that runs the component on the inputs.
+    """
+    watch = _watched(OperationWatch(component, inputs=inputs), run)
+    return f" ({watch.writes[0]}; make a new tensor)" if watch.writes else ""
+
+
+def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch:
+    """Run a function under a watch and return the watch. Exceptions end the run."""
+    try:
+        with watch:
+            run()
+    except Exception:
+        return watch
+    return watch
+
+
+def _files(component: Component) -> frozenset[str]:
+    """Return the files of the functions of a component's class."""
+    own = vars(type(component)).values()
+    values = (getattr(value, "fget", None) or getattr(value, "__func__", value) for value in own)
+    return frozenset(value.__code__.co_filename for value in values if isinstance(value, FunctionType))
+
+
+class _Call(NamedTuple):
+    """A call on the stack: file, line, name of the function, and True if it is in a module of this library."""
+
+    file: str
+    line: int
+    function: str
+    of_library: bool
+
+
+def _calls() -> Iterator[_Call]:
+    """Yield the calls that a law makes, the innermost first, without those inside torch."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file != __file__ and Path(file).parent == _HERE:
+            return
+        if file != __file__ and "/torch/" not in file and not file.startswith("<frozen"):
+            library = str(frame.f_globals.get("__name__")).startswith("eigengraft.")
+            yield _Call(file, frame.f_lineno, frame.f_code.co_name, library)
+        frame = frame.f_back
+
+
+_HERE = Path(__file__).parent

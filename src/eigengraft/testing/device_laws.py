@@ -1,0 +1,31 @@
+"""What the laws about devices share: the host must not wait for a simulated accelerator."""
+
+from __future__ import annotations
+
+import torch
+
+from .accelerator import DeviceCounts, missing_names
+from .device_costs import DECOMPOSITIONS
+from .laws import require
+
+WARM_UP_STEPS = 2
+"""Number of first steps in which a component may copy tables to the device for later steps."""
+
+
+def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
+    """Raise a LawError that names the lines at which the host waited for the device or copied numbers to it.
+
+    torch waits for the results of decompositions by itself. They are not named.
+
+    when: beginning of the error.
+    remedy: advice at its end.
+    """
+    found = [x for x in counts.by_line("waits", "uploads") if x.split()[-1] not in DECOMPOSITIONS]
+    advice = f" ({remedy})" if remedy else ""
+    require(not found, f"{when} the host waits for the device or copies to it at {', '.join(found)}{advice}")
+
+
+def without_accelerator(case: object) -> str | None:
+    """Return the reason why no accelerator can be simulated; None if it can."""
+    missing = missing_names()
+    return f"torch {torch.__version__} has no {missing[0]}" if missing else None

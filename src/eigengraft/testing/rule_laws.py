@@ -1,0 +1,210 @@
+"""The laws of families that are rules on the host: views of parameters, schedules and weight decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eigengraft.blocking.views import Factor, Matrices, ModuleFacts, View, ViewChoice
+from eigengraft.component import Component
+from eigengraft.optimizers.write.write import WeightDecay
+
+from .accelerator import accelerator
+from .device_laws import require_no_waits, without_accelerator
+from .laws import Law, LawError, require, the_declaration_survives
+
+if TYPE_CHECKING:
+    from eigengraft.experiments.training.schedule import LearningRateSchedule
+
+VIEW_SHAPES = ((6, 4), (5,), (12, 8), (4, 6, 5), (8, 4, 3, 3))
+"""Shapes of the parameters to try: matrices, a vector, a batch of matrices and a convolution."""
+_FACTS = (
+    ModuleFacts(),
+    ModuleFacts(convolution=False),
+    ModuleFacts(convolution=True),
+    ModuleFacts(convolution=False, factor=Factor("inputs", "lora_B")),
+)
+RUN = 100
+"""Number of steps of the run for which a schedule is tried."""
+_RATES = (0.1, 0.05, 0.0)
+_PEAK = 0.1
+
+
+@dataclass(frozen=True)
+class ViewCase:
+    """A view under test.
+
+    view: the view to check.
+    shapes: shapes of the parameters to try. The view must accept one of them.
+    """
+
+    view: View
+    shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES
+
+    @property
+    def component(self) -> Component:
+        return self.view
+
+    @property
+    def who(self) -> str:
+        return f"view.{getattr(self.view, 'kind', '?')}"
+
+    def accepted(self) -> list[tuple[tuple[int, ...], ViewChoice]]:
+        """Return the accepted shapes with their choices. Raises LawError if there are none."""
+        found, refused = [], ""
+        for shape in self.shapes:
+            for facts in _FACTS:
+                try:
+                    found.append((shape, self.view.of(shape, facts)))
+                except ValueError as error:
+                    refused = str(error)
+                except Exception as error:
+                    error.add_note(f"in of({shape}); a parameter that does not fit is refused by ValueError")
+                    raise
+        if not found:
+            raise LawError(
+                f"a parameter that the view accepts is required, got a refusal of all shapes {list(self.shapes)} (the "
+                f"last one: {refused}); give shapes that it accepts as `shapes`"
+            )
+        return found
+
+
+def views_return_a_choice_of_matrices(case: ViewCase) -> None:
+    """`of` returns a `ViewChoice` with `Matrices`, or raises ValueError."""
+    for shape, found in case.accepted():
+        choice: object = found
+        fine = isinstance(choice, ViewChoice) and isinstance(choice.matrices, Matrices)
+        require(fine, f"of({shape}): a ViewChoice is required, got {choice!r}; return ViewChoice(Matrices(...), why)")
+
+
+def matrices_have_every_entry_once(case: ViewCase) -> None:
+    """The matrices fit the shape, and have as many entries as the parameter."""
+    for shape, choice in case.accepted():
+        try:
+            choice.matrices.require_fit(shape)
+        except ValueError as error:
+            raise LawError(
+                f"of({shape}): matrices of a parameter of that shape are required, or a ValueError, got {error}"
+            ) from error
+        count = sum(math.prod(matrix) for matrix in choice.matrices.each(shape))
+        require(count == math.prod(shape), f"of({shape}): {math.prod(shape)} entries are required, got {count}")
+
+
+def a_choice_follows_from_shape_and_facts_alone(case: ViewCase) -> None:
+    """Equal arguments give equal choices, on all ranks and whenever a parameter is added."""
+    same = case.accepted() == case.accepted()
+    require(same, "of(): equal choices for equal arguments are required, got others")
+
+
+VIEW_LAWS: tuple[Law[ViewCase], ...] = (
+    Law(the_declaration_survives),
+    Law(views_return_a_choice_of_matrices, decisive=True),
+    Law(matrices_have_every_entry_once),
+    Law(a_choice_follows_from_shape_and_facts_alone),
+)
+
+
+@dataclass(frozen=True)
+class ScheduleCase:
+    """A schedule of the learning rate under test.
+
+    schedule: the schedule to check.
+    steps: number of steps of the run.
+    """
+
+    schedule: LearningRateSchedule
+    steps: int = RUN
+
+    @property
+    def component(self) -> Component:
+        return self.schedule
+
+    @property
+    def who(self) -> str:
+        return f"schedule.{getattr(self.schedule, 'kind', '?')}"
+
+
+def factors_are_numbers_from_zero_to_one(case: ScheduleCase) -> None:
+    """Every factor is a finite float in [0, 1]."""
+    for step in range(case.steps + 1):
+        t = (step - case.schedule.warmup_steps) / (case.steps - case.schedule.warmup_steps)
+        if t < 0:
+            continue
+        found: object = case.schedule.decay(t)
+        fine = isinstance(found, (int, float)) and math.isfinite(found) and 0 <= found <= 1
+        hint = "decay(t) is a factor on the learning rate, not a rate; t in [0, 1] is a fraction of the run, not a step"
+        require(fine, f"decay({t:g}): a float in [0, 1] is required, got {found!r} ({hint})")
+
+
+def the_peak_is_the_learning_rate(case: ScheduleCase) -> None:
+    """The largest factor of a run is 1, so that the `lr` of an experiment is its peak. The tolerance is 1e-6."""
+    peak = max(case.schedule.factor(step, case.steps) for step in range(case.steps))
+    require(abs(peak - 1) <= 1e-6, f"a largest factor of 1 in a run of {case.steps} steps is required, got {peak:.6g}")
+
+
+def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
+    """The factors are equal when they are asked for again, in another order: a run that continues asks for some."""
+    steps = range(case.steps)
+    once = [case.schedule.factor(step, case.steps) for step in steps]
+    again = [case.schedule.factor(step, case.steps) for step in reversed(steps)][::-1]
+    different = next((step for step in steps if once[step] != again[step]), None)
+    problem = f"decay(): the same factor at step {different} whenever it is asked for is required, got others"
+    require(different is None, f"{problem}; is there a count of calls?")
+
+
+SCHEDULE_LAWS: tuple[Law[ScheduleCase], ...] = (
+    Law(the_declaration_survives),
+    Law(factors_are_numbers_from_zero_to_one, decisive=True),
+    Law(the_peak_is_the_learning_rate),
+    Law(factors_follow_from_the_fraction_alone),
+)
+
+
+@dataclass(frozen=True)
+class WeightDecayCase:
+    """A rule of weight decay under test."""
+
+    decay: WeightDecay
+
+    @property
+    def component(self) -> Component:
+        return self.decay
+
+    @property
+    def who(self) -> str:
+        return f"weight_decay.{getattr(self.decay, 'kind', '?')}"
+
+
+def alpha_is_a_number_at_every_rate(case: WeightDecayCase) -> None:
+    """alpha is a finite number >= 0, also at learning rate 0, and 0 for rate 0."""
+    for lr in _RATES:
+        for rate in (0.0, 0.1):
+            found: object = case.decay.alpha(rate, lr, _PEAK)
+            fine = isinstance(found, (int, float)) and math.isfinite(found) and found >= 0
+            require(fine, f"alpha({rate}, lr={lr}, peak_lr={_PEAK}): a number >= 0 is required, got {found!r}")
+            require(rate or not found, f"alpha: 0 is required for rate 0 at lr {lr}, got {found}")
+
+
+def a_learning_rate_on_the_device_is_not_read(case: WeightDecayCase) -> None:
+    """A learning rate that is a tensor on a device gives the alpha of the float, and the host does not wait."""
+    with accelerator("cuda") as run:
+        for lr in _RATES[:2]:
+            given = torch.tensor(lr, dtype=torch.float64).to(run.device)
+            with accelerator("cuda") as counts:
+                found = case.decay.alpha(0.1, given, _PEAK)
+            require_no_waits(counts, "in alpha()", "lr may be a tensor on the device, and alpha a tensor then")
+            value = float(found.cpu()) if isinstance(found, Tensor) else found
+            wanted = float(case.decay.alpha(0.1, lr, _PEAK))
+            fine = math.isclose(value, wanted, rel_tol=1e-6)
+            require(fine, f"alpha at lr {lr} as a tensor: {wanted:g}, as for the float, is required, got {value:g}")
+
+
+WEIGHT_DECAY_LAWS: tuple[Law[WeightDecayCase], ...] = (
+    Law(the_declaration_survives),
+    Law(alpha_is_a_number_at_every_rate, decisive=True),
+    Law(a_learning_rate_on_the_device_is_not_read, without_accelerator),
+)

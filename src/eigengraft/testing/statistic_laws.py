@@ -1,0 +1,307 @@
+"""The laws of statistics: shapes of contributions, semidefinite factors, and blocks that are independent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.component import Component
+from eigengraft.preconditioners import Statistic
+from eigengraft.preconditioners.statistics import Contribution, Power, has_data, mean_eigenvalue
+from eigengraft.signals import known_signals
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from .accelerator import accelerator
+from .causes import WATCHED_BLOCKS, stack_cause, write_cause
+from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
+from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .samples import difficult, gradients, signals_of
+from .stage_case import Degree, on
+
+STATISTIC_BLOCKS = ((6, 3), (5,), (3, 2, 4))
+"""Shapes of the blocks to try: matrices, vectors and tensors."""
+_STEPS = 5
+"""Number of observations: enough for running means, and fewer than axes have entries, so that factors are singular."""
+_LEAST = 1e-3
+"""Least eigenvalue of a factor in the powers that other axes read, in units of the mean eigenvalue."""
+
+
+@dataclass(frozen=True)
+class StatisticCase:
+    """A statistic and the properties that it declares.
+
+    statistic: the statistic to check.
+    blocks: shapes of the blocks to try.
+    degree: d if scaling all gradients by c scales the factors by c^d, a number or a function of the number of axes of
+        the block; None: the law does not apply.
+    """
+
+    statistic: Statistic
+    blocks: tuple[tuple[int, ...], ...] = STATISTIC_BLOCKS
+    degree: Degree | None = None
+
+    @property
+    def component(self) -> Component:
+        return self.statistic
+
+    @property
+    def who(self) -> str:
+        return f"statistic.{getattr(self.statistic, 'kind', '?')}"
+
+    @property
+    def tried(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks, as matrices if the statistic observes the inputs of layers."""
+        whole = self.statistic.of_inputs
+        return tuple((*b[:-2], b[-2] * b[-1]) if whole and len(b) > 2 else b for b in self.blocks)
+
+    def given(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return standard normal gradients `[T, blocks, *block]`."""
+        return gradients(block, blocks, dtype)[:_STEPS]
+
+
+class FactorBench:
+    """A statistic with the factors of N blocks of one shape, without a stage around it.
+
+    step: number of gradients that were observed.
+    """
+
+    def __init__(
+        self,
+        statistic: Statistic,
+        block: tuple[int, ...],
+        blocks: int = 3,
+        dtype: torch.dtype = torch.float64,
+        first: int = 0,
+    ) -> None:
+        """Allocate the factors. first: number of the first block, from which its random numbers and signals follow."""
+        self.statistic, self.block, self.dtype = statistic, block, dtype
+        self.axes = statistic.axes.of(block)
+        slots, device = statistic.slots(block, self.axes), torch.get_default_device()
+        self.tensors = {f"s/{name}": slot.allocate(blocks, dtype, device) for name, slot in slots.items()}
+        self.seeds, self.step = np.arange(first, first + blocks) * 7919 - 11, 0
+
+    @property
+    def state(self) -> State:
+        return State(self.tensors, self.block, "s")
+
+    def context(self) -> StepContext:
+        """Return the context of the present step, with the signals that the statistic requires."""
+        n = len(self.seeds)
+        signals = [known_signals()[name] for name in sorted(self.statistic.requires)]
+        found = signals_of(signals, self.block, self.seeds, self.dtype)
+        device, ids = torch.get_default_device(), np.arange(n)
+        return StepContext(np.full(n, self.step), np.zeros(n), ids, device, self.seeds, found)
+
+    def powers(self, context: StepContext, axis: int, exponent: Fraction) -> Power:
+        """Return the power of the factor of another axis, by its eigenvalues."""
+        a = self.statistic.estimate(self.state, axis, context, behind=1)
+        unit, known = mean_eigenvalue(a), has_data(a)
+        values, q = torch.linalg.eigh((a if a.ndim == 3 else torch.diag_embed(a)) / unit[:, None, None])
+        values = values.clamp_min(_LEAST)
+        half = values.pow(float(exponent) / 2).unsqueeze(-1) * q.mT
+        if a.ndim == 2:
+            half = (q @ half).diagonal(dim1=1, dim2=2)
+        return Power(half, half, unit, values.pow(float(exponent) + 1).sum(-1), known)
+
+    def contributions(self, gradient: Tensor) -> list[Contribution]:
+        """Return the contributions of a gradient `[N, *block]`, which are not accumulated."""
+        self.step += 1
+        context = self.context()
+        return self.statistic.contributions(self.state, gradient, self.axes, partial(self.powers, context), context)
+
+    def observe(self, gradients: Tensor) -> FactorBench:
+        """Observe gradients `[T, N, *block]` one after another, and return this bench."""
+        for gradient in gradients:
+            self.step += 1
+            context = self.context()
+            self.statistic.observe(self.state, gradient, context, self.axes, partial(self.powers, context))
+        return self
+
+    def estimates(self) -> dict[int, Tensor]:
+        """Return the estimate of each axis with a factor."""
+        context = self.context()
+        return {axis: self.statistic.estimate(self.state, axis, context) for axis in self.axes}
+
+
+def contributions_have_their_shape(case: StatisticCase) -> None:
+    """`contribution` returns a `Contribution` with y and z `[N, d, rest]`, or y `[N, d, d]`, in the dtype of the
+    gradient."""
+    for block in case.tried:
+        for dtype in (torch.float32, torch.float64):
+            bench = FactorBench(case.statistic, block, dtype=dtype)
+            given = case.given(block, dtype=dtype)[0]
+            found: object = bench.contributions(given)
+            with on(block):
+                fine = isinstance(found, list) and len(found) == len(bench.axes)
+                require(fine, f"contributions(): a list with one for each of the axes {bench.axes} is required")
+                assert isinstance(found, list)
+                for axis, one in zip(bench.axes, found, strict=True):
+                    _require_shape(one, axis, block[axis], given)
+
+
+def _require_shape(found: object, axis: int, d: int, given: Tensor) -> None:
+    n, where = len(given), f"contribution() to axis {axis}, of length {d}:"
+    if not isinstance(found, Contribution):
+        raise LawError(f"{where} a Contribution is required, got {type(found).__name__}; return Contribution(y)")
+    y, z, scale = found
+    wanted = f"[N, {d}, {d}]" if z is None else f"[N, {d}, rest]"
+    fine = y.ndim == 3 and y.shape[:2] == (n, d) and (y.shape[2] == d if z is None else y.shape == z.shape)
+    got = f"{list(y.shape)}" + ("" if z is None else f" and {list(z.shape)}")
+    hint = "; a product Y Z^T of unfoldings is Contribution(y, z)" if z is None else ""
+    require(
+        fine, f"{where} {'y' if z is None else 'y and z'} of shape {wanted} with N = {n} is required, got {got}{hint}"
+    )
+    for name, x in (("y", y), ("z", z), ("scale", scale)):
+        if isinstance(x, Tensor):
+            require(
+                x.dtype == given.dtype and x.device == given.device,
+                f"{where} {name} in {given.dtype} on {given.device}, as the gradient, is required, got {x.dtype} on "
+                f"{x.device}",
+            )
+    fine = isinstance(scale, (int, float)) or tuple(scale.shape) == (n,)
+    got = str(list(scale.shape)) if isinstance(scale, Tensor) else ""
+    require(fine, f"{where} scale: a number, or a tensor of shape [N] with N = {n}, is required, got shape {got}")
+
+
+def the_gradient_is_not_written_to(case: StatisticCase) -> None:
+    """The observed tensor holds the same bits after the observation as before it."""
+    for block in case.tried:
+        given = case.given(block)
+        before, bench = given.clone(), FactorBench(case.statistic, block)
+        bench.observe(given)
+        if not torch.equal(given, before):
+            cause = write_cause(case.statistic, {"the gradient": given}, partial(bench.observe, given))
+            raise LawError(f"an untouched gradient is required of contribution(), got a changed one{cause}")
+
+
+def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
+    """The factors of a block in a stack are the factors of the block alone."""
+    for block in case.tried:
+        given = case.given(block)
+        together = FactorBench(case.statistic, block).observe(given).estimates()
+
+        def cause(block: tuple[int, ...] = block) -> str:
+            many = case.given(block, WATCHED_BLOCKS)
+            return stack_cause(case.statistic, lambda: _many(case, block).observe(many))
+
+        for row in range(given.shape[1]):
+            alone = FactorBench(case.statistic, block, 1, first=row).observe(given[:, row : row + 1]).estimates()
+            for axis, factor in alone.items():
+                with on(block):
+                    what = f"the factor of axis {axis} of block {row} alone as in a stack of 3,"
+                    require_close(factor, together[axis][row : row + 1], 1e-10, what, cause)
+
+
+def _many(case: StatisticCase, block: tuple[int, ...]) -> FactorBench:
+    return FactorBench(case.statistic, block, WATCHED_BLOCKS)
+
+
+def factors_are_symmetric_and_semidefinite(case: StatisticCase) -> None:
+    """Every factor is a symmetric matrix without negative eigenvalues. The tolerance is 1e-5, for float32."""
+    for block in case.tried:
+        for axis, a in FactorBench(case.statistic, block, dtype=torch.float32).observe(
+            case.given(block, dtype=torch.float32)
+        ).estimates().items():  # fmt: skip
+            matrix = a if a.ndim == 3 else torch.diag_embed(a)
+            with on(block):
+                require_close(matrix, matrix.mT, 1e-5, f"a symmetric factor of axis {axis}")
+                least, largest = float(torch.linalg.eigvalsh(matrix).min()), float(a.abs().max())
+                fine = least >= -1e-5 * largest
+                require(
+                    fine,
+                    f"a factor of axis {axis} without negative eigenvalues is required, got {least:.2g}; a "
+                    "contribution must be positive semi-definite, as Y Y^T is",
+                )
+
+
+def factors_keep_dtype_and_device(case: StatisticCase) -> None:
+    """Factors keep dtype, device and shape, in float32 and float64."""
+    for block in case.tried:
+        for dtype in (torch.float32, torch.float64):
+            bench = FactorBench(case.statistic, block, dtype=dtype)
+            before = {key: (tensor.dtype, tensor.shape) for key, tensor in bench.tensors.items()}
+            bench.observe(case.given(block, dtype=dtype))
+            after = {key: (tensor.dtype, tensor.shape) for key, tensor in bench.tensors.items()}
+            with on(block, str(dtype)):
+                require(after == before, f"factors of {before} are required, got {after}")
+
+
+def factors_stay_finite(case: StatisticCase) -> None:
+    """Factors are finite for zero, huge, tiny and rank-deficient gradients, in float32."""
+    for block in case.tried:
+        for name, given in difficult(block):
+            found = FactorBench(case.statistic, block, dtype=torch.float32).observe(given[:_STEPS]).estimates()
+            for axis, factor in found.items():
+                with on(block, f"gradients: {name}"):
+                    require(factor.isfinite().all(), f"a finite factor of axis {axis} is required, got nan or inf")
+
+
+def observations_stay_on_the_device(case: StatisticCase) -> None:
+    """The host neither waits for the device nor copies numbers to it while a gradient is observed.
+
+    Powers of other factors, which the law itself computes, are not asked for.
+    """
+    block = case.tried[0]
+    with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:
+        bench = FactorBench(case.statistic, block, dtype=torch.float32)
+        for gradient in case.given(block, dtype=torch.float32).to(run.device):
+            bench.step += 1
+            context = bench.context()
+            _ = context.step, context.seed
+            with accelerator("cuda") as counts:
+                case.statistic.observe(bench.state, gradient, context, bench.axes, partial(bench.powers, context))
+            if bench.step > WARM_UP_STEPS:
+                remedy = "`context.step`, `context.seed` and `context.tensor(...)` are on the device"
+                require_no_waits(counts, f"in step {bench.step}", remedy)
+
+
+def factors_are_all_the_memory(case: StatisticCase) -> None:
+    """The same gradients give the same factors again: a statistic has no memory beside its factors."""
+    for block in case.tried:
+        one, two = (FactorBench(case.statistic, block).observe(case.given(block)).estimates() for _ in range(2))
+        with on(block):
+            same = all(torch.equal(one[axis], two[axis]) for axis in one)
+            require(same, "the same factors from the same gradients are required, got others; is there other memory?")
+
+
+def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
+    """Gradients times c give factors times c^degree. The tolerance is 1e-5, for float32."""
+    for block in case.tried:
+        degree = case.degree(len(block)) if callable(case.degree) else case.degree
+        assert degree is not None
+        given = case.given(block, dtype=torch.float32)
+        plain = FactorBench(case.statistic, block, dtype=torch.float32).observe(given).estimates()
+        scaled = FactorBench(case.statistic, block, dtype=torch.float32).observe(given * 2.0**8).estimates()
+        for axis, factor in plain.items():
+            what = f"a factor of axis {axis} that scales by the power {degree:g} of the gradients' scale,"
+            with on(block):
+                require_close(scaled[axis], factor * 2.0 ** (8 * degree), 1e-5, what)
+
+
+def _no_degree(case: StatisticCase) -> str | None:
+    return "no degree is given" if case.degree is None else None
+
+
+def _on_device(case: StatisticCase) -> str | None:
+    reads = "its powers of other factors are computed by the law" if case.statistic.needs_power is not None else None
+    return reads or without_accelerator(case)
+
+
+STATISTIC_LAWS: tuple[Law[StatisticCase], ...] = (
+    Law(the_declaration_survives),
+    Law(contributions_have_their_shape, decisive=True),
+    Law(the_gradient_is_not_written_to, decisive=True),
+    Law(factors_are_all_the_memory, decisive=True),
+    Law(factors_of_a_stack_are_those_of_its_blocks),
+    Law(factors_are_symmetric_and_semidefinite),
+    Law(factors_keep_dtype_and_device),
+    Law(factors_stay_finite),
+    Law(observations_stay_on_the_device, _on_device),
+    Law(scaling_all_gradients_scales_the_factors, _no_degree),
+)

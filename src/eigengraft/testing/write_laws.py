@@ -1,0 +1,541 @@
+"""The laws of what acts on whole parameters after the chain: averagings and constraints.
+
+Both are tried without an optimizer: on n parameters with their slots, with one update of each parameter in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.blocking.parameter_sums import run_stacks
+from eigengraft.component import Component
+from eigengraft.numerics import compute_dtype
+from eigengraft.optimizers.write.averaging import Averaging, IterateBatch
+from eigengraft.optimizers.write.constraints import Constraint, ConstraintContext, ParameterUpdate, Slots, Tensors
+from eigengraft.optimizers.write.write import Decoupled, StepRates
+from eigengraft.slots import Slot
+
+from .accelerator import accelerator
+from .causes import write_cause
+from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
+from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .samples import standard_normal
+
+PARAMETER_SHAPES = ((4, 3), (5,), (4, 2, 3))
+"""Shapes of the parameters to try."""
+_STEPS = 6
+_LR = 0.1
+_WEIGHT_DECAY = 0.05
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _drawn(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[Tensor]:
+    return [standard_normal(*shape, seed=seed + place).to(dtype) for place, shape in enumerate(shapes)]
+
+
+def _require_slot(name: str, slot: object, shape: tuple[int, ...]) -> None:
+    """Raise a LawError unless a slot is a number or ends with the axes of its parameter."""
+    if not isinstance(slot, Slot):
+        raise LawError(f"slots(): a Slot is required as '{name}', got {type(slot).__name__}")
+    fine = slot.shape == () or slot.shape[-len(shape) :] == shape
+    require(
+        fine,
+        f"slots(): slot '{name}' of a parameter of shape {shape} must have shape (), or end with {shape}, got "
+        f"{slot.shape}, which could not be sharded as the parameter is",
+    )
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+
+
+def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: bool = True) -> None:
+    """Raise a LawError unless a method returned a tensor of the right shape for each parameter.
+
+    what: the method and its result.
+    dtype: True if the dtypes must be those of `wanted`, too.
+    """
+    if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
+        got = f"{len(found)} of them" if isinstance(found, (list, tuple)) else type(found).__name__
+        raise LawError(f"{what}: a list of {len(wanted)} tensors, one for each parameter, is required, got {got}")
+    for place, (own, like) in enumerate(zip(found, wanted, strict=True)):
+        fine = isinstance(own, Tensor) and own.shape == like.shape and (own.dtype == like.dtype or not dtype)
+        want = f"shape {tuple(like.shape)}" + (f" in {like.dtype}" if dtype else "")
+        got = f"shape {tuple(own.shape)} in {own.dtype}" if isinstance(own, Tensor) else type(own).__name__
+        require(fine, f"{what}: a tensor of {want} is required for parameter {place}, got {got}")
+
+
+@dataclass(frozen=True)
+class _CountedUpdate(ParameterUpdate):
+    """An update that counts how often it is applied."""
+
+    calls: list[None] = field(default_factory=list)
+
+    def __call__(self, tensors: Tensors) -> None:
+        self.calls.append(None)
+        super().__call__(tensors)
+
+
+# Averagings.
+
+
+@dataclass(frozen=True)
+class AveragingCase:
+    """An averaging under test."""
+
+    averaging: Averaging
+
+    @property
+    def component(self) -> Component:
+        return self.averaging
+
+    @property
+    def who(self) -> str:
+        return f"averaging.{getattr(self.averaging, 'kind', '?')}"
+
+
+class AveragingBench:
+    """An averaging with n parameters and their iterates, without an optimizer.
+
+    steps: `[n]`, number of updates of each parameter.
+    """
+
+    def __init__(
+        self,
+        averaging: Averaging,
+        dtype: torch.dtype = torch.float64,
+        chosen: slice = slice(None),
+        size: float = 1.0,
+        apart: bool = False,
+    ) -> None:
+        """Allocate the iterates.
+
+        chosen: parameters of the bench, by their place in `PARAMETER_SHAPES`.
+        size: factor of the updates.
+        apart: True for parameters that are at different steps.
+        """
+        self.averaging, self.dtype, self.size = averaging, dtype, size
+        self.places = range(len(PARAMETER_SHAPES))[chosen]
+        self.parameters = [_drawn(PARAMETER_SHAPES, 1, dtype)[place] for place in self.places]
+        self.compute, device = compute_dtype(dtype), torch.get_default_device()
+        self.parameters = [tensor.to(device) for tensor in self.parameters]
+        rows = [averaging.slots(tuple(p.shape), dtype.itemsize == 2) for p in self.parameters]
+        names = rows[0].keys() if rows else ()
+        self.slots = {name: [row[name].allocate(1, self.compute, device)[0] for row in rows] for name in names}
+        self.steps = np.array(self.places if apart else [0] * len(self.places), dtype=np.int64)
+        self.ran, self.applied = 0, list[None]()
+
+    def batch(self, lr: float | Tensor = _LR, mask: Sequence[Tensor] | None = None) -> IterateBatch:
+        """Return the parameters and their iterates at the present step."""
+        return IterateBatch(self.parameters, self.slots, self.steps.copy(), lr, mask, peak_lr=_LR)
+
+    def step(self, lr: float | Tensor = _LR, mask: Sequence[Tensor] | None = None, decay: float = 0.0) -> None:
+        """Run one step."""
+        if self.ran == 0:
+            self.averaging.begin(self.batch(lr, mask))
+        self.steps += 1
+        self.ran += 1
+        updates = [_drawn(PARAMETER_SHAPES, 10 * self.ran, self.compute)[place] * self.size for place in self.places]
+        updates = [update.to(p.device) for update, p in zip(updates, self.parameters, strict=True)]
+        rates = StepRates(lr, decay, Decoupled())
+        self.averaging.step(self.batch(lr, mask), _CountedUpdate(updates, rates, mask, calls=self.applied))
+
+    def run(self, steps: int = _STEPS, decay: float = 0.0) -> AveragingBench:
+        """Run several steps, and return this bench."""
+        for _ in range(steps):
+            self.step(decay=decay)
+        return self
+
+    def everything(self) -> list[Tensor]:
+        """Return the parameters and all their iterates."""
+        return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
+
+
+def iterates_have_the_shape_of_their_parameter(case: AveragingCase) -> None:
+    """Slots have the role `iterate`. Their shape is (), or ends with the axes of the parameter."""
+    for low_precision in (False, True):
+        for shape in PARAMETER_SHAPES:
+            for name, slot in case.averaging.slots(shape, low_precision).items():
+                _require_slot(name, slot, shape)
+                require(slot.role == "iterate", f"slots(): role 'iterate' is required of '{name}', got '{slot.role}'")
+
+
+def the_update_is_applied_once_a_step(case: AveragingCase) -> None:
+    """`step` calls the update once, on the base iterates. It also applies weight decay and constraints."""
+    for dtype in _DTYPES:
+        bench = AveragingBench(case.averaging, dtype)
+        for number in range(1, _STEPS + 1):
+            bench.step()
+            count = len(bench.applied)
+            fine = count == number
+            require(
+                fine,
+                f"step(): one call of `update(tensors)` in a step is required, got {count} in {number} steps; call "
+                "`update(batch.parameters)` to train as without averaging",
+            )
+
+
+def evaluated_iterates_are_like_their_parameters(case: AveragingCase) -> None:
+    """`evaluated` returns a finite tensor of the parameter's shape for each parameter, and changes nothing."""
+    for dtype in _DTYPES:
+        bench = AveragingBench(case.averaging, dtype)
+        for _ in range(_STEPS):
+            bench.step()
+            before = _copies(bench.everything())
+            found: Any = case.averaging.evaluated(bench.batch())
+            _require_tensors(found, bench.parameters, "evaluated()", dtype=False)
+            for place, tensor in enumerate(found):
+                finite = bool(tensor.isfinite().all())
+                require(finite, f"evaluated(): finite numbers are required of parameter {place}, got nan or inf")
+            if not all(map(torch.equal, before, bench.everything())):
+                inputs = {f"a parameter or slot {i}": tensor for i, tensor in enumerate(bench.everything())}
+                cause = write_cause(case.averaging, inputs, partial(case.averaging.evaluated, bench.batch()))
+                raise LawError(f"evaluated(): unchanged parameters and slots are required, got changed ones{cause}")
+
+
+def parameters_are_averaged_one_by_one(case: AveragingCase) -> None:
+    """Parameters together, at different steps, have the iterates that they have alone."""
+    together = AveragingBench(case.averaging, apart=True).run(decay=_WEIGHT_DECAY)
+    evaluated = case.averaging.evaluated(together.batch())
+    for place in range(len(PARAMETER_SHAPES)):
+        alone = AveragingBench(case.averaging, chosen=slice(place, place + 1), apart=True).run(decay=_WEIGHT_DECAY)
+        pairs = [(alone.parameters[0], together.parameters[place], "the trained iterate")]
+        pairs += [(case.averaging.evaluated(alone.batch())[0], evaluated[place], "the evaluated iterate")]
+        pairs += [(tensors[0], together.slots[name][place], f"slot '{name}'") for name, tensors in alone.slots.items()]
+        for one, other, what in pairs:
+            where = f"{what} of parameter {place} of 3 as alone (does step() use one number of `batch.steps` for all?)"
+            require_close(one, other, 1e-12, where)
+
+
+def masked_parameters_change_nothing(case: AveragingCase) -> None:
+    """A parameter whose mask is False keeps its bits and those of its iterates. Its update has nan, as its gradient."""
+    bench = AveragingBench(case.averaging).run(2)
+    before = _copies(bench.everything())
+    keep = [torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))]
+    bench.step(mask=keep)
+    names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
+    for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
+        same = torch.equal(bench.everything()[start + 1], before[start + 1])
+        require(same, f"step(): {name} must not change where `batch.mask` is False, got other numbers")
+
+
+def dtypes_are_kept(case: AveragingCase) -> None:
+    """Parameters and iterates keep dtype and shape, with parameters in float32, float64 and bfloat16."""
+    for dtype in _DTYPES:
+        bench = AveragingBench(case.averaging, dtype)
+        before = _kinds(bench.everything())
+        after = _kinds(bench.run().everything())
+        require(after == before, f"parameters and slots of (dtype, shape) {before} are required, got {after}")
+
+
+def slots_are_all_the_memory(case: AveragingCase) -> None:
+    """A copy of parameters and slots continues exactly."""
+    one, two = AveragingBench(case.averaging).run(3), AveragingBench(case.averaging)
+    for target, source in zip(two.everything(), one.everything(), strict=True):
+        target.copy_(source)
+    two.steps[:], two.ran = one.steps, one.ran
+    one.run(2)
+    two.run(2)
+    same = all(map(torch.equal, one.everything(), two.everything()))
+    require(same, "the same iterates from a copy of the slots are required, got others; is there other memory?")
+
+
+def without_updates_nothing_moves(case: AveragingCase) -> None:
+    """While updates are 0 the evaluated iterate stays the parameter. The tolerance is 1e-6, for divisions of sums."""
+    bench = AveragingBench(case.averaging, size=0.0)
+    start = _copies(bench.parameters)
+    for number in range(1, _STEPS + 1):
+        bench.step()
+        found = case.averaging.evaluated(bench.batch())
+        for place, before in enumerate(start):
+            where = f"of parameter {place} after {number} updates of 0, the parameter as it began,"
+            require_close(bench.parameters[place], before, 1e-6, f"the trained iterate {where}")
+            require_close(found[place].to(before.dtype), before, 1e-6, f"the evaluated iterate {where}", lambda: _BEGIN)
+
+
+_BEGIN = " (do iterates begin at the parameter, in begin(), or does the sum of weights divide the mean?)"
+
+
+def steps_of_averages_stay_on_the_device(case: AveragingCase) -> None:
+    """The host does not wait for the device in a step, also if the learning rate is a tensor on it."""
+    with accelerator("cuda") as run, run.device:
+        lr, bench = torch.tensor(_LR, device=run.device), AveragingBench(case.averaging, torch.float32)
+        for number in range(1, _STEPS + 1):
+            bench.steps += 1
+            updates = [torch.ones_like(parameter) for parameter in bench.parameters]
+            if number == 1:
+                case.averaging.begin(bench.batch(lr))
+            update = ParameterUpdate(updates, StepRates(lr, 0.0, Decoupled()))
+            with accelerator("cuda") as counts:
+                case.averaging.step(bench.batch(lr), update)
+            if number > WARM_UP_STEPS:
+                remedy = "`batch.lr` may be a tensor on the device; `batch.steps` is an array on the host"
+                require_no_waits(counts, f"in step {number}", remedy)
+
+
+AVERAGING_LAWS: tuple[Law[AveragingCase], ...] = (
+    Law(the_declaration_survives),
+    Law(iterates_have_the_shape_of_their_parameter, decisive=True),
+    Law(the_update_is_applied_once_a_step, decisive=True),
+    Law(evaluated_iterates_are_like_their_parameters, decisive=True),
+    Law(slots_are_all_the_memory, decisive=True),
+    Law(parameters_are_averaged_one_by_one),
+    Law(masked_parameters_change_nothing),
+    Law(dtypes_are_kept),
+    Law(without_updates_nothing_moves),
+    Law(steps_of_averages_stay_on_the_device, without_accelerator),
+)
+
+
+# Constraints.
+
+
+@dataclass(frozen=True)
+class ConstraintCase:
+    """A constraint under test."""
+
+    constraint: Constraint
+
+    @property
+    def component(self) -> Component:
+        return self.constraint
+
+    @property
+    def who(self) -> str:
+        return f"constraints.{self.constraint.label}"
+
+
+class ConstraintBench:
+    """A constraint with n parameters and their slots, without an optimizer."""
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        dtype: torch.dtype = torch.float64,
+        chosen: slice = slice(None),
+        shard: Callable[[Tensor], Tensor] = lambda x: x,
+        size: float = 1.0,
+    ) -> None:
+        """Allocate the slots.
+
+        chosen: parameters of the bench, by their place in `PARAMETER_SHAPES`.
+        shard: function that returns a rank's shard of a parameter.
+        size: factor of parameters and updates.
+        """
+        self.constraint, self.shard, self.size = constraint, shard, size
+        self.places, self.compute = range(len(PARAMETER_SHAPES))[chosen], compute_dtype(dtype)
+        device = torch.get_default_device()
+        everything = _drawn(PARAMETER_SHAPES, 1, dtype)
+        self.parameters = [shard(everything[place] * size).to(device) for place in self.places]
+        rows = [constraint.slots(tuple(p.shape)) if constraint.keeps(dtype) else {} for p in self.parameters]
+        names = rows[0].keys() if rows else ()
+        self.slots: Slots = {n: [row[n].allocate(1, self.compute, device)[0] for row in rows] for n in names}
+        self.steps = 0
+
+    def context(self, lr: float | Tensor = _LR) -> ConstraintContext:
+        """Return a context with the signals that the constraint requires."""
+        signals: dict[str, Sequence[Tensor | None]] = {}
+        for name in self.constraint.requires_some:
+            rows = [torch.linspace(50, 150, PARAMETER_SHAPES[place][0]) for place in self.places]
+            shaped = [
+                x.reshape(-1, *[1] * (len(PARAMETER_SHAPES[p]) - 1)) for x, p in zip(rows, self.places, strict=True)
+            ]
+            own = [x.expand(PARAMETER_SHAPES[place]) for x, place in zip(shaped, self.places, strict=True)]
+            signals[name] = [self.shard(x).to(p.device) for x, p in zip(own, self.parameters, strict=True)]
+        return ConstraintContext(lr=lr, signals=signals)
+
+    def step(
+        self,
+        lr: float | Tensor = _LR,
+        mask: Sequence[Tensor] | None = None,
+        shard_sums: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Run one write of an update under the constraint."""
+        context = replace(self.context(lr), shard_sums=shard_sums, mask=mask)
+        if self.steps == 0:
+            self.constraint.begin(self.slots, [p.to(self.compute) for p in self.parameters], context)
+        self.steps += 1
+        updates = [self.update(place) for place in range(len(self.parameters))]
+        rates = StepRates(lr, _WEIGHT_DECAY, Decoupled())
+        ParameterUpdate(updates, rates, mask, [(self.constraint, self.slots)], context)(self.parameters)
+
+    def update(self, place: int) -> Tensor:
+        """Return the update of a parameter at the present step."""
+        whole = _drawn(PARAMETER_SHAPES, 10 * self.steps + 10, self.compute)[self.places[place]] * self.size
+        return self.shard(whole).to(self.parameters[place].device)
+
+    def run(self, steps: int = _STEPS, shard_sums: Callable[[Tensor], Tensor] | None = None) -> ConstraintBench:
+        """Run several steps, and return this bench."""
+        for _ in range(steps):
+            self.step(shard_sums=shard_sums)
+        return self
+
+    def everything(self) -> list[Tensor]:
+        """Return the parameters and all their slots."""
+        return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
+
+
+def slots_have_the_shape_of_their_parameter(case: ConstraintCase) -> None:
+    """The shape of a slot is (), or ends with the axes of the parameter."""
+    for shape in PARAMETER_SHAPES:
+        for name, slot in case.constraint.slots(shape).items():
+            _require_slot(name, slot, shape)
+
+
+def results_are_like_what_was_given(case: ConstraintCase) -> None:
+    """`adjust` and `retract` return a tensor of the right shape and dtype for each parameter, and write to none that
+    they receive."""
+    for dtype in _DTYPES:
+        bench = ConstraintBench(case.constraint, dtype)
+        w, u = (
+            [p.to(bench.compute) for p in bench.parameters],
+            [bench.update(place) for place in range(len(PARAMETER_SHAPES))],
+        )
+        after = [x - _LR * y for x, y in zip(w, u, strict=True)]
+        context = bench.context()
+        hooks: dict[str, tuple[Callable[[], object], dict[str, list[Tensor]]]] = {
+            "begin": (
+                partial(case.constraint.begin, bench.slots, w, context), {"parameters": w},
+            ),
+            "adjust": (
+                partial(case.constraint.adjust, bench.slots, w, u, context), {"parameters": w, "updates": u},
+            ),
+            "retract": (
+                partial(case.constraint.retract, bench.slots, w, u, after, context),
+                {"parameters": w, "updates": u, "moved": after},
+            ),
+        }  # fmt: skip
+        for name, (hook, given) in hooks.items():
+            before = {key: _copies(tensors) for key, tensors in given.items()}
+            found = hook()
+            for key, tensors in given.items():
+                if not all(map(torch.equal, tensors, before[key])):
+                    cause = write_cause(case.constraint, {f"`{key}[{i}]`": x for i, x in enumerate(tensors)}, hook)
+                    raise LawError(f"{name}(): untouched `{key}` are required, got changed ones{cause}")
+            if name != "begin":
+                _require_tensors(found, u, f"{name}()")
+
+
+def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
+    """Parameters together are constrained as each of them alone."""
+    together = ConstraintBench(case.constraint).run()
+    for place in range(len(PARAMETER_SHAPES)):
+        alone = ConstraintBench(case.constraint, chosen=slice(place, place + 1)).run()
+        where = f"parameter {place} of 3 as alone (does a norm or sum run over all parameters?)"
+        require_close(alone.parameters[0], together.parameters[place], 1e-12, where)
+
+
+def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
+    """A parameter whose mask is False keeps its bits and those of its slots."""
+    for dtype in _DTYPES:
+        bench = ConstraintBench(case.constraint, dtype).run(2)
+        before = _copies(bench.everything())
+        bench.step(mask=[torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))])
+        names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
+        for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
+            same = torch.equal(bench.everything()[start + 1], before[start + 1])
+            require(same, f"{name} must not change where `context.mask` is False, got other numbers")
+
+
+def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
+    """Parameters and slots keep dtype and shape, with parameters in float32, float64 and bfloat16."""
+    for dtype in _DTYPES:
+        bench = ConstraintBench(case.constraint, dtype)
+        before = _kinds(bench.everything())
+        after = _kinds(bench.run().everything())
+        require(after == before, f"parameters and slots of (dtype, shape) {before} are required, got {after}")
+
+
+def parameters_stay_finite(case: ConstraintCase) -> None:
+    """Parameters are finite after steps from zero, tiny and huge parameters with such updates, in float32."""
+    for name, size in (("zero", 0.0), ("tiny", 1e-30), ("huge", 1e12)):
+        bench = ConstraintBench(case.constraint, torch.float32, size=size).run(3)
+        for place, tensor in enumerate(bench.everything()):
+            finite = bool(tensor.isfinite().all())
+            what = f"parameter {place}" if place < len(PARAMETER_SHAPES) else f"slot {place // len(PARAMETER_SHAPES)}"
+            hint = "`numerics.safe_ratio(a, b)` is 0 where b is 0"
+            problem = f"finite numbers are required for {name} parameters and updates, got others in {what} ({hint})"
+            require(finite, problem)
+
+
+def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
+    """A copy of parameters and slots continues exactly."""
+    one, two = ConstraintBench(case.constraint).run(3), ConstraintBench(case.constraint)
+    for target, source in zip(two.everything(), one.everything(), strict=True):
+        target.copy_(source)
+    two.steps = one.steps
+    one.run(2)
+    two.run(2)
+    same = all(map(torch.equal, one.everything(), two.everything()))
+    require(same, "the same parameters from a copy of the slots are required, got others; is there other memory?")
+
+
+def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
+    """A shardable constraint on two shards of the parameters, whose sums are added, gives the shards of the result."""
+    whole = ConstraintBench(case.constraint).run()
+    for by_rows in (True, False):
+        if not case.constraint.shardable(by_rows):
+            continue
+        cuts = [partial(_half, rows=by_rows, second=second) for second in (False, True)]
+        benches = [ConstraintBench(case.constraint, shard=cut) for cut in cuts]
+        ids = [np.arange(len(PARAMETER_SHAPES)) for _ in benches]
+        run_stacks([partial(bench.run, _STEPS) for bench in benches], ids)
+        for cut, bench in zip(cuts, benches, strict=True):
+            for place, tensor in enumerate(bench.parameters):
+                where = f"a shard of parameter {place} as in the whole parameter"
+                require_close(tensor, cut(whole.parameters[place]), 1e-10, where, lambda: _OF_SHARDS)
+
+
+_OF_SHARDS = " (sums over a parameter are `context.norms` and `context.dots`; is the result of shardable() right?)"
+
+
+def _half(x: Tensor, rows: bool, second: bool) -> Tensor:
+    """Return half of a parameter: along the first axis, or else along the last."""
+    axis = 0 if rows else x.ndim - 1
+    cut = x.shape[axis] // 2
+    return x.narrow(axis, cut, x.shape[axis] - cut).contiguous() if second else x.narrow(axis, 0, cut).contiguous()
+
+
+def writes_stay_on_the_device(case: ConstraintCase) -> None:
+    """The host does not wait for the device in a write, also if the learning rate is a tensor on it."""
+    with accelerator("cuda") as run, run.device:
+        lr, bench = torch.tensor(_LR, device=run.device), ConstraintBench(case.constraint, torch.float32)
+        for number in range(1, _STEPS + 1):
+            w, u = bench.parameters, [torch.ones_like(parameter) for parameter in bench.parameters]
+            context = bench.context(lr)
+            if number == 1:
+                case.constraint.begin(bench.slots, w, context)
+            with accelerator("cuda") as counts:
+                adjusted = case.constraint.adjust(bench.slots, w, u, context)
+                case.constraint.retract(bench.slots, w, adjusted, w, context)
+            if number > WARM_UP_STEPS:
+                require_no_waits(counts, f"in step {number}", "`context.lr` may be a tensor on the device")
+
+
+def _whole(case: ConstraintCase) -> str | None:
+    return None if case.constraint.shardable(True) else "shardable() returns False"
+
+
+CONSTRAINT_LAWS: tuple[Law[ConstraintCase], ...] = (
+    Law(the_declaration_survives),
+    Law(slots_have_the_shape_of_their_parameter, decisive=True),
+    Law(results_are_like_what_was_given, decisive=True),
+    Law(copies_of_slots_continue_exactly, decisive=True),
+    Law(parameters_are_constrained_one_by_one),
+    Law(masked_parameters_and_slots_change_nothing),
+    Law(dtypes_and_shapes_are_kept),
+    Law(parameters_stay_finite),
+    Law(shards_are_constrained_as_the_whole, _whole),
+    Law(writes_stay_on_the_device, without_accelerator),
+)
