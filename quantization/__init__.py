@@ -3,6 +3,7 @@ by the stage."""
 
 from .base import Quantizer as Quantizer
 from .base import choose as choose
+from .base import choose_codec as choose_codec
 from .contrib.formats import FP8 as FP8
 from .contrib.formats import Int3 as Int3
 from .contrib.formats import UInt8 as UInt8
@@ -13,6 +14,7 @@ from .formats.floats import Float32 as Float32
 from .formats.floats import SplitFloat as SplitFloat
 from .formats.integers import Int8 as Int8
 from .formats.integers import Int16 as Int16
+from .offload import Offload as Offload
 from .structures.cholesky import Cholesky as Cholesky
 from .structures.eigen import Eigen as Eigen
 from .structures.exact_diagonal import ExactDiagonal as ExactDiagonal

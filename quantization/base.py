@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, final
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,6 +16,22 @@ from eigengraft.slots import Encoded, Slot, StateKey, Uniform
 
 FORMAT_VERSION = 2
 """Version of the stored tensors, to be raised when the same declaration gives the stored tensors another meaning."""
+
+
+class Location(NamedTuple):
+    """Memory in which tensors of a slot are stored between steps, where that is not the memory of their device.
+
+    to: pinned memory of the host, or a file.
+    directory: directory of the file. None: that of TMPDIR.
+    """
+
+    to: Literal["cpu", "disk"]
+    directory: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Return the directory of the file."""
+        return tempfile.gettempdir() if self.directory is None else self.directory
 
 
 class Quantizer(Component, ABC, family="quantizer"):
@@ -33,6 +50,25 @@ class Quantizer(Component, ABC, family="quantizer"):
         slot that a recipe stores by this quantizer.
         """
         return None
+
+    @property
+    def codec(self) -> Quantizer | None:
+        """The quantizer that encodes the slot. None: the slot is stored as it is."""
+        return self
+
+    @property
+    def location(self) -> Location | None:
+        """Memory in which the tensors are stored between steps. None: the memory of their device."""
+        return None
+
+    def require_codec(self, field: str) -> None:
+        """Raise ValueError if this quantizer, in a field of another one, says where tensors are stored."""
+        if self.location is not None:
+            kind = getattr(self, "kind", type(self).__name__)
+            raise ValueError(
+                f"{field}: a format is required, got {kind}, which says where a slot is stored; put {kind} outside, "
+                "around the other formats"
+            )
 
     @property
     def symmetric(self) -> bool:
@@ -88,6 +124,7 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
 
     roles: roles of the slots that a recipe may have. The iterable is read only until `role` occurs.
     """
+    quantizer = quantizer.codec or quantizer
     if quantizer.roles and role not in quantizer.roles:
         raise ValueError(f"storage.{role}: {_can_store(quantizer)}, got {role}; choose another quantizer")
     others = set[str]()
@@ -106,6 +143,7 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:
     """Raise ValueError for a stage in `storage` if the quantizer can store none of its slots."""
+    quantizer = quantizer.codec or quantizer
     roles = sorted({slot.role for slot in slots})
     if roles and quantizer.roles and not {*roles} & {*quantizer.roles}:
         raise ValueError(
@@ -118,15 +156,20 @@ def _can_store(quantizer: Quantizer) -> str:
     return f"{kind} can store only slots of role {' or '.join(quantizer.roles)}"
 
 
+def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
+    """Return the quantizer that encodes a slot. None: the slot is stored as it is, wherever that is."""
+    found = choose(storage, key, slot)
+    return None if found is None else found.codec
+
+
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer of a slot, or None if the slot is not quantized.
+    """Return the storage of a slot: by the slot's key, else by the path of its stage, else by its role. None: the
+    slot is stored as it is on its device.
 
-    The quantizer is chosen by the slot's key, else by the path of its stage, else by its role. If the chosen quantizer
-    cannot store the slot, a choice by path or role is ignored, and a choice by key raises ValueError. Sensitive slots,
-    such as the second moments of a graft's magnitude, are never quantized by role, because they set the size of every
-    update, and quantizing them does harm (DALL-E mini's study).
-
-    storage: the field of the recipe: quantizers by slot key, path of a stage, or role.
+    A quantizer that cannot store the slot is ignored if it is chosen by path or role, and an error if it is chosen by
+    the slot's key. Sensitive slots, such as the second moments of a graft's magnitude, are never quantized by role.
+    They set the size of every update, and quantizing them does harm (DALL-E mini's study). A storage that encodes
+    nothing applies to them too.
     """
     for where in (key.name, key.stage):
         if where in storage:
@@ -135,6 +178,6 @@ def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quant
                 raise ValueError(f"storage.{where}: {problem}")
             return None if problem else storage[where]
     by_role = storage.get(slot.role)
-    if by_role is None or slot.sensitive:
+    if by_role is None or (slot.sensitive and by_role.codec is not None):
         return None
     return by_role if by_role.unsupported(slot) is None else None

@@ -76,7 +76,10 @@ def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
 
 
 def storage_table(optimizer: eigengraft.Optimizer) -> Table:
-    """Return a table with a row for each slot: bytes as declared and as stored, in total and for each parameter."""
+    """Return a table with a row for each slot: bytes as declared and as stored, in total and for each parameter.
+
+    If slots are offloaded, a column says where each slot is stored between steps.
+    """
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
     rows = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
     declared, stored = sum(row.declared for row in rows), sum(row.stored for row in rows)
@@ -84,12 +87,15 @@ def storage_table(optimizer: eigengraft.Optimizer) -> Table:
     table.add_column("slot", footer="all", overflow="fold")
     table.add_column("role")
     table.add_column("storage")
+    if offloaded := optimizer.offloaded_bytes():
+        table.add_column("in", footer=", ".join(f"{place} {size:,}" for place, size in offloaded.items()))
     table.add_column("declared bytes", footer=f"{declared:,}", justify="right")
     table.add_column("stored bytes", footer=f"{stored:,}", justify="right")
     table.add_column("bytes per parameter", footer=f"{stored / parameters:.2f}", justify="right")
     for row in rows:
         each = f"{row.stored / parameters:.2f}"
-        cells = (row.key, row.role, row.storage or "plain", f"{row.declared:,}", f"{row.stored:,}", each)
+        places = (row.location or "device",) if offloaded else ()
+        cells = (row.key, row.role, row.storage or "plain", *places, f"{row.declared:,}", f"{row.stored:,}", each)
         table.add_row(*map(Text, cells))
     return table
 

@@ -170,6 +170,8 @@ def show_command(
     optimizer = eigengraft.compose(recipe, model, *rates, steps=experiment.steps, silence=experiment.silence)
     print_table(routing_table_of(optimizer))
     print_table(storage_table(optimizer))
+    for place, size in optimizer.offloaded_bytes().items():
+        typer.echo(f"# offloaded to {place}: {size:,} bytes, which each step brings in and takes back")
     for line in optimizer.reached():
         typer.echo(f"# expected: {line}")
     for remark in (*optimizer.slow_products(), *optimizer.solver_choices("cuda")):

@@ -180,7 +180,7 @@ def growth(plans: Sequence[Plan], unit: str) -> Table:
 
 
 def remarks(plan: Plan, unit: str) -> list[str]:
-    """Return lines about imbalance, exceptions and agreement, which the table does not show."""
+    """Return lines about imbalance, exceptions, offloaded state and agreement, which the table does not show."""
     home = [name for name, share in plan.placements.items() if share.owners is None]
     agreement = plan.traffic["agreement"]
     lines = [
@@ -198,6 +198,11 @@ def remarks(plan: Plan, unit: str) -> list[str]:
             f"ranks wait for the one that refreshes: {better} gives an efficiency of "
             f"{plan.advice.balance.efficiency:.3f}, in another trajectory (that of one process with the same value)"
         )
+    lines += [
+        f"offloaded to {place}: at most {amount(int(own.max()), 'B')} of a rank's state, which each step brings in and "
+        "takes back"
+        for place, own in plan.offloaded.items()
+    ]
     if home:
         lines.append(
             f"{len(home)} of {len(plan.placements)} parameters are updated by the ranks that hold them and send nothing"

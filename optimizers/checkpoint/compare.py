@@ -103,6 +103,8 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         recipes = load_recipe(got), load_recipe(own)
     except RecipeError as error:
         raise ValueError(f"state_dict was saved with another recipe, which cannot be loaded here:\n{error}") from error
+    if not differences(*(_without_silent(json.loads(_without_locations(one).to_json())) for one in recipes)):
+        return RecipeChange()
     if same_name and (renamed := _renamed(mine, other)) is not None:
         return RecipeChange(meaning=tuple(changed), renamed=renamed)
     before, after = map(_meanings, recipes)
@@ -123,6 +125,13 @@ def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if "routes" in found:
         found["routes"] = [{key: one for key, one in own.items() if key != "compile"} for own in found["routes"]]
     return found
+
+
+def _without_locations(recipe: Recipe) -> Recipe:
+    """Return a recipe whose slots are stored on their devices, in the same formats. No number depends on the memory."""
+    if all(quantizer.location is None for quantizer in recipe.storage.values()):
+        return recipe
+    return recipe.replace(storage={k: own.codec for k, own in recipe.storage.items() if own.codec is not None})
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from eigengraft.distributed.layouts import divided
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.distributed.resharding import collect, spread
+from eigengraft.distributed.resharding import Entry, collect, spread
 from eigengraft.numerics import is_dtensor, local
+from eigengraft.quantization.base import Location
+from eigengraft.quantization.offload import HostBuffer
+from eigengraft.slots import StateKey
 
 from ..state.manifest import (
     empty_state,
     is_divided,
     layout_of_parameter,
     leading_axes,
+    locations,
     manifest,
     numbers_of_holders,
 )
@@ -61,18 +65,59 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     for index, (position, key) in enumerate(where):
         if entries[position][key].owner == rank_group.rank:
             owned[index] = views[position][key]
-    flat = [entries[position][key] for position, key in where]
+    flat, offloaded = [entries[position][key] for position, key in where], locations(param_set)
     device = param_set.local[0].device
-    sent = spread(rank_group, flat, owned, rank_group.mesh(device), device)
-    for (position, key), value in zip(where, sent, strict=True):
-        found[position][key] = value
+    for piece in _pieces(flat, bool(offloaded)):
+        own = {index - piece.start: owned[index] for index in piece if index in owned}
+        sent = spread(rank_group, flat[piece.start : piece.stop], own, rank_group.mesh(device), device)
+        for index, value in zip(piece, sent, strict=True):
+            position, key = where[index]
+            found[position][key] = _stored(value, _location(offloaded, position, key))
     followed = numbers_of_holders(param_set, views)
     for position, state in enumerate(views):
         here = {**empty_state(param_set, position), **state, **followed.get(position, {})}
         for key, entry in entries[position].items():
             if entry.owner is None:
-                found[position][key] = _as_parameter(here[key], param_set, position)
+                location = _location(offloaded, position, key)
+                found[position][key] = _as_parameter(here[key], param_set, position, location)
     return found
+
+
+PIECE = 1 << 26
+"""Bytes of full tensors that ranks exchange at a time if state is offloaded. With one exchange of all state, as without
+offloading, the messages would take the memory that offloading saves; more than 64 MiB would hardly be faster."""
+
+
+def _pieces(entries: Sequence[Entry], offloaded: bool) -> Iterator[range]:
+    """Yield ranges of entries that are exchanged together, the same on every rank: all of them if none is offloaded."""
+    start, size = 0, 0
+    for index, entry in enumerate(entries):
+        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+        if offloaded and index > start and size + nbytes > PIECE:
+            yield range(start, index)
+            start, size = index, 0
+        size += nbytes
+    yield range(start, len(entries))
+
+
+def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key: str) -> Location | None:
+    """Return where a state tensor is stored between steps. None: on the device of its parameter."""
+    return offloaded.get((position, str(StateKey.parse(key)._replace(part="")))) if offloaded else None
+
+
+def _stored(value: Tensor, location: Location | None) -> Tensor:
+    """Return a tensor or DTensor with its entries of this rank at a location. None: as it is."""
+    if location is None:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    own = local(value)
+    buffer = HostBuffer(location, {"": own})
+    stored = buffer.views(buffer.memory)[""].copy_(own)
+    buffer.release()
+    # `from_local` would copy the entries to the device of the mesh
+    made: Any = DTensor
+    return made(stored, value._spec, requires_grad=False) if isinstance(value, DTensor) else stored
 
 
 def local_state(
@@ -91,9 +136,12 @@ def local_state(
     device = param_set.local[0].device
     shared = [_evenly(values[param_set.parameters[position]][key], rank_group, device) for position, key in where]
     found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in param_set.parameters}
-    for index, value in collect(rank_group, flat, shared, device).items():
-        position, key = where[index]
-        found[param_set.parameters[position]][key] = value
+    offloaded = locations(param_set)
+    for piece in _pieces(flat, bool(offloaded)):
+        got = collect(rank_group, flat[piece.start : piece.stop], shared[piece.start : piece.stop], device)
+        for index, value in got.items():
+            position, key = where[piece.start + index]
+            found[param_set.parameters[position]][key] = _stored(value, _location(offloaded, position, key))
     for position, (parameter, own) in enumerate(zip(param_set.parameters, param_set.views(mode), strict=True)):
         for key, entry in entries[position].items():
             if entry.owner is None and key in own:
@@ -123,8 +171,14 @@ def gathered(state_dict: Any) -> Any:
 
 
 def full_tensor(x: Any) -> Any:
-    """Return a DTensor as a plain tensor, which is a collective of its ranks. Return any other object unchanged."""
-    return x.full_tensor() if is_dtensor(x) else x
+    """Return a DTensor as a plain tensor, a collective of its ranks, and anything else unchanged.
+
+    Offloaded entries are copied to the device of the ranks before, because collectives need them there.
+    """
+    if not is_dtensor(x):
+        return x
+    there: Any = x.to(x.device_mesh.device_type)
+    return there.full_tensor()
 
 
 def _rank_group(param_set: ParamSet) -> RankGroup:
@@ -132,7 +186,7 @@ def _rank_group(param_set: ParamSet) -> RankGroup:
     return param_set.rank_group
 
 
-def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
+def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: Location | None) -> Tensor:
     if not is_divided(tensor, param_set, position):
         return tensor
     parameter = param_set.parameters[position]
@@ -144,14 +198,16 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
     strides = [math.prod(own[axis + 1 :]) * size for axis in range(lead)]
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        tensor.clone(),  # asynchronous saving cannot stage rows of a stack, so the tensor gets storage of its own
+    # asynchronous saving cannot stage rows of a stack, so the tensor gets storage of its own
+    value: Tensor = DTensor.from_local(
+        tensor.clone() if location is None else tensor,
         mesh,
         placements,
         run_check=False,
         shape=torch.Size((*own, *parameter.shape)),
         stride=(*strides, *parameter.stride()),
     )
+    return _stored(value, location)
 
 
 def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement]]:

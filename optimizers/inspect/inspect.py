@@ -135,15 +135,24 @@ def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sam
 
 def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
     """Yield the rows of the state of all parameters that have been updated at least once."""
-    for stack_state in param_set.stack_states:
-        blocks = stack_state.select(param_set.update_counts > 0)
-        if blocks is None:
-            continue
-        names = [param_set.names[position] for position in blocks.stack.param_ids.tolist()]
-        context = stack_state.context(blocks, param_set.step_counts, {})
-        for stage, slot, measure, values in measured(blocks, context):
-            for name, key, value in zip(names, blocks.stack.keys, values, strict=True):
-                yield Measurement(name, key, stage, slot, measure, (value, 1.0, 1.0))
+    groups = [[stack_state] for stack_state in param_set.stack_states]
+    if param_set.offloaded is not None:
+        param_set.offloaded.schedule(groups)
+    for group in groups:
+        with nullcontext() if param_set.offloaded is None else param_set.offloaded.held(group):
+            yield from [row for stack_state in group for row in _of_stack(param_set, stack_state)]
+
+
+def _of_stack(param_set: ParamSet, stack_state: StackState) -> Iterator[Measurement]:
+    """Yield the rows of the state of a stack, for all its parameters that have been updated at least once."""
+    blocks = stack_state.select(param_set.update_counts > 0)
+    if blocks is None:
+        return
+    names = [param_set.names[position] for position in blocks.stack.param_ids.tolist()]
+    context = stack_state.context(blocks, param_set.step_counts, {})
+    for stage, slot, measure, values in measured(blocks, context):
+        for name, key, value in zip(names, blocks.stack.keys, values, strict=True):
+            yield Measurement(name, key, stage, slot, measure, (value, 1.0, 1.0))
 
 
 class Sample(NamedTuple):

@@ -18,6 +18,7 @@ from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.roots import ByDevice
+from eigengraft.quantization import choose
 from eigengraft.slots import StateKey
 
 from ..isolation import isolated
@@ -148,6 +149,7 @@ class SlotSize:
     storage: kind of the slot's quantizer; "" if the slot is not quantized.
     declared: bytes of the slot in the dtype in which it is computed.
     stored: bytes of the slot in its storage.
+    location: memory of an offloaded slot between steps, "cpu" or "disk"; "" for the memory of its device.
     """
 
     key: str
@@ -155,6 +157,7 @@ class SlotSize:
     storage: str
     declared: int
     stored: int
+    location: str = ""
 
 
 def slot_bytes(state: Any) -> int:
@@ -327,20 +330,35 @@ class Reporting(torch.optim.Optimizer):
         The slots of stages come first, in the order of the chains. Iterates and counts, which belong to no stack, come
         last.
         """
-        found: dict[tuple[str, str, str], list[int]] = {}
+        found: dict[tuple[str, str, str, str], list[int]] = {}
         for own in self.stack_states():
             for key, slot in own.slots():
-                coded = own.encoded.get(str(key))
+                coded, storage = own.encoded.get(str(key)), choose(own.storage, key, slot)
+                location = "" if storage is None or storage.location is None else storage.location.to
                 kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
                 declared = len(own.stack.param_ids) * math.prod(slot.shape) * (slot.dtype or own.stack.dtype).itemsize
                 stored = sum(tensor.nbytes for tensor in own.stored(key))
-                sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
+                sizes = found.setdefault((str(key), slot.role, kind, location), [0, 0])
                 sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
         for text, tensor in chain.from_iterable(own_state(state).items() for state in self.state.values()):
             if StateKey.parse(text).block is None:
-                sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
+                sizes = found.setdefault((text, "count" if text == "step" else "iterate", "", ""), [0, 0])
                 sizes[0], sizes[1] = sizes[0] + tensor.nbytes, sizes[1] + tensor.nbytes
-        return [SlotSize(*names, *sizes) for names, sizes in found.items()]
+        return [
+            SlotSize(key, role, storage, declared, stored, location)
+            for (key, role, storage, location), (declared, stored) in found.items()
+        ]
+
+    def offloaded_bytes(self) -> dict[str, int]:
+        """Return the bytes of the slots that are in host memory between steps, by location: "cpu" or "disk".
+
+        Each step brings these bytes in, and takes them back.
+        """
+        found = Counter[str]()
+        for row in self.slot_sizes():
+            if row.location:
+                found[row.location] += row.stored
+        return dict(found)
 
     def stack_states(self) -> list[StackState]:
         """Return all stacks with their state."""
@@ -379,4 +397,5 @@ class Reporting(torch.optim.Optimizer):
         lines += (f"  {line}" for line in self.solver_choices())
         for path, value in sets.schedules.values(steps_taken(sets)).items():
             lines.append(f"  {path}: {value:g}, scheduled")
-        return "\n".join([*lines, f"  state: {self.state_bytes()} bytes)"])
+        moved = "".join(f", {size} of them on {place}" for place, size in self.offloaded_bytes().items())
+        return "\n".join([*lines, f"  state: {self.state_bytes()} bytes{moved})"])

@@ -18,7 +18,8 @@ from eigengraft.numerics import active_fake_mode
 from eigengraft.preconditioners.algebra.products import matrix_shape
 from eigengraft.preconditioners.base import Inner, Stage, Stages, chain_slots
 from eigengraft.quantization import Quantizer
-from eigengraft.quantization.base import choose
+from eigengraft.quantization.base import choose, choose_codec
+from eigengraft.quantization.offload import in_memory
 from eigengraft.schedules import schedules
 from eigengraft.slots import Slot, StateKey
 
@@ -175,6 +176,24 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
         )
 
 
+@recipe_check("offload-unused")
+def _unused_offload(composed: Composition) -> Iterator[str]:
+    """Warn if offloaded slots take the same memory as without: on a CPU, or in a file that is in memory itself."""
+    recipe, sets = composed.optimizer.recipe, composed.optimizer.param_sets
+    for text, quantizer in recipe.storage.items():
+        where = quantizer.location
+        if where is not None and where.to == "cpu" and all(p.device.type == "cpu" for p in chain(*sets.parameters)):
+            yield (
+                f"storage.{text}: offload to cpu has no effect, because the parameters are on a CPU; use "
+                "`to: disk`, or move the model to its device"
+            )
+        elif where is not None and where.to == "disk" and in_memory(where):
+            yield (
+                f"storage.{text}: offload to disk saves no memory, because the file system of {where.path} is in "
+                "memory; set `directory` or TMPDIR to a directory on a disk"
+            )
+
+
 @recipe_check("storage-rounds-to-zero")
 def _rounded_second_moments(composed: Composition) -> Iterator[str]:
     """Warn if the storage of second moments, by whose roots updates are divided, rounds small values to 0."""
@@ -182,7 +201,7 @@ def _rounded_second_moments(composed: Composition) -> Iterator[str]:
     found: dict[Quantizer, list[str]] = {}
     for key, own in (composed.slots() if storage else {}).items():
         for slot in own:
-            quantizer = choose(storage, key, slot) if slot.role == "second_moment" else None
+            quantizer = choose_codec(storage, key, slot) if slot.role == "second_moment" else None
             if quantizer is not None and str(key) not in found.get(quantizer, []):
                 found.setdefault(quantizer, []).append(str(key))
     for quantizer, names in found.items():

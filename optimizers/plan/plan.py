@@ -6,6 +6,7 @@ Blocks and owners are computed by the functions that the optimizer itself uses. 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +26,7 @@ from ..inspect.reporting import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
-from ..stacks.assignment import Advice, advise, assign_owners, block_cost, common_interval
+from ..stacks.assignment import Advice, advise, assign_owners, block_cost, common_interval, offloaded_bytes
 from ..stacks.placement import ParamPlacement, ParamSpec, place, refresh_phases
 from ..stacks.stack import divide
 from .traffic import Traffic, step_traffic
@@ -48,6 +49,8 @@ class Plan:
     placements: layout and owners of each parameter, by name. With `group_size` the ranks are those of one group.
     blocks: `[R]`, number of blocks that each rank owns.
     state: `[R]`, bytes of state.
+    offloaded: `[R]`, bytes of state in host memory between steps, by location: "cpu" or "disk". Each step brings them
+        in and takes them back.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
     traffic: messages of a step by purpose: "gradients" to owners, "updates" from owners, "agreement" for the checks of
         gradients, and "synchronization", which only gloo needs.
@@ -59,6 +62,7 @@ class Plan:
     placements: Mapping[str, ParamPlacement]
     blocks: NDArray[np.int64]
     state: NDArray[np.int64]
+    offloaded: Mapping[str, NDArray[np.int64]]
     work: Floats
     traffic: Mapping[str, Traffic]
     interval: int
@@ -132,6 +136,7 @@ def plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
         np.tile(sum((_count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
         np.tile(_state_bytes(recipe, specs, block_groups, ranks), groups),
+        {location: np.tile(own, groups) for location, own in _offloaded(recipe, specs, block_groups, ranks).items()},
         np.tile(loads.work, groups),
         step_traffic(recipe, specs, block_groups, layouts, not _placements(mesh, parallel), groups),
         loads.interval,
@@ -227,6 +232,31 @@ def _state_bytes(
             found[key] = _local_bytes(recipe, spec)
         state += found[key]
     return state
+
+
+def _offloaded(
+    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
+) -> dict[str, NDArray[np.int64]]:
+    """Return `[R]`, the bytes of owned blocks and of shards that are in host memory between steps, by location."""
+    found = defaultdict[str, NDArray[np.int64]](lambda: np.zeros(ranks, dtype=np.int64))
+    if all(quantizer.location is None for quantizer in recipe.storage.values()):
+        return {}
+    rules = recipe.rules()
+    for group in block_groups:
+        owned = _count_owned(group, ranks)
+        sizes = offloaded_bytes(rules[group.path], group.path, group.shape, group.dtype, recipe.storage)
+        for location, size in sizes.items():
+            found[location] += size * owned
+    for spec in specs:
+        if spec.placement is None or spec.placement.owners is not None:
+            continue
+        for rank, box in enumerate(spec.placement.updated.boxes):
+            if box.numel:
+                dtype = compute_dtype(spec.dtype)
+                sizes = offloaded_bytes(rules[spec.path], spec.path, box.shape, dtype, recipe.storage)
+                for location, size in sizes.items():
+                    found[location][rank] += size
+    return dict(found)
 
 
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:

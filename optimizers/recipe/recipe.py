@@ -202,6 +202,12 @@ class Recipe(UpdateRule):
             expected_rules(key, self.rules())
         if self.line_search is not None:
             self.line_search.require_line(self)
+        moved = next((key for key, quantizer in self.storage.items() if quantizer.location is not None), None)
+        if self.graph and moved is not None:
+            raise ValueError(
+                f"graph cannot be combined with storage.{moved}, whose slots are moved in each step, because a graph "
+                "needs state at fixed addresses; remove one of them"
+            )
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Owners follow from the costs that stages declare. `distributed/balance.py` divid
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor
 from eigengraft.preconditioners.cadence import Cadence
-from eigengraft.quantization import Quantizer, choose
+from eigengraft.quantization import Quantizer, choose, choose_codec
 
 from ..param_groups import flat_piece
 from ..recipe.loading import load_recipe
@@ -89,7 +90,23 @@ def block_cost(
     constant = sum((stage.work(block) for _, stage in rule.stages()), 0.0)
     rare = tuple((cadence, FACTORIZATION * cost) for cadence, cost in refreshes(rule, block))
     slots = slot_keys(rule, path, block).items()
-    return Cost(constant, rare, sum(_bytes(s.shape, s.dtype or dtype, choose(storage, key, s)) for key, s in slots))
+    return Cost(
+        constant, rare, sum(_bytes(s.shape, s.dtype or dtype, choose_codec(storage, key, s)) for key, s in slots)
+    )
+
+
+def offloaded_bytes(
+    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
+) -> Counter[str]:
+    """Return the bytes of a block's state that are in host memory between steps, by location. No state is allocated.
+
+    The arguments are those of `block_cost`.
+    """
+    found = Counter[str]()
+    for key, slot in slot_keys(rule, path, block).items():
+        if (quantizer := choose(storage, key, slot)) is not None and quantizer.location is not None:
+            found[quantizer.location.to] += _bytes(slot.shape, slot.dtype or dtype, quantizer.codec)
+    return found
 
 
 @lru_cache(maxsize=4096)

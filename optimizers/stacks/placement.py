@@ -24,7 +24,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import is_dtensor
 from eigengraft.preconditioners.cadence import ROUNDED, Cadence
-from eigengraft.quantization import choose
+from eigengraft.quantization import choose_codec
 from eigengraft.signals import known_signals, requested
 
 from ..recipe.recipe import Recipe, Route, slot_keys
@@ -304,7 +304,7 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrice
     if any(grid.shape != shape or not grid.is_parameter for grid in rule.blocking.grids(shape, matrices)):
         return False
     slots = [
-        choose(recipe.storage, key, slot) is None and slot.shape == shape
+        choose_codec(recipe.storage, key, slot) is None and slot.shape == shape
         for key, slot in slot_keys(rule, path, shape).items()
     ]
     known = known_signals()

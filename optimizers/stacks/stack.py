@@ -25,6 +25,8 @@ from eigengraft.distributed.rank_group import HostCopy, RankGroup
 from eigengraft.numerics import compute_dtype, kept_on_device, upload
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
+from eigengraft.quantization.base import Location
+from eigengraft.quantization.offload import HostBuffer, available
 from eigengraft.signals import requested
 from eigengraft.slots import FORMAT, Encoded, EncodedSlot, Slot, State, StateKey, Storage, Watch
 from eigengraft.step_context import StepContext
@@ -51,7 +53,9 @@ class StackState:
     number: index of the stack in its parameter set.
     block_group: index of the block group of the blocks. None: no block of the stack is sent between ranks.
     width_factors: `[N]`, factor of the direction of each block. None: there are no factors.
-    tensors: state tensors `[N, ...]`, by "<stage path>/<slot>".
+    tensors: state tensors `[N, ...]`, by "<stage path>/<slot>". Offloaded ones are in host memory, except while a step
+        has brought them to the device.
+    host_buffers: memory of the offloaded tensors, by location. Empty: every tensor is on the device of the stack.
     encoded: slots that a quantizer stores, by the same key. Their tensors have keys "<stage path>/<slot>/<code>".
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
     step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
@@ -70,6 +74,7 @@ class StackState:
     width_factors: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
+    host_buffers: list[HostBuffer] = field(default_factory=list, init=False, repr=False)
     checks: Checks | None = field(default=None, init=False)
     step_watch: Watch | None = field(default=None, init=False)
     _failing: HostCopy | None = field(default=None, init=False, repr=False)
@@ -77,9 +82,11 @@ class StackState:
     fresh: InitVar[FreshCodes | None] = None
 
     def __post_init__(self, fresh: FreshCodes | None) -> None:
-        known = {} if fresh is None else fresh
+        known, offloaded = {} if fresh is None else fresh, dict[Location, dict[str, Tensor]]()
         for key, slot in self.slots():
-            self._allocate(key, slot, known)
+            self._allocate(key, slot, known, offloaded)
+        for location, rows in offloaded.items():
+            self._offload(location, rows)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:
         """Yield (key, slot) of all slots that the stages declare. The keys contain no block key."""
@@ -89,25 +96,47 @@ class StackState:
         """Return the tensors that store a slot: one tensor, or the codes of a quantizer and their format."""
         return [self.tensors[name] for name in self.names(key)]
 
-    def _allocate(self, key: StateKey, slot: Slot, fresh: FreshCodes) -> None:
-        """Add the tensors of a slot to the state, with the slot's initial values."""
+    def _allocate(
+        self, key: StateKey, slot: Slot, fresh: FreshCodes, offloaded: dict[Location, dict[str, Tensor]]
+    ) -> None:
+        """Add the tensors of a slot to the state, with the slot's initial values.
+
+        offloaded: for tensors to be offloaded, their initial rows `[1, ...]`, by location and name; extended.
+        """
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         quantizer = choose(self.storage, key, slot) if self.storage else None
-        if quantizer is None:
+        codec = None if quantizer is None else quantizer.codec
+        location = None if quantizer is None else available(quantizer.location, device)
+        if codec is None and location is None:
             self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return
-        same = (quantizer.model_dump_json(), slot, dtype, device)
-        if (
-            same not in fresh
-        ):  # encode once: encoding may need a decomposition, and all blocks have the same initial values
-            fresh[same] = quantizer.encode(slot.allocate(1, dtype, device))
-        codes = {part: code.repeat(blocks, *[1] * (code.ndim - 1)) for part, code in fresh[same].items()}
-        self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), slot.dtype or dtype)
-        coded = {
-            **codes,
-            FORMAT: torch.full((blocks,), quantizer.format(), dtype=torch.int64, device=self.stack.device),
-        }
-        self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
+        if codec is None:
+            rows = {str(key): slot.initial(dtype)}
+        else:
+            same = (codec.model_dump_json(), slot, dtype, device)
+            if (
+                same not in fresh
+            ):  # encode once: encoding may need a decomposition, and all blocks have the same initial values
+                fresh[same] = codec.encode(slot.allocate(1, dtype, device))
+            codes = {**fresh[same], FORMAT: torch.full((1,), codec.format(), dtype=torch.int64, device=device)}
+            self.encoded[str(key)] = EncodedSlot(slot, codec, tuple(fresh[same]), slot.dtype or dtype)
+            rows = {str(key._replace(part=part)): code for part, code in codes.items()}
+        if location is None:
+            rows = {name: row.repeat(blocks, *[1] * (row.ndim - 1)) for name, row in rows.items()}
+        else:
+            offloaded.setdefault(location, {}).update(rows)
+        self.tensors.update(rows)
+
+    def _offload(self, location: Location, rows: Mapping[str, Tensor]) -> None:
+        """Store tensors in a buffer of host memory. rows: initial values `[1, ...]` of every block, by name."""
+        blocks = len(self.stack.param_ids)
+        buffer = HostBuffer(location, {name: row.expand(blocks, *row.shape[1:]) for name, row in rows.items()})
+        for name, tensor in buffer.views(buffer.memory).items():
+            if rows[name].any():  # a buffer begins as zeros, whose pages need not be written
+                tensor.copy_(rows[name].expand_as(tensor))
+            self.tensors[name] = tensor
+        buffer.release()
+        self.host_buffers.append(buffer)
 
     def names(self, key: StateKey) -> list[str]:
         """Return the names of the tensors that store a slot; for a quantized slot the last one is its `FORMAT`."""

@@ -14,6 +14,9 @@ from eigengraft.blocking.stacks import Stack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
+from eigengraft.quantization import choose
+from eigengraft.quantization.base import Location
+from eigengraft.quantization.offload import available
 from eigengraft.slots import AVERAGING, StateKey
 
 from ..recipe.recipe import slot_keys
@@ -37,6 +40,31 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
                     shape = (*shape[: leading_axes(tensor, parameter)], *parameter.shape)
                 entries[position][key] = Entry(shape, tensor.dtype)
     return entries
+
+
+def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
+    """Return where state of blocks is stored between steps, if it is offloaded, the same on every rank.
+
+    Keys are (position of the parameter, state key without a part).
+    """
+    found, storage = dict[tuple[int, str], Location](), param_set.recipe.storage
+    if all(quantizer.location is None for quantizer in storage.values()):
+        return found
+    blocks = [
+        (group.path, group.shape, group.device, [(block.position, block.grid.keys[0]) for block in group.blocks])
+        for group in param_set.block_groups
+    ]
+    blocks += [
+        (own.path, own.stack.block, own.stack.device, [(position, key) for _, position, key in own.rows()])
+        for own in param_set.stack_states
+        if own.block_group is None
+    ]
+    for path, shape, device, places in blocks:
+        for key, slot in slot_keys(param_set.rules[path], path, shape).items():
+            quantizer = choose(storage, key, slot)
+            if quantizer is not None and (location := available(quantizer.location, device)) is not None:
+                found.update({(position, StateKey.join(block, str(key))): location for position, block in places})
+    return found
 
 
 def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:

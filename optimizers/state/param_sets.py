@@ -263,6 +263,9 @@ class ParamSets:
         """
         if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
             return
+        for param_set in self:
+            if param_set.offloaded is not None:
+                param_set.offloaded.finish()
         plans, rebuilt = [], list[bool]()
         for batch, built in enumerate(self.built):
             given = {id(p) for i in self.groups_of(batch) for p in self.parameters[i] if own_state(state.get(p))}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.errors import first_lines
-from eigengraft.numerics import is_dtensor
+from eigengraft.numerics import apart, is_dtensor
 from eigengraft.slots import AVERAGING, FORMAT, Slot, StateKey
 
 from ..step.step import ParamSet
@@ -49,19 +49,6 @@ def own_state(entry: object) -> dict[str, Any]:
 def host_state(entry: object) -> dict[Any, Any]:
     """Return the entries of a parameter's state that a host has added under keys of its own."""
     return {k: x for k, x in entry.items() if is_host_key(k)} if isinstance(entry, Mapping) else {}
-
-
-def apart(x: Tensor) -> Tensor:
-    """Return a tensor over the same memory whose storage is as small as the tensor, so that it is pickled alone.
-
-    The result has its own version counter. Tensors that are not contiguous or have no memory (meta, fake) are returned
-    as views with their full storage.
-    """
-    if type(x) is not Tensor or x.device.type == "meta" or not x.is_contiguous():
-        return x.data
-    start, size = x.storage_offset() * x.element_size(), x.numel() * x.element_size()
-    storage = x.untyped_storage()[start : start + size]
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, x.stride())
 
 
 def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -52,17 +52,24 @@ _DEVICES = ("cpu", "cuda")
 class FusedAdam:
     """Adam's chain of one stack.
 
+    names: names of the moments m and v among the tensors of the stack.
     first, second: the moments m and v of the stack's N blocks, `[N, *block]` each.
     beta1, beta2, eps: constants of Adam's formula.
     factors: `[N]`, factor by which the learning rate of each block is multiplied; None: 1 for all.
     """
 
+    names: tuple[str, str]
     first: Tensor
     second: Tensor
     beta1: float
     beta2: float
     eps: float
     factors: tuple[float, ...] | None = None
+
+    def at(self, tensors: Mapping[str, Tensor]) -> FusedAdam:
+        """Return this chain with the moments where they are now: offloaded ones are at other addresses in a step."""
+        first, second = (tensors[name] for name in self.names)
+        return self if first is self.first else replace(self, first=first, second=second)
 
     @cached_property
     def rows(self) -> list[tuple[Tensor, Tensor]]:
@@ -80,15 +87,17 @@ def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
 
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
     """Return Adam's chain of a stack for which `not_fused` gives no reason."""
-    m, v = (own.tensors[name] for name in _slots(own, first, second))
+    names = _slots(own, first, second)
+    m, v = (own.tensors[name] for name in names)
     factors = None if own.width_factors is None else tuple(own.width_factors.tolist())
-    return FusedAdam(m, v, first.beta, second.beta, second.eps, factors)
+    return FusedAdam(names, m, v, first.beta, second.beta, second.eps, factors)
 
 
-def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> list[str]:
+def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
     path = f"{own.path}.update" if own.path else "update"
     pairs = zip(own.rule.update, moments, strict=True)
-    return [StateKey.join(f"{path}.{stage.label}", moment.slot) for stage, moment in pairs]
+    first, second = (StateKey.join(f"{path}.{stage.label}", moment.slot) for stage, moment in pairs)
+    return first, second
 
 
 def not_fused(

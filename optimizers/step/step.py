@@ -30,6 +30,7 @@ from .exchange import LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
 from .fused import FusedStep, GraphNumbers
 from .gradients import FiniteCheck, GivenGradients, LossScale
+from .offload import OffloadedState
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
 
@@ -52,6 +53,7 @@ class ParamSet:
     executions: for each stack, the way in which its steps run.
     graphs: captured steps of stacks. None: the recipe captures no steps.
     iterates: state of the averaging and of constraints.
+    offloaded: state of stacks that is in host memory between steps. None: all state is on the device.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class ParamSet:
             own.number = number
         spans = any(own.spans for own in self.stack_states)
         self._together = sharing_sums(self.stack_states) if spans else [[own] for own in self.stack_states]
+        offloads = any(own.host_buffers for own in self.stack_states)
+        self.offloaded = OffloadedState(self._together, specs[0].device) if offloads else None
         shared = {own.number for together in self._together if len(together) > 1 for own in together}
         self.executions = [
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
@@ -128,6 +132,8 @@ class ParamSet:
         Raises ArithmeticError for roots that failed too often, and FloatingPointError for an unusable gradient if the
         recipe requests an error.
         """
+        if self.offloaded is not None:
+            self.offloaded.finish()
         left, bad = self.finite_check.resolve_deferred()
         for position in left:
             if self.step_counts[position]:  # a host may have set it to 0
@@ -249,20 +255,35 @@ class ParamSet:
         """
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
+        if self.offloaded is not None:
+            self.offloaded.schedule(groups, step.active)
         for states in groups:
-            for together, priming in active_blocks(states, step.active, self.step_counts):
-                blocks, how = together[0], self.execution(together[0].stack_state)
-                if how.adam is not None:
-                    if blocks.stack_state.watched:
-                        self._stack_step(blocks, step, None).rehearse()
-                    given = numbers.get(blocks.stack_state.number)
-                    if fused.add(how.adam, blocks, given if isinstance(given, GraphNumbers) else None):
-                        continue
-                whole = bool(numbers) or len(together) > 1 or how.plain
-                if whole or not how.in_place(blocks, step, self.step_counts, self.local):
-                    self._advance(together, step, priming, numbers)
+            if self.offloaded is None:
+                self._run_group(states, step, numbers, fused)
+                continue
+            with self.offloaded.held(states):
+                self._run_group(states, step, numbers, fused)
+                fused.run()
         fused.run()
         self.exchange.finish()
+
+    def _run_group(self, states: Sequence[StackState], step: Step, numbers: StackNumbers, fused: FusedStep) -> None:
+        """Run one step of stacks that share sums over parameters. `fused` collects those that a fused kernel updates.
+
+        numbers: as of `_run`.
+        """
+        for together, priming in active_blocks(states, step.active, self.step_counts):
+            blocks, how = together[0], self.execution(together[0].stack_state)
+            if how.adam is not None:
+                own = blocks.stack_state
+                if own.watched:
+                    self._stack_step(blocks, step, None).rehearse()
+                given = numbers.get(own.number)
+                if fused.add(how.adam.at(own.tensors), blocks, given if isinstance(given, GraphNumbers) else None):
+                    continue
+            whole = bool(numbers) or len(together) > 1 or how.plain
+            if whole or not how.in_place(blocks, step, self.step_counts, self.local):
+                self._advance(together, step, priming, numbers)
 
     def _advance(
         self,
@@ -285,6 +306,8 @@ class ParamSet:
         else:
             found = run_together(steps, self._direction)
             for blocks, direction in zip(together, found, strict=True):
+                if self.offloaded is not None:
+                    direction = self.offloaded.outlasting(direction)
                 self.exchange.deliver(blocks, direction)
         for one in steps:
             one.note_failures(self.recipe.failure.roots)

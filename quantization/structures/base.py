@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import cached_tensors, may_branch_on_values, per_block
@@ -102,6 +103,11 @@ class Structure(Quantizer, ABC):
     inner: Quantizer = Field(
         default=Int4(), description="storage of the entries that the structure does not keep exactly"
     )
+
+    @model_validator(mode="after")
+    def _inner_is_a_format(self) -> Self:
+        self.inner.require_codec("inner")
+        return self
 
     def unsupported(self, slot: Slot) -> str | None:
         return self.shape_error(slot) or self.inner.unsupported(slot)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.slots import Encoded, Slot, Uniform
@@ -26,6 +26,12 @@ class Symmetric(Quantizer):
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["symmetric"] = "symmetric"
     inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: unchanged")
+
+    @model_validator(mode="after")
+    def _inner_is_a_format(self) -> Self:
+        if self.inner is not None:
+            self.inner.require_codec("inner")
+        return self
 
     def unsupported(self, slot: Slot) -> str | None:
         problem = square_shape_error(slot, self.roles, "symmetric matrices")

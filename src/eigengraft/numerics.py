@@ -71,6 +71,19 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if is_dtensor(x) else x
 
 
+def apart(x: Tensor) -> Tensor:
+    """Return a tensor over the same memory whose storage is as small as the tensor, so that it is pickled alone.
+
+    The result has its own version counter. Tensors that are not contiguous or have no memory (meta, fake) are returned
+    as views with their full storage.
+    """
+    if type(x) is not Tensor or x.device.type == "meta" or not x.is_contiguous():
+        return x.data
+    start, size = x.storage_offset() * x.element_size(), x.numel() * x.element_size()
+    storage = x.untyped_storage()[start : start + size]
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, x.stride())
+
+
 def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Return a decorator like `functools.lru_cache`, for functions that make tensors.
 

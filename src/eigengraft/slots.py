@@ -136,6 +136,16 @@ class Slot:
             return eye.expand(blocks, *self.shape).contiguous()
         return torch.full((blocks, *self.shape), self.fill, dtype=dtype, device=device)
 
+    def initial(self, dtype: torch.dtype) -> Tensor:
+        """Return the initial slot of one block on the CPU, `[1, *shape]`. If all entries are equal, it is a view of one
+        number.
+
+        dtype: dtype of the result if the slot has none.
+        """
+        if self.fill == "identity":
+            return self.allocate(1, dtype, torch.device("cpu"))
+        return torch.full((), self.fill, dtype=self.dtype or dtype, device="cpu").expand(1, *self.shape)
+
 
 Encoded = Mapping[str, Tensor]
 """Tensors `[N, ...]` that a quantized slot is stored in, by name."""

@@ -312,6 +312,22 @@ class TestShow:
         (sizes,) = (line for line in table if " all " in line)
         assert f"{optimizer.state_bytes() - counts:,}" in sizes
 
+    def test_offloaded_slots_have_their_memory(self) -> None:
+        write("offload.yaml", "{base: adamw, storage: {first_moment: {kind: offload, to: disk, min_elements: 1}}}")
+        lines = succeeds("show", "offload.yaml", "task.width=8", "task.model=cnn", "--task", "digits").splitlines()
+        (line,) = (line for line in lines if line.startswith("# offloaded to disk: "))
+        size = line.split()[4]
+        (total,) = (line for line in lines if line.startswith("#") and " all " in line)
+        assert f"disk {size}" in total
+        for line in lines:
+            assert (
+                ("rms/v" in line and " device " in line)
+                or ("momentum/m" in line and " disk " in line)
+                or ("/m" not in line and "/v" not in line)
+            )
+        planned = succeeds("plan", "gpt2", "--recipe", "offload.yaml", "--world", "2")
+        assert "offloaded to disk: at most " in planned and " of a rank's state" in planned
+
     def test_expectations_are_told(self) -> None:
         recipe = write("expecting.yaml", "{base: muon, expect: {spectral: '>= 50% of parameters'}}")
         lines = succeeds("show", recipe, "--task", "digits").splitlines()  # others may follow: bfloat16 saves no time

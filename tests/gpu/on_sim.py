@@ -151,6 +151,17 @@ def copies(place: torch.device) -> None:
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@function
+def offloaded_state(place: torch.device) -> None:
+    """A device whose module has no streams: the host waits for every copy."""
+    roles = ("statistic", "basis", "first_moment", "second_moment")
+    for to in ("cpu", "disk"):
+        storage = {role: {"kind": "offload", "to": to, "min_elements": 1} for role in roles}
+        ours = trained({"base": "soap_fitted", "storage": storage}, place)
+        theirs = trained("soap_fitted", place)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 if __name__ == "__main__":
     assert Path(eigengraft.__file__).is_file()
     with accelerator("sim") as run:

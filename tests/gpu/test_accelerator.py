@@ -80,6 +80,29 @@ def test_a_tensor_outside_of_the_block_is_an_error() -> None:
         pass
 
 
+def test_copies_on_a_second_stream_run_when_something_waits_for_them(x: Tensor) -> None:
+    side, back = torch.cuda.Stream(), torch.zeros(2, 3)
+    with torch.cuda.stream(side):
+        x.copy_(HOST + 10, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream())
+    assert torch.equal(x.cpu(), HOST)
+    torch.cuda.current_stream().wait_event(arrived)
+    assert torch.equal(x.cpu(), HOST + 10)
+    x.mul_(2)
+    computed = torch.cuda.Event()
+    computed.record()
+    with torch.cuda.stream(side):
+        side.wait_event(computed)
+        back.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+    assert not back.any()
+    with accelerator("cuda") as counts:
+        done.synchronize()
+    assert torch.equal(back, 2 * (HOST + 10)) and counts.waits == 0  # the work was asked for before
+
+
 def test_a_module_keeps_its_parameters_on_its_way_to_the_device() -> None:
     with accelerator("cuda") as run:
         module = nn.Linear(3, 2)

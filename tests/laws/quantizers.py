@@ -95,6 +95,21 @@ QUANTIZERS = (
         faults=(unknown("eigen"), Fault({"kind": "eigen", "steps": 0}, "steps", 1)),
     ),
     Row({"kind": "eigen", "inner": SMALL, "steps": 2, "rectify": 0}, "two steps"),
+    Row(
+        {"kind": "offload", "to": "disk"},
+        "disk",
+        faults=(
+            unknown("offload"),
+            Fault({"kind": "offload", "to": "tape"}, "to", "tape"),
+            Fault({"kind": "offload", "to": "cpu", "directory": "/data"}, "directory", "/data", "disk"),
+            Fault({"kind": "offload", "min_elements": 0}, "min_elements", 1),
+            Fault({"kind": "offload", "inner": {"kind": "offload"}}, "inner", "offload"),
+            Fault({"kind": "orthogonal", "inner": {"kind": "offload"}}, "inner", "offload"),
+            Fault({"kind": "symmetric", "inner": {"kind": "offload"}}, "inner", "offload"),
+        ),
+    ),
+    Row({"kind": "offload", "inner": SMALL}, "cpu"),
+    Row({"kind": "offload", "to": "disk", "inner": {"kind": "symmetric", "inner": SMALL}}, "disk, coded"),
 )
 
 STOCHASTIC = {"kind": "int8", "rounding": "stochastic"}
@@ -104,6 +119,7 @@ WITH_NOISE_INSIDE = (
     Row({"kind": "orthogonal", "inner": STOCHASTIC}, "stochastic inside"),
     Row({"kind": "cholesky", "inner": STOCHASTIC, "error_feedback": 0.5}, "stochastic inside"),
     Row({"kind": "eigen", "inner": STOCHASTIC}, "stochastic inside"),
+    Row({"kind": "offload", "to": "disk", "inner": STOCHASTIC}, "stochastic inside"),
 )
 """More of the structures, for the laws in which random numbers take part."""
 

@@ -39,7 +39,8 @@ Parameters = list[torch.nn.Parameter]
 
 def everywhere(quantizer: Quantizer) -> dict[str, Quantizer]:
     """By role, for every role that the quantizer takes."""
-    return {role: quantizer for role in quantizer.roles or get_args(Role) if role not in NEVER_CODED}
+    roles = (quantizer.codec or quantizer).roles or get_args(Role)
+    return {role: quantizer for role in roles if role not in NEVER_CODED}
 
 
 def made(row: Row, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Parameters, Optimizer]:
@@ -49,7 +50,7 @@ def made(row: Row, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[
     storage = everywhere(quantizer)
     optimizer = Optimizer(parameters, {"update": UPDATE, "routes": [], "storage": storage}, lr=0.01)
     coded = {key.rpartition("/")[0] for key in optimizer.state[parameters[0]] if key.endswith("/format")}
-    assert coded
+    assert bool(coded) == (quantizer.codec is not None)
     return parameters, optimizer
 
 

@@ -10,10 +10,11 @@ that a device would have.
     step.waits, step.uploads, step.kernels, step.traffic    # totals
     step.by_line()                                          # the same by "file:line operation"
 
-With this device a test suite without a GPU can check that steps stay on the device. Numbers are those of the CPU, bit
-for bit, if the code runs the same branches. Like CUDA, the device refuses operations that mix devices. A wait of the
-host is counted for a value, for a size that depends on values, and for a copy from or to pageable memory. Time,
-streams, the rounding of CUDA's kernels and the cost of fragmented memory are not simulated.
+A test suite without a GPU can check with it that steps stay on the device. Numbers are those of the CPU, bit for bit,
+if the code takes the same branches. Like CUDA, the device refuses operations that mix devices. The host waits for
+values, for sizes that depend on values, and for copies from or to pageable memory. Copies on a second stream of the
+kind "cuda" run as late as the waits of the code allow. Time, the rounding of CUDA's kernels and the cost of fragmented
+memory are not simulated.
 
 With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
 the block. This kind has no backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind
@@ -24,12 +25,13 @@ kinds use names that are private to torch; `missing_names` returns the names tha
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import RLock, local
 from types import CodeType
 from typing import Any, Literal
 from unittest import mock
@@ -209,17 +211,71 @@ class _Memory:
             self.device.hold(-self.size)
 
 
-class _Event:
-    """A replacement of `torch.cuda.Event` for copies to the host.
+class _Stream:
+    """A replacement of `torch.cuda.Stream`. Copies on a stream other than the first one run as late as possible.
 
-    A wait is counted only if the event was recorded in the block that is the innermost one now.
+    They run when the host, or another stream, waits for an event behind them. So code that forgets to wait reads old
+    numbers. Everything else runs at once.
     """
+
+    present = local()
+    """`stream`: the present stream of the thread, if it is not the first one."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
+
+    def add(self, work: Callable[[], Any]) -> None:
+        """Let work run after all work of the stream."""
+        self._waiting.append(work)
+        self.asked += 1
+
+    def run(self, number: int) -> None:
+        """Run the first `number` pieces of work that the stream was given, if they did not run yet."""
+        with self._lock:
+            while self._done < number:
+                self._done += 1
+                self._waiting.popleft()()
+
+    def wait_event(self, event: _Event) -> None:
+        if self is _Stream.first:
+            event.run()
+        else:
+            self.add(event.run)
+
+    @staticmethod
+    def current(*device: object) -> _Stream:
+        found: _Stream = getattr(_Stream.present, "stream", _Stream.first)
+        return found
+
+    @staticmethod
+    @contextmanager
+    def enter(stream: _Stream) -> Iterator[None]:
+        before, _Stream.present.stream = _Stream.current(), stream
+        try:
+            yield
+        finally:
+            _Stream.present.stream = before
+
+    first: _Stream
+
+
+_Stream.first = _Stream()
+
+
+class _Event:
+    """A replacement of `torch.cuda.Event`. It counts a wait of the host only for work of the innermost block."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._section: DeviceCounts | None = None
+        self._stream, self._number = _Stream.first, 0
 
-    def record(self, *stream: object) -> None:
-        self._section = _entered().sections[-1]
+    def record(self, stream: _Stream | None = None) -> None:
+        self._section, self._stream = _entered().sections[-1], stream or _Stream.current()
+        self._number = self._stream.asked
+
+    def run(self) -> None:
+        """Run the work of the stream before the event."""
+        self._stream.run(self._number)
 
     def query(self) -> bool:
         return self._section is not _entered().sections[-1]
@@ -227,6 +283,7 @@ class _Event:
     def synchronize(self) -> None:
         if not self.query():
             _entered().note("Event.synchronize", waits=1)
+        self.run()
 
 
 def _cuda_answers() -> dict[str, Any]:
@@ -234,8 +291,8 @@ def _cuda_answers() -> dict[str, Any]:
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}
-    stream = mock.Mock(return_value=None)  # all work is done in order
-    return {**values, "synchronize": wait, "Event": _Event, "current_stream": stream}
+    streams = {"Stream": _Stream, "current_stream": _Stream.current, "stream": _Stream.enter}
+    return {**values, **streams, "synchronize": wait, "Event": _Event}
 
 
 class _Device(TorchDispatchMode):
@@ -308,6 +365,9 @@ class _Device(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
         plain_args, plain_kwargs = _mapped(_to_host, (args, kwargs))
+        if copies and name == "copy_" and (stream := _Stream.current()) is not _Stream.first:
+            stream.add(lambda: func(*plain_args, **plain_kwargs))
+            return args[0]
         found = _float_sums(plain_args) if _sums_in_float(func) else func(*plain_args, **plain_kwargs)
         stays = here or (target is None and name != "_local_scalar_dense")
         result = _mapped(lambda x: given.get(id(x), SimulatedTensor(x) if stays else x), found)

@@ -1,0 +1,320 @@
+"""Offloaded state in a step: it is brought in before the program of a stack, and taken back after it.
+
+While a stack computes, the state of the next one is brought in. A device has two buffers, as large as the largest
+stack, which stacks use in turns. So the device holds the state of at most two stacks, and the copies of one stack run
+beside the program of another. Where the program computes in host memory, nothing is copied: pages of a file are read
+ahead, and leave the process afterwards.
+
+A parameter set without offloaded state has no object of this module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.quantization.offload import HostBuffer
+
+from ..stacks.stack import StackState
+
+Group = Sequence[StackState]
+"""Stacks that step together."""
+
+
+class OffloadedState:
+    """The offloaded state of the stacks of a parameter set.
+
+    groups: all stacks, in lists of stacks that step together. At least one stack has offloaded state.
+    """
+
+    def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
+        offloaded = [group for group in groups if _host_buffers(group)]
+        sizes = [sum(host.memory.numel() for host in _host_buffers(group)) for group in offloaded]
+        self._mover: Mover = MappedState() if device.type == "cpu" else CopiedState(device, sizes, offloaded)
+        self._queue: list[Group] = []
+
+    def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
+        """Begin to bring in the state of the first group. `held` is then called for the groups in this order.
+
+        active: `[P]`, True for parameters that take part. Groups without such parameters are not brought in. None: all
+            parameters take part.
+        """
+        self._queue = [
+            group
+            for group in groups
+            if _host_buffers(group) and (active is None or any(active[own.stack.param_ids].any() for own in group))
+        ]
+        self._turn = 0
+        for host in _host_buffers(self._queue[0]) if self._queue else ():
+            host.require_own_process()
+        self._fetch(0)
+
+    def _fetch(self, turn: int) -> None:
+        if turn < len(self._queue):
+            self._mover.fetch(self._queue[turn], turn % 2)
+
+    @contextmanager
+    def held(self, group: Group) -> Iterator[None]:
+        """Enter a context in which the state of a group is on its device. The state of the next group is on its way.
+
+        For a group that was not scheduled the context does nothing.
+        """
+        turn = self._turn
+        if turn >= len(self._queue) or self._queue[turn] is not group:
+            yield
+            return
+        self._turn += 1
+        self._fetch(turn + 1)
+        self._mover.enter(group, turn % 2)
+        try:
+            yield
+        finally:
+            self._mover.leave(group, turn % 2)
+
+    def outlasting(self, direction: Tensor) -> Tensor:
+        """Return a direction in memory that stays as it is after the context of its stack.
+
+        Some stages return a state tensor as their direction, and ranks send directions later.
+        """
+        return direction.clone() if self._mover.lends(direction) else direction
+
+    def finish(self) -> None:
+        """Wait until all state is in host memory. It is called before anything but a step reads or writes state."""
+        self._mover.finish()
+
+
+class Mover(ABC):
+    """A way to bring the state of a group in and to take it back.
+
+    The argument `buffer` is 0 or 1: the buffer of the device that holds the state of the group.
+    """
+
+    @abstractmethod
+    def fetch(self, group: Group, buffer: int) -> None:
+        """Begin to bring in the state of a group, without waiting."""
+
+    @abstractmethod
+    def enter(self, group: Group, buffer: int) -> None:
+        """Make the stacks use the state that was brought in."""
+
+    @abstractmethod
+    def leave(self, group: Group, buffer: int) -> None:
+        """Begin to take the state back, without waiting."""
+
+    @abstractmethod
+    def lends(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is in memory that another group will use."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all state is back."""
+
+
+class MappedState(Mover):
+    """State in mapped files of stacks on a CPU, which compute there."""
+
+    def fetch(self, group: Group, buffer: int) -> None:
+        for host in _host_buffers(group):
+            host.read_ahead()
+
+    def enter(self, group: Group, buffer: int) -> None:
+        pass
+
+    def leave(self, group: Group, buffer: int) -> None:
+        for host in _host_buffers(group):
+            host.release()
+
+    def lends(self, tensor: Tensor) -> bool:
+        return False
+
+    def finish(self) -> None:
+        pass
+
+
+class CopiedState(Mover):
+    """State in host memory of stacks on a device, copied to one of two buffers and back.
+
+    All copies are on one stream, in the order of the calls. A buffer is therefore filled after its last content was
+    copied back. The program waits for the copies to its buffer, and the copies back wait for the program. The host
+    waits for neither. Files are read and written by a thread, through pinned memory, because the host waits for copies
+    from and to other memory.
+
+    device: device of the stacks.
+    sizes: bytes of the offloaded state of each group.
+    groups: the groups with offloaded state.
+    """
+
+    def __init__(self, device: torch.device, sizes: Sequence[int], groups: Sequence[Group]) -> None:
+        self._streams = streams_of(device)
+        buffers = min(2, sum(bool(own.host_buffers) for group in groups for own in group))
+        self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(buffers)]
+        made = self._streams.mark()
+        with self._streams.aside():
+            self._streams.wait(made)  # the buffers may be memory that earlier work still uses
+        files = [host.memory.numel() for group in groups for host in _host_buffers(group) if host.is_file]
+        self._pinned = torch.empty(max(files), dtype=torch.uint8, device="cpu", pin_memory=True) if files else None
+        self._thread = ThreadPoolExecutor(1, "eigengraft-offload") if files else None
+        self._arrived: list[Callable[[], Any]] = [lambda: None] * buffers
+        self._stored: list[Callable[[], Any]] = []
+        self._pieces: dict[tuple[int, ...], list[_Piece]] = {}
+
+    def fetch(self, group: Group, buffer: int) -> None:
+        pieces = self._pieces_of(group, buffer)
+
+        def copy() -> Any:
+            with self._streams.aside():
+                for piece in pieces:
+                    self._read(piece)
+                return self._streams.mark()
+
+        self._arrived[buffer] = self._begin(copy)
+
+    def enter(self, group: Group, buffer: int) -> None:
+        self._streams.wait(self._arrived[buffer]())
+        for piece in self._pieces_of(group, buffer):
+            piece.show(on_device=True)
+
+    def leave(self, group: Group, buffer: int) -> None:
+        pieces, computed = self._pieces_of(group, buffer), self._streams.mark()
+        for piece in pieces:
+            piece.show(on_device=False)
+
+        def copy() -> Any:
+            with self._streams.aside():
+                self._streams.wait(computed)
+                for piece in pieces:
+                    self._write(piece)
+                return self._streams.mark()
+
+        self._stored.append(self._begin(copy))
+
+    def lends(self, tensor: Tensor) -> bool:
+        starts = [buffer.data_ptr() for buffer in self._buffers]
+        return any(start <= tensor.data_ptr() < start + self._buffers[0].numel() for start in starts)
+
+    def finish(self) -> None:
+        stored, self._stored = self._stored, []
+        for last in stored:
+            self._streams.synchronize(last())
+
+    def _begin(self, copy: Callable[[], Any]) -> Callable[[], Any]:
+        """Run a function, in the thread if there is one. Return a function that returns its result."""
+        if self._thread is not None:
+            future: Future[Any] = self._thread.submit(copy)
+            return future.result
+        found = copy()
+        return lambda: found
+
+    def _read(self, piece: _Piece) -> None:
+        source = piece.host.memory
+        if piece.host.is_file:
+            source = self._pinned_for(piece).copy_(source)
+            piece.host.release()
+        piece.memory.copy_(source, non_blocking=self._streams.concurrent)
+        if piece.host.is_file:
+            self._streams.synchronize(self._streams.mark())  # the pinned memory is used again
+
+    def _write(self, piece: _Piece) -> None:
+        if not piece.host.is_file:
+            piece.host.memory.copy_(piece.memory, non_blocking=self._streams.concurrent)
+            return
+        pinned = self._pinned_for(piece).copy_(piece.memory, non_blocking=self._streams.concurrent)
+        self._streams.synchronize(self._streams.mark())
+        piece.host.memory.copy_(pinned)
+        piece.host.release()
+
+    def _pinned_for(self, piece: _Piece) -> Tensor:
+        assert self._pinned is not None
+        return self._pinned[: piece.memory.numel()]
+
+    def _pieces_of(self, group: Group, buffer: int) -> list[_Piece]:
+        """Return the host buffers of a group with their places in a buffer of the device."""
+        key = buffer, *(own.number for own in group)
+        if key not in self._pieces:
+            self._pieces[key], start = [], 0
+            for own in group:
+                for host in own.host_buffers:
+                    stop = start + host.memory.numel()
+                    self._pieces[key].append(_Piece(own, host, self._buffers[buffer][start:stop]))
+                    start = stop
+        return self._pieces[key]
+
+
+class _Piece:
+    """A host buffer of a stack and its place in a buffer of the device.
+
+    host: the host buffer.
+    memory: the place, uint8 `[n]`.
+    """
+
+    def __init__(self, own: StackState, host: HostBuffer, memory: Tensor) -> None:
+        self.host, self.memory = host, memory
+        self._own, self._here, self._there = own, host.views(memory), host.views(host.memory)
+
+    def show(self, on_device: bool) -> None:
+        """Make the stack use the tensors in the buffer, or those in host memory."""
+        self._own.tensors.update(self._here if on_device else self._there)
+        self._own.__dict__.pop("entries", None)  # a cached property of the tensors
+
+
+class Streams:
+    """The order of work on a device without streams, where the host waits for every copy. Marks are None.
+
+    concurrent: True if copies run beside the program.
+    """
+
+    concurrent = False
+
+    def aside(self) -> Any:
+        """Return a context in which operations run beside those of the caller's stream."""
+        return nullcontext()
+
+    def mark(self) -> Any:
+        """Return a mark that stands for all work on the present stream so far."""
+
+    def wait(self, mark: Any) -> None:
+        """Let the present stream wait for a mark. The host does not wait."""
+
+    def synchronize(self, mark: Any) -> None:
+        """Let the host wait for a mark."""
+
+
+class DeviceStreams(Streams):
+    """Streams and events of a device whose module of torch has them, such as CUDA."""
+
+    concurrent = True
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device, self._module, self._stream = device, module, module.Stream(device)
+
+    def aside(self) -> Any:
+        return self._module.stream(self._stream)
+
+    def mark(self) -> Any:
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def wait(self, mark: Any) -> None:
+        self._module.current_stream(self._device).wait_event(mark)
+
+    def synchronize(self, mark: Any) -> None:
+        mark.synchronize()
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device, or an order without streams if the device has none."""
+    module = torch.get_device_module(device)
+    return DeviceStreams(device, module) if hasattr(module, "Stream") else Streams()
+
+
+def _host_buffers(group: Group) -> list[HostBuffer]:
+    return [host for own in group for host in own.host_buffers]

@@ -1,0 +1,204 @@
+"""State that does not fit on its device: slots whose tensors are stored in host memory or in a file between steps.
+
+`Offload` is the declaration in a recipe. `HostBuffer` is the memory: one piece for the offloaded tensors of a stack, so
+that they are copied to a device and back by one call. A step brings the tensors in and takes them back
+(`optimizers/step/offload.py`). No number depends on where a slot is stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import active_fake_mode, apart
+from eigengraft.slots import Encoded, Slot, Uniform
+
+from .base import Location, Quantizer
+
+
+class Offload(Quantizer):
+    """The slot itself, or its tensors in an inner format, in pinned host memory or in a memory-mapped file.
+
+    Before the program of a stack runs, its slots are copied to the device, while the stack before it computes.
+    Afterwards they are copied back. So the device holds the state of at most two stacks. On a CPU, slots in a file are
+    read ahead, and their pages leave the memory of the process after the program.
+    """
+
+    kind: Literal["offload"] = "offload"
+    to: Literal["cpu", "disk"] = Field(
+        default="cpu", description="Memory: pinned memory of the host, or a file that is removed when the process ends."
+    )
+    directory: str | None = Field(
+        default=None, description="Directory of the file; default: that of TMPDIR. Only for disk."
+    )
+    inner: Quantizer | None = Field(
+        default=None, validate_default=False, description="Format of the slot; default: it is stored as it is."
+    )
+    min_elements: int = Field(
+        default=4096, ge=1, description="Smallest number of entries of a slot that is moved; smaller slots stay."
+    )
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Self:
+        if self.directory is not None and self.to != "disk":
+            raise ValueError(
+                f"directory: {self.directory!r} has no effect, because to is '{self.to}'; remove it, or set to: disk"
+            )
+        if self.inner is not None:
+            self.inner.require_codec("inner")
+        return self
+
+    def unsupported(self, slot: Slot) -> str | None:
+        if slot.role in ("count", "failures") or slot.total:
+            why = "is read between stacks" if slot.total else f"has the role {slot.role}"
+            return f"only slots that a stack alone reads can be offloaded, got one that {why}"
+        if math.prod(slot.shape) < self.min_elements:
+            return f"at least {self.min_elements} elements (min_elements) are required, got shape {slot.shape}"
+        return None if self.inner is None else self.inner.unsupported(slot)
+
+    @property
+    def codec(self) -> Quantizer | None:
+        return self.inner
+
+    @property
+    def location(self) -> Location:
+        return Location(self.to, self.directory)
+
+    @property
+    def symmetric(self) -> bool:
+        return self.inner is not None and self.inner.symmetric
+
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
+        if self.inner is not None:
+            return self.inner.encode(x, before, uniform)
+        return {"values": x.clone(memory_format=torch.contiguous_format)}
+
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        if self.inner is not None:
+            return self.inner.decode(encoded, slot, dtype)
+        return encoded["values"].to(dtype, copy=True)
+
+
+def available(location: Location | None, device: torch.device) -> Location | None:
+    """Return the location, or None if it has no effect for slots of a device.
+
+    Tensors on a CPU are in host memory already. Tensors on the meta device, and fake tensors, have no memory.
+    """
+    if location is None or device.type == "meta" or active_fake_mode() is not None:
+        return None
+    return None if location.to == "cpu" and device.type == "cpu" else location
+
+
+def in_memory(location: Location) -> bool:
+    """Return True if the file system of the directory is known to be in memory, as tmpfs is."""
+    mounts, path = Path("/proc/self/mounts"), Path(location.path).resolve()
+    if not mounts.is_file():
+        return False
+    rows = (line.split() for line in mounts.read_text().splitlines())
+    kinds = {Path(row[1]): row[2] for row in rows}
+    return kinds[max((own for own in kinds if path.is_relative_to(own)), key=lambda own: len(own.parts))] in _IN_MEMORY
+
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""Kinds of Linux file systems whose files are in memory."""
+_ALIGNMENT = 256
+"""Alignment of a tensor in its buffer, in bytes. torch's allocators align tensors to 64 bytes on a CPU and to 512 on
+CUDA, and some kernels round differently at other addresses; 256 bytes are a multiple of every vector register."""
+_WILL_NEED, _DONT_NEED = 3, 4
+"""Advice of madvise(2), the same on Linux and macOS: read the pages ahead, and remove the pages from the process."""
+
+
+class HostBuffer:
+    """One piece of host memory that holds tensors of a stack between steps.
+
+    location: kind of the memory.
+    memory: the bytes, uint8 `[n]` on the CPU.
+    """
+
+    def __init__(self, location: Location, like: Mapping[str, Tensor]) -> None:
+        """Allocate memory for tensors, all 0.
+
+        like: tensors with the shapes and dtypes, by name. Their values and their memory are not used.
+
+        Raises:
+            OSError: there is no room for the file, or its directory cannot be written.
+        """
+        self.location, self._layout, end = location, dict[str, tuple[int, torch.Size, torch.dtype]](), 0
+        for name, tensor in like.items():
+            self._layout[name] = end, tensor.shape, tensor.dtype
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if self.is_file:
+            self.memory = _mapped(end, location.path)
+        else:
+            self.memory = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._process = os.getpid()
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the buffer in other memory of its size, uint8 `[n]` on any device, by name."""
+        return dict(self._views(memory))
+
+    def _views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, (start, shape, dtype) in self._layout.items():
+            stop = start + math.prod(shape) * dtype.itemsize
+            yield name, apart(memory[start:stop].view(dtype).view(shape))
+
+    @property
+    def is_file(self) -> bool:
+        """True if the memory is a mapped file."""
+        return self.location.to == "disk"
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from the one that made a file: both would write the file."""
+        if self.is_file and self._process != os.getpid():
+            raise RuntimeError(
+                f"storage: the file of offloaded state belongs to process {self._process}, from which process "
+                f"{os.getpid()} was forked, and both would write it; compose the optimizer in the new process, or load "
+                "a state dict there"
+            )
+
+    def read_ahead(self) -> None:
+        """Begin to read the file into memory, without waiting. Pinned memory needs no reading."""
+        self._advise(_WILL_NEED)
+
+    def release(self) -> None:
+        """Remove the pages of the file from the memory of the process. Written pages reach the file later."""
+        self._advise(_DONT_NEED)
+
+    def _advise(self, advice: int) -> None:
+        if self.is_file and self.memory.numel():
+            _madvise()(self.memory.data_ptr(), self.memory.numel(), advice)
+
+
+def _mapped(size: int, directory: str) -> Tensor:
+    """Return zeros, uint8 `[size]`, in a mapped file without a name, which is gone when its last tensor is.
+
+    Room for the file is reserved at once. Otherwise a full disk would end the process when a page is written.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(prefix="eigengraft-", suffix=".state", dir=directory) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+    except OSError as error:
+        raise OSError(
+            f"storage: no file of {size} bytes for offloaded state can be made in {directory}: {error.strerror}; set "
+            "`directory` or TMPDIR to a directory with room"
+        ) from error
+
+
+@cache
+def _madvise() -> ctypes._NamedFuncPointer:
+    """Return madvise(2) of the C library."""
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function
