@@ -7,7 +7,7 @@ ranks that own them, and receives updates. A parameter set calls the same method
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from eigengraft.signals import asking
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import failed_roots
-from ..stacks.stack import ActiveBlocks
+from ..stacks.stack import ActiveBlocks, StackState
 from ..write import IterateStore
 from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey
@@ -43,6 +43,7 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: sums over the full gradients.
+    gathered: gradients of stacks `[N, *block]` that were gathered for the check, by number of the stack.
     numbers: by name, signals that are a number or `[P]`, and sums of slots over all parameters.
     entries: by name, signals with a number for each entry of a parameter.
     matrices: by name, signals with a matrix over the inputs or outputs of a parameter.
@@ -55,11 +56,17 @@ class Step:
     mask: Tensor | None
     rates: Rates
     survey: GradientSurvey
+    gathered: dict[int, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Tensor | float] = field(default_factory=dict)
     entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     matrices: Mapping[str, Sequence[SideMatrix | None]] = field(default_factory=dict)
     outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+
+    def gather(self, blocks: ActiveBlocks) -> Tensor:
+        """Return the gradients of blocks as `[n, *block]`. Do not write to them."""
+        known = self.gathered.pop(blocks.stack_state.number, None)
+        return blocks.stack.gather(self.gradients) if known is None or blocks.places is not None else known
 
 
 def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
@@ -82,6 +89,7 @@ class LocalExchange:
 
     A step calls `survey` and `begin`, then `gather` and `deliver` for every stack in order, then `finish`.
 
+    small: stacks of small parameters, whose gradients are gathered and checked together.
     step: inputs of the present step. The attribute exists from `begin` to `finish`.
     write: function that writes complete updates into parameters. The attribute exists from `begin` to `finish`.
     """
@@ -89,7 +97,10 @@ class LocalExchange:
     step: Step
     write: Write
 
-    def __init__(self, specs: Sequence[ParamSpec], iterates: IterateStore, tolerated: int) -> None:
+    def __init__(
+        self, specs: Sequence[ParamSpec], iterates: IterateStore, tolerated: int, small: Sequence[StackState] = ()
+    ) -> None:
+        self.small = small
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
         self._numels = [math.prod(spec.shape) for spec in specs]
@@ -97,7 +108,7 @@ class LocalExchange:
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """Return sums over the full gradients, of which this rank may hold only shards."""
-        return LocalSurvey(given.gradients, given.present, given.linear)
+        return LocalSurvey(given, self.small)
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
         """Begin the exchange of one step.
@@ -116,7 +127,7 @@ class LocalExchange:
             return stack.gather(self.step.entries[source])
         if source == "parameters":
             return stack.gather(self.iterates.decaying())
-        gradient, decays = stack.gather(self.step.gradients), rates.decays_gradients(path)
+        gradient, decays = self.step.gather(blocks), rates.decays_gradients(path)
         both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
         return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
 
@@ -139,7 +150,7 @@ class LocalExchange:
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         """Accept the directions of blocks, and write the update of each parameter whose blocks are now complete."""
         if (stack := blocks.stack).of_parameters:
-            self._move(stack.param_ids, direction.unbind(0))
+            self._move(stack.param_ids, direction if stack.joins else direction.unbind(0))
             return
         for position, grid in stack.grids:
             if position not in self._updates:
@@ -152,7 +163,7 @@ class LocalExchange:
             del self._missing[position]
         self._move(np.array(done, dtype=np.int64), [self._updates.pop(position) for position in done])
 
-    def _move(self, positions: NDArray[np.int64], values: Iterable[Tensor]) -> None:
+    def _move(self, positions: NDArray[np.int64], values: Sequence[Tensor] | Tensor) -> None:
         """Write updates of whole parameters."""
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 

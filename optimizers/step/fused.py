@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import Rates, StepRates
+from ..write.write import Rates
 from .exchange import Step
 
 VECTOR = 64
@@ -54,27 +53,30 @@ class FusedAdam:
 
     names: names of the moments m and v among the tensors of the stack.
     first, second: the moments m and v of the stack's N blocks, `[N, *block]` each.
+    rows: m and v of each block, as views in the shape of its parameter.
     beta1, beta2, eps: constants of Adam's formula.
+    small: True if a joined copy of the whole stack is updated.
     factors: `[N]`, factor by which the learning rate of each block is multiplied; None: 1 for all.
     """
 
     names: tuple[str, str]
     first: Tensor
     second: Tensor
+    rows: Sequence[tuple[Tensor, Tensor]]
     beta1: float
     beta2: float
     eps: float
+    small: bool
     factors: tuple[float, ...] | None = None
 
     def at(self, tensors: Mapping[str, Tensor]) -> FusedAdam:
         """Return this chain with the moments where they are now: offloaded ones are at other addresses in a step."""
         first, second = (tensors[name] for name in self.names)
-        return self if first is self.first else replace(self, first=first, second=second)
-
-    @cached_property
-    def rows(self) -> list[tuple[Tensor, Tensor]]:
-        """m and v of each block, as views."""
-        return list(zip(self.first.unbind(), self.second.unbind(), strict=True))
+        if first is self.first:
+            return self
+        moments = zip(first.unbind(), second.unbind(), self.rows, strict=True)
+        rows = [(m.view(old.shape), v.view(old.shape)) for m, v, (old, _) in moments]
+        return replace(self, first=first, second=second, rows=rows)
 
 
 def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
@@ -90,7 +92,10 @@ def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> Fus
     names = _slots(own, first, second)
     m, v = (own.tensors[name] for name in names)
     factors = None if own.width_factors is None else tuple(own.width_factors.tolist())
-    return FusedAdam(names, m, v, first.beta, second.beta, second.eps, factors)
+    shapes = [grid.shape for _, grid in own.stack.grids]
+    rows = [(x.view(shape), y.view(shape)) for x, y, shape in zip(m.unbind(), v.unbind(), shapes, strict=True)]
+    small = m.is_cpu and math.prod(own.stack.block) < _JOINED and len(rows) > 1
+    return FusedAdam(names, m, v, rows, first.beta, second.beta, second.eps, small, factors)
 
 
 def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
@@ -315,6 +320,7 @@ class FusedStep:
     def __init__(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> None:
         self._step, self._counts, self._held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
+        self._found: dict[tuple[object, ...], _Call | None] = {}
         alike = bool(len(counts)) and bool(
             (counts == counts[0]).all() and (step.rates.alike == step.rates.alike[0]).all()
         )
@@ -325,30 +331,24 @@ class FusedStep:
 
         numbers: numbers on the device, for a captured step; None: the step's rates and counts on the host are used.
         """
-        own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates if numbers is None else numbers.rates
         if self._step.mask is not None:
             return False
+        stack, places, gradients = blocks.stack, blocks.row_numbers, self._step.gradients
         chosen = list(self._equal(adam, blocks))
-        scales = [rates.step_rates(own.path, int(stack.param_ids[rows[0]])) for rows, _, _ in chosen]
-        if any(isinstance(scale.alpha, Tensor) for scale in scales):
+        calls = [call for rows, factor in chosen if (call := self._call(adam, blocks, rows[0], factor, numbers))]
+        if len(calls) < len(chosen):
             return False
-        positions, places, gradients = stack.param_ids.tolist(), blocks.row_numbers, self._step.gradients
-        small = stack.device.type == "cpu" and math.prod(stack.block) < _JOINED
-        whole = blocks.places is None and len(chosen) == 1 and len(positions) > 1
-        for (rows, step, factor), scale in zip(chosen, scales, strict=True):
-            lr = scale.lr if numbers is None else numbers.lr[int(rates.alike[stack.param_ids[rows[0]]])]
-            call = self._call(adam, scale, lr, step, factor)
-            call.step = None if numbers is None else numbers.step
-            if small and whole:
+        whole = adam.small and blocks.places is None and len(chosen) == 1
+        for (rows, _), call in zip(chosen, calls, strict=True):
+            if whole:
                 # contiguous, because joining tensors in the format channels_last gives that format
-                ours, given = (stack.gather(tensors).contiguous() for tensors in (self._held, gradients))
-                held = [self._held[position] for position in positions]
+                ours, given = stack.gather(self._held).contiguous(), self._step.gather(blocks).contiguous()
+                held = [self._held[position] for position in stack.positions]
                 call.add_stack(held, (ours, given, adam.first, adam.second))
                 continue
             for row in rows:
-                position = positions[row]
-                gradient = gradients[position]
-                call.add(self._held[position], gradient, *adam.rows[places[row]])
+                position = stack.positions[row]
+                call.add(self._held[position], gradients[position], *adam.rows[places[row]])
         return True
 
     def run(self) -> None:
@@ -356,32 +356,45 @@ class FusedStep:
         for call in self._calls.values():
             call.run()
 
-    def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterator[tuple[Sequence[int], int, float]]:
-        """Group the active blocks by step, factor of the learning rate and rates, and yield (rows, step, factor).
+    def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterator[tuple[Sequence[int], float]]:
+        """Group the active blocks by step, factor of the learning rate and rates, and yield (rows, factor).
 
         rows: indices of the group's blocks among the active blocks.
         """
-        ids = blocks.stack.param_ids
-        groups, steps, factors = self._step.rates.alike[ids], self._counts[ids], adam.factors
-        if factors is None and (self._alike or ((groups == groups[0]).all() and (steps == steps[0]).all())):
-            yield range(len(ids)), int(steps[0]), 1.0
+        ids, factors = blocks.stack.param_ids, adam.factors
+        if factors is None and self._alike:
+            yield range(len(ids)), 1.0
             return
         own = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]
         kinds: dict[tuple[int, int, float], list[int]] = {}
-        for row, kind in enumerate(zip(groups.tolist(), steps.tolist(), own, strict=True)):
+        for row, kind in enumerate(
+            zip(self._step.rates.alike[ids].tolist(), self._counts[ids].tolist(), own, strict=True)
+        ):
             kinds.setdefault(kind, []).append(row)
-        yield from ((rows, step, factor) for (_, step, factor), rows in kinds.items())
+        yield from ((rows, factor) for (*_, factor), rows in kinds.items())
 
-    def _call(self, adam: FusedAdam, scale: StepRates, lr: float | Tensor, step: int, factor: float) -> _Call:
-        """Return the call for blocks with these numbers; it is made at the first use.
+    def _call(
+        self, adam: FusedAdam, blocks: ActiveBlocks, row: int, factor: float, numbers: GraphNumbers | None
+    ) -> _Call | None:
+        """Return the call for blocks with the numbers of one of them; it is made at the first use. Return None if no
+        kernel can compute the decay.
 
         The factor multiplies the learning rate. Divided by it, the decay keeps its size, as lr alpha does not change.
         """
-        in_gradient = scale.decay.in_gradient
-        decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
-        rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
+        rates, position = self._step.rates if numbers is None else numbers.rates, int(blocks.stack.param_ids[row])
+        path, group, step = blocks.stack_state.path, int(rates.alike[position]), int(self._counts[position])
         constants = adam.beta1, adam.beta2, adam.eps, adam.first.dtype
-        numbers = _Numbers(rate, decay, in_gradient, scale.after, step, *constants)
-        if numbers not in self._calls:
-            self._calls[numbers] = _Call(numbers, lr if factor == 1 else lr * factor, adam.first.device)
-        return self._calls[numbers]
+        key = (path, group, step, factor, id(numbers), *constants)
+        if key not in self._found:
+            scale = rates.step_rates(path, position)
+            self._found[key] = None
+            if not isinstance(scale.alpha, Tensor):
+                lr, in_gradient = scale.lr if numbers is None else numbers.lr[group], scale.decay.in_gradient
+                decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
+                rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
+                own = _Numbers(rate, decay, in_gradient, scale.after, step, *constants)
+                rate_of_call = lr if factor == 1 else lr * factor
+                at = None if numbers is None else numbers.step
+                new = _Call(own, rate_of_call, adam.first.device, at)
+                self._found[key] = self._calls.setdefault(own, new)
+        return self._found[key]

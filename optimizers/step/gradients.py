@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.rank_group import HostCopy
 from eigengraft.errors import warn_user
 from eigengraft.numerics import (
@@ -25,6 +25,7 @@ from eigengraft.numerics import (
 )
 
 from ..stacks.rank_checks import RankSurvey
+from ..stacks.stack import StackState
 from ..write.failure import Failure
 from ..write.write import Rates
 
@@ -98,6 +99,7 @@ class GivenGradients:
     rates: learning rate and weight decay of each parameter.
     steps: largest number of steps of a parameter before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
+    gathered: gradients of stacks `[N, *block]`, by number of the stack. A survey adds those that it gathers.
     """
 
     gradients: Sequence[Tensor | None]
@@ -106,33 +108,33 @@ class GivenGradients:
     rates: Rates
     steps: int
     allowed: Tensor | None = None
+    gathered: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LocalSurvey:
     """Facts about the gradients of P parameters, all of which this process holds. `RankSurvey` has the same methods.
 
-    gradients: gradients by position. None: the parameter has no gradient.
-    present: `[P]`, True for parameters that have a gradient.
-    linear: `[P]`, True for parameters whose updates square no gradient.
+    given: the gradients.
+    small: stacks of small parameters on a CPU. Their gradients are gathered before they are checked, because one check
+        of a stack is faster than one of each parameter. The step then uses the gathered gradients.
     """
 
-    gradients: Sequence[Tensor | None]
-    present: NDArray[np.bool_]
-    linear: NDArray[np.bool_]
+    given: GivenGradients
+    small: Sequence[StackState] = ()
 
     @property
     def device(self) -> torch.device:
         """Device of the gradients and of numbers computed from them. It is the CPU if there is no gradient."""
-        return next((gradient.device for gradient in self.gradients if gradient is not None), torch.device("cpu"))
+        return next((x.device for x in self.given.gradients if x is not None), torch.device("cpu"))
 
     def agreed(self) -> NDArray[np.bool_]:
         """Return `[P]`, True for parameters that have a gradient."""
-        return self.present
+        return self.given.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
         """Return True if a gradient at these positions has an entry other than 0. The host waits for the answer."""
-        found = (gradient for at in positions if (gradient := self.gradients[at]) is not None)
+        found = (gradient for at in positions if (gradient := self.given.gradients[at]) is not None)
         return any(not has_values(gradient) or bool(gradient.any()) for gradient in found)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
@@ -142,15 +144,29 @@ class LocalSurvey:
 
         finite: True if gradients must be finite. For updates that square gradients, the squares must be finite too.
         """
-        here = [position for position in positions if self.gradients[position] is not None]
-        found = [gradient for position in here if (gradient := self.gradients[position]) is not None]
-        return finite_gradients(found, self.linear[here].tolist()) if found and finite else None
+        if not (positions and finite) or squares_are_finite(self._joined(positions)):
+            return None
+        found = [gradient for position in positions if (gradient := self.given.gradients[position]) is not None]
+        return finite_gradients(found, self.given.linear[positions].tolist())
+
+    def _joined(self, positions: Sequence[int]) -> list[Tensor]:
+        """Return the gradients at these positions, those of small stacks as one tensor for each stack."""
+        gradients: Sequence[Any] = self.given.gradients
+        rest = np.zeros(len(gradients), dtype=np.bool_)
+        rest[positions] = True
+        for own in self.small:
+            if rest[own.stack.param_ids].all():
+                rest[own.stack.param_ids] = False
+                self.given.gathered[own.number] = own.stack.gather(gradients)
+        alone = (gradients[position] for position in np.flatnonzero(rest).tolist())
+        return [*self.given.gathered.values(), *alone]
 
     @property
     def squares(self) -> Tensor:
         """`[P]` float64 on the device, sum of squares of each gradient. It is 0 for a parameter without a gradient."""
-        norms = torch.zeros(len(self.gradients), dtype=torch.float64, device=self.device)
-        here = [(place, gradient) for place, gradient in enumerate(self.gradients) if gradient is not None]
+        gradients = self.given.gradients
+        norms = torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
+        here = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
         if here:
             found = torch._foreach_norm([gradient for _, gradient in here], 2, dtype=torch.float64)
             norms[[place for place, _ in here]] = torch.stack(found)
@@ -330,15 +346,11 @@ def _fault(gradient: Tensor | None) -> str:
     return f"values up to {peak:.3g}, whose squares overflow {str(dtype).removeprefix('torch.')}; scale the loss down"
 
 
-def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Tensor | None:
+def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Tensor:
     """Return `[n]`, True for each of n gradients whose sum of squares is finite in the dtype of the computation.
-
-    Return None if the host knows without waiting that all of these sums are finite.
 
     linear: for each gradient, True if only its values must be finite, not its sum of squares.
     """
-    if squares_are_finite(gradients, max_blocks):
-        return None
     flags: dict[int, Tensor] = {}
     for order, wanted in ((2.0, False), (math.inf, True)):
         here = [place for place, own in enumerate(linear) if own is wanted]

@@ -75,6 +75,7 @@ class ParamSet:
         self._begun = self.step_counts > 0
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
+        self._known_groups = np.unique(self._groups).tolist()
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
         self._priming = np.array([self.rules[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
@@ -104,8 +105,10 @@ class ParamSet:
         paired = {path for path, update in self.rules.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
+        # a graph reads gradients where they are
+        small = [own for own in self.stack_states if own.stack.joins and self.graphs is None]
         self.exchange = (
-            LocalExchange(specs, self.iterates, recipe.failure.roots)
+            LocalExchange(specs, self.iterates, recipe.failure.roots, small)
             if rank_checks is None
             else RankExchange(specs, self.iterates, recipe, self.parameters, rank_checks, self.block_groups)
         )
@@ -215,7 +218,7 @@ class ParamSet:
             loss_scale.unscale(self.names, found)
             allowed = loss_scale.usable(self.parameters[0].device)
         present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
-        own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
+        own = {group: hypers[group] for group in self._known_groups}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
         given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()), allowed)
         active, mask, survey = self.finite_check.check(given)
@@ -223,7 +226,7 @@ class ParamSet:
             return None
         if self.rank_group is not None:
             found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
-        return Step(found, active, mask, rates, survey)
+        return Step(found, active, mask, rates, survey, given.gathered)
 
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
@@ -364,7 +367,7 @@ class ParamSet:
         scale = step.rates.step_rates(path, positions[0])
         scale = scale if self._decay_sources[path] is None else scale.without_decay
         if self._keeps_iterates:
-            update = ParameterUpdate(values, scale, masks)
+            update = ParameterUpdate(list(values), scale, masks)
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)

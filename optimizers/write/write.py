@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
-from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -252,12 +251,12 @@ class Rates:
         A learning rate that is a tensor is not read: it counts as equal only to the same tensor object.
         """
         seen: dict[tuple[float, ...], int] = {}
-        first = {}
+        first = np.zeros(max(self.hypers, default=0) + 1, dtype=np.int64)
         for group, own in self.hypers.items():
             lr = id(own.lr) if isinstance(own.lr, Tensor) else own.lr
             key = (lr, own.peak_lr, own.weight_decay) if self.by_value else (group,)
             first[group] = seen.setdefault(key, group)
-        return np.array([first[group] for group in self.groups.tolist()], dtype=np.int64)
+        return first[self.groups]
 
     def step_rates(self, path: str, position: int) -> StepRates:
         """Return learning rate and decay of a parameter.
@@ -339,12 +338,12 @@ class EntryUpdates(NamedTuple):
 
     positions: `[n]`, position of the parameter that each update changes.
     entries: n tensors to change: views of the entries that this rank holds of the parameters.
-    values: n tensors U of the same shapes.
+    values: n tensors U of the same shapes, or one tensor `[n, ...]`.
     """
 
     positions: NDArray[np.int64]
     entries: Sequence[Tensor]
-    values: Sequence[Tensor]
+    values: Sequence[Tensor] | Tensor
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[int, Tensor, Tensor]]) -> Self:
@@ -355,17 +354,17 @@ class EntryUpdates(NamedTuple):
 
     @classmethod
     def of_parameters(
-        cls, parameters: Sequence[Tensor], positions: NDArray[np.int64], values: Iterable[Tensor]
+        cls, parameters: Sequence[Tensor], positions: NDArray[np.int64], values: Sequence[Tensor] | Tensor
     ) -> Self:
         """Return updates of whole parameters.
 
         parameters: all parameters, by position.
         positions: `[n]`, positions of the parameters to update.
-        values: n updates, each with as many entries as its parameter, in any shape.
+        values: n updates, each with as many entries as its parameter, in any shape; or one tensor `[n, ...]`.
         """
         entries = [parameters[position] for position in positions.tolist()]
-        values, shape = list(values), attrgetter("shape")
-        if list(map(shape, values)) != list(map(shape, entries)):
+        given = [values.shape[1:]] * len(entries) if isinstance(values, Tensor) else [value.shape for value in values]
+        if given != [own.shape for own in entries]:
             values = [value.reshape(own.shape) for own, value in zip(entries, values, strict=True)]
         return cls(positions, entries, values)
 
@@ -378,15 +377,24 @@ class EntryUpdates(NamedTuple):
 
 
 def write(
-    tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates, mask: Sequence[Tensor] | None = None
+    tensors: Sequence[Tensor],
+    updates: Sequence[Tensor] | Tensor,
+    scale: StepRates,
+    mask: Sequence[Tensor] | None = None,
 ) -> None:
     """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
 
     tensors: n tensors W.
-    updates: n tensors U with the shapes of W. The formula is computed in the dtype of U.
+    updates: n tensors U with the shapes of W, or one tensor `[n, ...]`, for which all W are computed as one tensor. The
+        formula is computed in the dtype of U.
     scale: lr and alpha.
     mask: n booleans, 0-d or with the shapes of W. Entries with the mask False do not change. None: all entries change.
     """
+    if isinstance(updates, Tensor):
+        stack = torch.stack(list(tensors)).to(updates.dtype)
+        _write([stack], [updates], scale)
+        put(tensors, stack.unbind(), mask)
+        return
     direct = [mask is None and x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
     if all(direct):
         _write(tensors, updates, scale)

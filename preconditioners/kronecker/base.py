@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import ClassVar, Literal
@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import known_to_hold, where_blocks
+from eigengraft.numerics import fills_lines, known_to_hold, where_blocks
 from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -48,6 +48,10 @@ class Factored(Stage):
     def columns(self, d: int) -> int:
         """Return the number of columns of the matrix of an axis of length d."""
         return d
+
+    def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
+        """Return a value that is equal for axes whose matrices one call of the solver may compute."""
+        return None
 
     @abstractmethod
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
@@ -140,14 +144,18 @@ class Factored(Stage):
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
         """Return the axes in groups. A solver receives the matrices of a group as one stack.
 
-        Matrices of a group have the same shape and are not quantized. Axes are grouped only if all matrices together
-        are no larger than the blocks, so that the stack needs no more memory than other parts of a step.
+        Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
+        matrices together are no larger than the blocks, so that the stack needs no more memory than other parts of a
+        step. The blocks that are not due count too if the matrices fill cache lines. The last bits of products of other
+        matrices depend on their address.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
             name, key = f"{self.matrix}.{axis}", object()  # a key that no other axis has
-            if not state.coded(name) and len(axes) * math.prod(state[name].shape[1:]) <= math.prod(state.block):
-                key = state[name].shape
+            known = None if state.coded(name) else state[name]
+            room = 0 if known is None else math.prod(state.block) * (state.blocks if fills_lines(known) else len(known))
+            if known is not None and len(axes) * known.numel() <= room:
+                key = known.shape, self.solved_alike(state.block, axis)
             found.setdefault(key, []).append(axis)
         return list(found.values())
 
@@ -155,14 +163,13 @@ class Factored(Stage):
         """Return `value` where ok `[N]` is True, and the present matrix elsewhere."""
         return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
 
-    def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """Write `value` where ok `[N]` is True, and count failures elsewhere. Return the matrix as it is stored now."""
+    def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> None:
+        """Write `value` where ok `[N]` is True, and count failures elsewhere."""
         name, count = f"{self.matrix}.{axis}", f"failures.{axis}"
         if known_to_hold(ok):
             state[name], state[count] = value, state[count].zero_()
         else:
             state[name], state[count] = self.accepted(state, axis, value, ok), torch.where(ok, 0, state[count] + 1)
-        return state[name]
 
 
 def joined(stacks: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ Legend:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -29,6 +30,7 @@ from eigengraft.slots import Slot, State, StateKey
 from ..algebra.products import mode_product, reordered, rotate
 from ..base import Stage, chain_slots, walk
 from ..statistics import Statistic, mean_eigenvalue
+from .base import joined
 
 Transport = Literal["exact", "marginals", "permute", "none"]
 ChainSlot = tuple[str, str, Slot]
@@ -174,7 +176,7 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
     """
     if basis is None:
         d = a.diagonal(dim1=-2, dim2=-1)
-    elif found is None or bool(found.isnan().any()):
+    elif found is None or math.isnan(float(found.sum())):
         d = (basis * torch.bmm(a, basis)).sum(-2)
         d = d if found is None else torch.where(found.isnan(), d, found)
     else:
@@ -330,12 +332,24 @@ def fit_(
     weights: w_j by axis of v. With weights, s_i is the sum of v prod_(j != i) w_j. None: there are no weights.
     """
     total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
-    factors = {axis: _factor(d, sums[axis], power) for axis, d in marginals.items()}
+    factors = _factors(marginals, sums, power)
     if 0 in factors:
         v.mul_(factors[0].reshape(*v.shape[:2], *[1] * (v.ndim - 2)))
     if (rest := _outer(_after_first(factors), v.shape[2:])) is not None:
         v.mul_(rest[:, None])
     return v.mul_(per_block(total / v.flatten(1).sum(-1).clamp_min(tiny(v.dtype)), v))
+
+
+def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: float) -> dict[int, Tensor]:
+    """Return `_factor` of each axis. Axes of one length are computed as one tensor."""
+    lengths: dict[int, list[int]] = {}
+    for axis, d in marginals.items():
+        lengths.setdefault(d.shape[-1], []).append(axis)
+    found = dict[int, Tensor]()
+    for axes in lengths.values():
+        d, s = (joined([own[axis] for axis in axes]) for own in (marginals, sums))
+        found |= zip(axes, _factor(d, s, power).chunk(len(axes)), strict=True)
+    return {axis: found[axis] for axis in marginals}
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:

@@ -193,7 +193,9 @@ class Eigenbasis(Factored):
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
         (q, order, ok), diagonal = self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
-        stored = self.commit(state, axes[0], q, ok) if coded else where_blocks(ok, q, old)
+        if coded:
+            self.commit(state, axes[0], q, ok)
+        stored = state[f"basis.{axes[0]}"] if coded else where_blocks(ok, q, old)
         turn = Turn(stored, old, order_or_identity(order, ok))
         diagonals: Sequence[Tensor | None] = [None] * parts
         if self.transport == "marginals" and diagonal is not None and not turn.stays and may_branch_on_values(q):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self
 
@@ -20,7 +20,7 @@ from ..algebra.products import mode_products
 from ..algebra.spectra import root_residual
 from ..roots import Eigh, RootSolver
 from ..statistics import Power, has_data, mean_eigenvalue
-from .base import Factored
+from .base import Factored, joined
 
 
 class Shampoo(Factored):
@@ -83,12 +83,17 @@ class Shampoo(Factored):
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
+    def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
+        # a square of side 4 k fills cache lines; the last bits of products of others depend on their place in a stack
+        return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
+
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
-        for axis in axes:
-            estimate = self.statistic.estimate(state, axis, context)
+        for equal in self.equal_axes(state, axes):
+            estimate = joined([self.statistic.estimate(state, axis, context) for axis in equal])
             solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
-            found = solve(estimate, self._exponent(state.block, axis))
-            self.commit(state, axis, found.value, found.ok)
+            found, parts = solve(estimate, self._exponent(state.block, equal[0])), len(equal)
+            for axis, value, ok in zip(equal, found.value.chunk(parts), found.ok.chunk(parts), strict=True):
+                self.commit(state, axis, value, ok)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)

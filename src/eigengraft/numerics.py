@@ -287,6 +287,11 @@ which round differently.
 """
 
 
+def fills_lines(stack: Tensor) -> bool:
+    """Return True if each matrix of a stack fills cache lines, so that all have the same alignment."""
+    return math.prod(stack.shape[1:]) * stack.element_size() % _LINE == 0
+
+
 def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
     """Return function(*stacks), for decompositions whose last bits depend on the address of a matrix in its stack.
 
@@ -299,8 +304,7 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
     number of entries, and float32 matrices with sides from 8 to 11. `products` removes the dependence for products with
     one column.
     """
-    sizes = {math.prod(stack.shape[1:]) * stack.element_size() % _LINE for stack in stacks}
-    if stacks[0].device.type != "cpu" or sizes == {0} or len(stacks[0]) == 0:
+    if stacks[0].device.type != "cpu" or all(map(fills_lines, stacks)) or len(stacks[0]) == 0:
         return function(*stacks)
     found = [function(*(stack[row : row + 1].clone() for stack in stacks)) for row in range(len(stacks[0]))]
     if len(found) == 1 or isinstance(found[0], Tensor):
@@ -453,37 +457,20 @@ def norms_by_dtype(
         yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], order, dtype=dtype))
 
 
-def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> bool:
+def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return True if the sum of squares of each tensor is known to be finite in the dtype in which it is updated.
 
-    The result is False if the host would have to wait for a device. The result may be False for small tensors whose
-    squares are finite, because the norms of small tensors are computed jointly and a joint norm may overflow. Fake
-    tensors on a CPU count as finite.
-
-    most: function of (entries, dtype, device) of a tensor that returns how many such tensors may be copied at once.
+    The result is False if the host would have to wait for a device. Fake tensors on a CPU count as finite.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True
     if torch.compiler.is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
         return False
-    equal: dict[tuple[torch.dtype, torch.Size | None], list[Tensor]] = {}
-    for x in tensors:
-        equal.setdefault((x.dtype, x.shape if x.numel() <= _SMALL else None), []).append(x)
-    for norms in (_joint_norms(own, most) for own in equal.values()):
+    for _, norms in norms_by_dtype(tensors):
         bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of the exact bound, to allow for rounding
         if not all(norm < bound for norm in norms.tolist()):
             return False
     return True
-
-
-def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> Tensor:
-    """Return norms of tensors of one dtype. Small tensors, which have equal shapes, are stacked to have joint norms."""
-    x = equal[0]
-    dtype, at_once = compute_dtype(x.dtype), most(x.numel(), x.dtype, x.device) if x.numel() <= _SMALL else 1
-    if at_once == 1 or len(equal) == 1:
-        return torch.stack(torch._foreach_norm(equal, 2, dtype=dtype))
-    together = (torch.stack(equal[start : start + at_once]) for start in range(0, len(equal), at_once))
-    return torch.stack([torch.linalg.vector_norm(own, dtype=dtype) for own in together])
 
 
 def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:

@@ -365,6 +365,11 @@ class State:
     def __contains__(self, name: str) -> bool:
         return self.coded(name) or StateKey.join(self.path, name) in self.tensors
 
+    @property
+    def blocks(self) -> int:
+        """Number N of blocks of the whole stack, of which some rows may be selected."""
+        return len(next(iter(self.tensors.values())))
+
     def _select(self, tensor: Tensor) -> Tensor:
         if self.rows is None:
             return tensor

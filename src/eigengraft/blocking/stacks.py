@@ -39,6 +39,12 @@ with AVX-512 does so in float32 for sides of at most 11.
 """
 
 
+JOINED = 1 << 12
+"""Largest parameter, in entries, that a CPU copies into a stack to check its gradient and to write its update. For
+larger ones the copies take longer than the calls of kernels that they save (measured).
+"""
+
+
 def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the largest number of blocks in a stack.
 
@@ -87,7 +93,8 @@ class Stack:
         return np.array([param_id for param_id, grid in self.grids for _ in grid.keys], dtype=np.int64)
 
     @cached_property
-    def _positions(self) -> list[int]:
+    def positions(self) -> list[int]:
+        """The same numbers as `param_ids`, as a list."""
         positions: list[int] = self.param_ids.tolist()
         return positions
 
@@ -100,6 +107,12 @@ class Stack:
     def of_parameters(self) -> bool:
         """True if each block is a full parameter, reshaped."""
         return all(grid.is_parameter for _, grid in self.grids)
+
+    @cached_property
+    def joins(self) -> bool:
+        """True if kernels on this stack are faster than kernels on each of its parameters, copies included."""
+        many = self.of_parameters and len(self.param_ids) > 1
+        return many and self.device.type == "cpu" and math.prod(self.block) <= JOINED
 
     @cached_property
     def matrix_ids(self) -> NDArray[np.int64]:
@@ -124,7 +137,7 @@ class Stack:
             gradient_as_bucket_view=True)` puts into `grad` can be such tensors.
         """
         if self.of_parameters:
-            held = (tensors[param_id] for param_id in self._positions)
+            held = (tensors[param_id] for param_id in self.positions)
             sources = [x if x.shape == self.block else x.reshape(self.block) for x in held]
             if all(x.dtype is self.dtype for x in sources):
                 alone = len(sources) == 1 and sources[0].is_contiguous() and _is_aligned(sources[0])
