@@ -108,7 +108,7 @@ class StatisticBench(OwnMatrices):
     def measure(self, candidate: Statistic, fields: Mapping[str, Any], given: LayerGradients) -> Iterator[Row]:
         solver = Eigh(eps=1e-6, relative=True, deficiency="add")
         cadence = Every(steps=self.every, start=self.start, stagger="none")
-        stage = Shampoo(statistic=candidate, exponent=Fraction(1, 2), solver=solver, every=cadence)
+        stage = Shampoo(statistic=candidate, exponent=Fraction(1, 2), solver=solver, refresh=cadence)
         seen, layers = given.seen.to(self.target_device(), DTYPES[self.dtype]), len(given.names)
         runner = StageRunner((stage,), (self.width, self.width), layers, seen)
         for k, gradient in enumerate(seen, start=1):

@@ -39,6 +39,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
     checked: bool = False,
     steps: int | None = None,
     silence: Iterable[str] = (),
+    **options: Any,
 ) -> Optimizer:
     """Compose the optimizer of a recipe for a model, or for named parameters or groups.
 
@@ -56,15 +57,17 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         checked: True to check at every step that each stage keeps its contract, which is slower.
         steps: number of steps of the run, against which schedules are checked; None if it is unknown.
         silence: ids of warnings to suppress. A warning ends with its id, such as `[storage-unused]`.
+        options: options of torch's optimizers, as `Optimizer` accepts them.
 
     Raises:
-        RecipeError: the recipe is invalid, or the model does not satisfy a bound in the recipe's `expect`.
+        RecipeError: the recipe is invalid, or an expectation of it is not met.
+        TypeError: an option is unknown. The message names the override that has its meaning.
         ValueError: the recipe does not fit the parameters.
     """
     described = grouped(model, None) if isinstance(model, nn.Module) else model
     names_only = not isinstance(described, DescribedParameters)
     described = DescribedParameters.of(described)
-    optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
+    optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked, **options)
     asking = optimizer.param_sets.signals.listeners.asking
     if VARIANCE in asking and all(param_set.rank_group is None for param_set in optimizer.param_sets):
         watch_gradient_variance(optimizer)

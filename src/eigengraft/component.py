@@ -93,23 +93,30 @@ _HIDDEN = frozenset(dir(BaseModel)) | {"members", "family_name", "elsewhere", "n
 """Names that `dir` and `help` leave out: those of pydantic's models, and class variables of the registry."""
 
 
+_VALIDATION = ConfigDict(
+    strict=True,
+    allow_inf_nan=False,
+    validate_default=True,
+    polymorphic_serialization=True,
+    validate_by_name=True,
+    validate_by_alias=True,
+    serialize_by_alias=True,
+)
+"""Settings of validation, apart from those that type checkers should know.
+
+pydantic's plugin for mypy reads the settings that are written as literals in a class. With `strict` it would demand the
+type of the attribute in a call, where a component also accepts kinds, mappings, lists and schedules. With
+`validate_by_name` it would refuse the aliases, which are the names in YAML.
+"""
+
+
 class Component(BaseModel, metaclass=ComponentType):
     """A frozen pydantic model that refuses unknown fields, non-finite numbers and silent conversions.
 
     `replace` returns a changed and validated copy.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        polymorphic_serialization=True,
-        validate_by_name=True,
-        validate_by_alias=True,
-        serialize_by_alias=True,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", **_VALIDATION)
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None

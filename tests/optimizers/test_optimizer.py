@@ -143,6 +143,8 @@ def test_an_option_of_torch_names_the_overrides_that_are_meant(
     pair = [("w", parameters([(2, 2)])[0])]
     with refused(TypeError, option, f"overrides={overrides}"):
         Optimizer(pair, recipe, **{option: value})  # type: ignore[arg-type]
+    with refused(TypeError, option, f"overrides={overrides}"):
+        eigengraft.compose(recipe, pair, **{option: value})  # type: ignore[arg-type]
     Optimizer(pair, recipe, overrides=overrides)
 
 
