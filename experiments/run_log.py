@@ -88,7 +88,8 @@ class RunLog:
             step: number of steps so far, from 1.
             loss: mean training loss since the row before.
             numbers: other columns: `val_loss`, `val_accuracy`, `lr`, `tokens`, `flops`, `seconds` (by default the time
-                since the log was made), or any of your own.
+                since the log was made), or any of your own. Tables and reports show the last value of a column
+                `val.NAME`, a further metric of an evaluation.
         """
         if not 1 <= step <= self.steps:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
@@ -110,6 +111,7 @@ class RunLog:
         final = evaluated[-1] if evaluated and not self._lost else {}
         losses = [row["loss"] for row in self.rows if row["loss"] is not None]
         result = {name: final.get(name) for name in ("val_loss", "val_accuracy")}
+        result["metrics"] = {name: value for name, value in final.items() if name.startswith("val.")}
         result |= {"train_loss": losses[-1] if losses and not self._lost else None, "steps": last["step"]}
         if last["seconds"] is not None:
             result |= {"seconds": last["seconds"], "step_ms": 1e3 * last["seconds"] / last["step"]}

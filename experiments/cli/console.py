@@ -41,6 +41,7 @@ def describe_result(result: Result) -> str:
         head = f"diverged at step {result.steps}: {result.diagnosis or 'the loss or all gradients are not finite'}"
     else:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
+        accuracy += "".join(f", {name} {value:.4g}" for name, value in result.metrics.items() if value is not None)
         head = f"validation loss {result.val_loss:.4f}{accuracy} after {result.steps} steps"
         head += f"\nworse than at the start: {result.diagnosis}" if result.diagnosis else ""
     return (

@@ -6,7 +6,7 @@ python -c "import regression; from eigengraft.testing import check_task; print(c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -37,6 +37,9 @@ class Curve(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.mse_loss(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        return {"mean_error": functional.l1_loss(outputs, targets)}
 
 
 class Points(Dataset):

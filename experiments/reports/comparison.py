@@ -98,8 +98,9 @@ class ComparisonRow:
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
 
     def mean(self, field: str) -> float | None:
-        """Return the mean over seeds of a number in result.json, None if no run has it."""
-        values = [run.result[field] for run in self.runs if run.result.get(field) is not None]
+        """Return the mean over seeds of a number in result.json or of a further metric, None if no run has it."""
+        found = ({**run.result, **run.metrics}.get(field) for run in self.runs)
+        values = [value for value in found if value is not None]
         summary = summarize(values)
         return summary.mean if summary else None
 
@@ -173,6 +174,11 @@ class ComparisonPanel:
     def reports_accuracy(self) -> bool:
         """True if the runs have an accuracy that is not the compared metric."""
         return self.metric.key != "val_accuracy" and any(row.mean("val_accuracy") is not None for row in self.rows)
+
+    @cached_property
+    def further(self) -> list[str]:
+        """Columns of the further metrics that any run has, `val.NAME`."""
+        return list(dict.fromkeys(name for row in self.rows for run in row.runs for name in run.metrics))
 
     @property
     def configs(self) -> dict[str, Mapping[str, Any]]:

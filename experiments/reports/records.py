@@ -98,6 +98,12 @@ class Run:
     def result(self) -> dict[str, Any]:
         return read_object(self.directory / "result.json")
 
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Further metrics of the task at the end of the run, by column `val.NAME`."""
+        found: dict[str, float | None] = self.result.get("metrics", {})
+        return found
+
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl. A last line that a kill has cut short is left out."""

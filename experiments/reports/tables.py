@@ -207,7 +207,7 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     costs = [f"steps to {records.target.value:g}"] if records.target else []
     costs += ["steps", "seconds"] if records.equal == "seconds" else []
     costs += ["step, ms", "state, bytes per parameter"]
-    yield [records.compare, "learning rate", f"final {panel.metric.title}", *differences, *costs]
+    yield [records.compare, "learning rate", f"final {panel.metric.title}", *panel.further, *differences, *costs]
     for row in panel.rows:
         edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
         rate = format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
@@ -217,7 +217,8 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
         if records.equal == "seconds":
             numbers += format_length(row)
         numbers += [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
-        yield [row.title, rate, shown, *middle, *numbers]
+        further = [format_number(row.mean(column), 3) for column in panel.further]
+        yield [row.title, rate, shown, *further, *middle, *numbers]
 
 
 def _caption(panel: ComparisonPanel, records: Records) -> str:
@@ -281,7 +282,7 @@ def load_runs(directory: str | Path) -> DataFrame:
 
     Returns:
         A frame with the columns of runs.csv: labels as `axis.NAME`, `seed`, `status`, `peak_lr`, values found by a
-        search as `tuned.PATH`, and the numbers of result.json. Missing numbers are NaN.
+        search as `tuned.PATH`, the numbers of result.json, and further metrics as `val.NAME`. Missing numbers are NaN.
 
     Raises:
         RecipeError: pandas is not installed.
@@ -323,13 +324,14 @@ def _frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 def run_row(run: Run, records: Records) -> dict[str, Any]:
     """Return all table entries of a run by column.
 
-    Labels have columns `axis.NAME` and values found by a search `tuned.PATH`, so that an axis named like a measured
-    number, for instance `lr` or `steps`, does not replace it. `peak_lr` is the learning rate in force.
+    Labels have columns `axis.NAME`, values found by a search `tuned.PATH`, and further metrics of the task `val.NAME`.
+    An axis named like a measured number, for instance `lr` or `steps`, therefore does not replace it. `peak_lr` is the
+    learning rate in force.
     """
     values = records.tuned_values(run.labels)
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
     numbers = {column: run.result.get(column) for column in _COLUMNS}
-    return {**_identity(run, records), "peak_lr": learning_rate(run.config), **tuned, **numbers}
+    return {**_identity(run, records), "peak_lr": learning_rate(run.config), **tuned, **numbers, **run.metrics}
 
 
 def _identity(run: Run, records: Records) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple, final
 
@@ -84,10 +84,17 @@ class Metrics:
 
     val_loss: validation loss as the task reports it.
     val_accuracy: accuracy in [0, 1]; None if the task reports none.
+    others: further metrics of the task by name.
     """
 
     val_loss: float
     val_accuracy: float | None
+    others: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """Further metrics by their names in metrics.jsonl and tables, `val.NAME`, which no other number has."""
+        return {f"val.{name}": value for name, value in self.others.items()}
 
 
 class Dataset(ABC):
@@ -183,22 +190,33 @@ class Task(Component, family="task"):
         """
         return mean
 
-    @final
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor | float]:
+        """Return further metrics of a validation batch by name, each a mean over the targets of the batch. The default
+        has none.
+        """
+        return {}
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, dataset: Dataset, device: torch.device) -> Metrics:
-        """Return the metrics over all evaluation batches. Each target has the same weight."""
+        """Return the metrics over all evaluation batches. Each target has the same weight.
+
+        A task whose metrics are no means over targets overrides this method.
+        """
         was_training = model.training
         model.eval()
-        total, hits, count = 0.0, 0, 0
+        total, hits, count, others = 0.0, 0, 0, dict[str, float]()
         for batch in dataset.evaluation():
             inputs, targets = batch.to(device)
             outputs = model(inputs)
             total += self.loss(outputs, targets).item() * targets.numel()
             if self.reports_accuracy:
                 hits += int((outputs.argmax(-1) == targets).sum())
+            for name, value in self.metrics(outputs, targets).items():
+                others[name] = others.get(name, 0.0) + float(value) * targets.numel()
             count += targets.numel()
         model.train(was_training)
-        return Metrics(self.reported(total / count), hits / count if self.reports_accuracy else None)
+        means = {name: value / count for name, value in others.items()}
+        return Metrics(self.reported(total / count), hits / count if self.reports_accuracy else None, means)
 
 
 def generator(*key: int) -> np.random.Generator:

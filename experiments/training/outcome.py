@@ -53,6 +53,8 @@ class Result:
     diagnosis: the first value of a diverged run that was not finite, and its usual cause; or the rise of the training
         loss in a run that got worse; empty if nothing was found.
     first_loss: training loss of the first step; None if it was not finite.
+    metrics: further metrics of the task at the end by their columns in metrics.jsonl, `val.NAME`; None for a number
+        that is not finite. Empty if the task has none or the run diverged.
     """
 
     diverged: bool
@@ -68,6 +70,7 @@ class Result:
     train_loss: float | None = None
     diagnosis: str = ""
     first_loss: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -121,6 +124,7 @@ class MetricsWindow:
             "loss": finite_or_none(fmean(self.losses)),
             "val_loss": finite_or_none(metrics.val_loss) if metrics is not None else None,
             "val_accuracy": metrics.val_accuracy if metrics is not None else None,
+            **further_metrics(metrics),
             "lr": lr,
             "seconds": seconds,
             "tokens": work.tokens,
@@ -131,6 +135,11 @@ class MetricsWindow:
             "clipped": self.clipped,
             **layers,
         }
+
+
+def further_metrics(metrics: Metrics | None) -> dict[str, float | None]:
+    """Return the columns of further metrics, with None for numbers that are not finite. Empty without an evaluation."""
+    return {} if metrics is None else {name: finite_or_none(value) for name, value in metrics.columns.items()}
 
 
 def numbers_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,16 @@ from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
 from .layers import LayerRecord, Layers
-from .outcome import Diagnostics, MetricsWindow, Result, Tick, TrainedWork, finite_or_none, numbers_of_rows
+from .outcome import (
+    Diagnostics,
+    MetricsWindow,
+    Result,
+    Tick,
+    TrainedWork,
+    finite_or_none,
+    further_metrics,
+    numbers_of_rows,
+)
 from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model
 from .rundir import RunDirectory, load_sharded, newest_checkpoint, save_sharded
 
@@ -247,6 +256,7 @@ class Trainer:
             state_bytes=state_bytes,
             state_bytes_per_parameter=state_bytes / parameters,
             first_loss=None if self.first_loss is None else finite_or_none(self.first_loss),
+            metrics=further_metrics(metrics),
             **numbers,
         )
         self.directory.write("result", asdict(result))

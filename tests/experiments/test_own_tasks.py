@@ -1,20 +1,22 @@
 """Tasks of one's own, batches in parts, mixed precision and callbacks."""
 
+import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from eigengraft.experiments import load_experiment
+from eigengraft.experiments import Report, RunLog, load_experiment
 from eigengraft.experiments.tasks import Batch, Digits
 from eigengraft.experiments.tasks.base import GradientPass
 from eigengraft.experiments.training.callbacks import Patience, RunView
 from eigengraft.experiments.training.imports import import_component
 from eigengraft.experiments.training.outcome import Tick
 from eigengraft.experiments.training.train import train
-from eigengraft.testing import check_task
+from eigengraft.testing import LawError, check_task
 
 from ..refusals import refused
 
@@ -35,6 +37,42 @@ def test_a_regression_trains_in_parts_in_mixed_precision_and_with_callbacks(tmp_
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (recorded["accumulate"], recorded["precision"]) == (2, "bfloat16")
+
+
+def test_further_metrics_reach_rows_results_tables_and_trackers_under_names_of_their_own(tmp_path: Path) -> None:
+    """An axis called `mean_error` and the metric of this name are different columns."""
+    for seed in (0, 1):
+        overrides = [*QUICK, f"seed={seed}", 'callbacks=["jsonl"]']
+        result = train(load_experiment(EXAMPLE, overrides), tmp_path / "soap" / f"seed-{seed}")
+    rows = [json.loads(line) for line in (tmp_path / "soap" / "seed-1" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row["val.mean_error"] for row in rows if row["val_loss"] is not None]
+    assert len(evaluated) > 3 and result.metrics == {"val.mean_error": evaluated[-1]}
+    assert all("val.mean_error" not in row for row in rows if row["val_loss"] is None)
+    tracked = (tmp_path / "soap" / "seed-1" / "track.jsonl").read_text()
+    assert tracked.count("val.mean_error") == len(evaluated)
+    report = Report(tmp_path, labels={"soap": "mean_error"})
+    report.write()
+    header, *lines = csv.reader((tmp_path / "runs.csv").open())
+    assert header.count("val.mean_error") == 1
+    assert [float(line[header.index("val.mean_error")]) for line in lines][1] == pytest.approx(evaluated[-1], rel=1e-5)
+    assert "val.mean" in (tmp_path / "tables.md").read_text() and "<th>val.mean_error</th>" in report.page()
+
+
+def test_a_log_of_another_loop_keeps_the_metrics_of_its_last_evaluation(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", "mine", 3) as log:
+        log.row(1, 3.0, val_loss=3.0, **{"val.f1": 0.1})
+        log.row(2, 2.0, val_loss=2.0, **{"val.f1": 0.2})
+        log.row(3, 1.0)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"] == {"val.f1": 0.2}
+
+
+def test_metrics_that_are_not_finite_break_a_law() -> None:
+    module = import_component(str(EXAMPLE.with_suffix(".py")))
+    task = module.Curve(width=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Curve, "metrics", lambda self, outputs, targets: {"mean": math.nan})
+        with refused(LawError, "mean"):
+            check_task(task)
 
 
 def gradients(task: Digits, parts: int, precision: str | None, rows: int = 7) -> tuple[float, list[torch.Tensor]]:

@@ -119,9 +119,11 @@ def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
     """
     data, model = case.task.load(), case.task.new_model(0)
     total, hits, count = 0.0, 0, 0
+    names = set()
     for inputs, targets in data.evaluation():
         with torch.no_grad():
             outputs: Tensor = model(inputs)
+        names.add(tuple(case.task.metrics(outputs, targets)))
         total += float(case.task.loss(outputs.double(), targets)) * targets.numel()
         hits += int((outputs.argmax(-1) == targets).sum()) if case.task.reports_accuracy else 0
         count += targets.numel()
@@ -131,6 +133,9 @@ def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
     require(fine, f"val_loss {mean:.6g}, the mean over all targets, is required, got {metrics.val_loss:.6g}")
     accuracy = hits / count if case.task.reports_accuracy else None
     require(metrics.val_accuracy == accuracy, f"val_accuracy {accuracy} is required, got {metrics.val_accuracy}")
+    require(len(names) == 1, f"the same further metrics of every validation batch are required, got {sorted(names)}")
+    unreal = [name for name, value in metrics.others.items() if not math.isfinite(value)]
+    require(not unreal, f"finite further metrics are required, got others for {unreal}")
 
 
 def evaluation_repeats_and_leaves_the_model_training(case: TaskCase) -> None:
