@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import eigengraft
+from eigengraft.errors import RecipeError
 
 from ..files import short_name
 from . import bench, catalog, papers, plan, study
@@ -96,6 +97,14 @@ def train_command(
     checked: Annotated[
         bool, typer.Option("--checked", help="check at every step that each stage keeps its contract; slower")
     ] = False,
+    extend: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="continue the run in the directory, also a finished one, to STEPS steps; refused if its rates "
+            "depend on its length",
+        ),
+    ] = None,
 ) -> None:
     """Train once; the same command again continues a stopped run."""
     from ..training.experiment import load_experiment
@@ -103,11 +112,16 @@ def train_command(
     from ..training.train import train
     from .study import training_progress
 
-    loaded = load_experiment(experiment, overrides or (), imports or ())
+    given = list(overrides or ())
+    if extend is not None:
+        if any(override.partition("=")[0].strip() == "steps" for override in given):
+            raise RecipeError(f"--extend {extend}: cannot be combined with an override of steps; remove the override")
+        given.append(f"steps={extend}")
+    loaded = load_experiment(experiment, given, imports or ())
     directory = out or Path("runs") / short_name(loaded.name)
     try:
         with training_progress(loaded.name) as progress:
-            result = train(loaded, directory, progress, checked)
+            result = train(loaded, directory, progress, checked, extend is not None)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(directory) from None
     if is_first_process():

@@ -6,6 +6,7 @@ metrics.jsonl      one row per line, append-only
 diagnostics.jsonl  norms of all layers at the end, and tables of `optimizer.inspect()` if the experiment asks for them
 fault.json         the first value that was not finite, or the error that ended the run; absent if nothing went wrong
 checkpoint.pt      everything that is needed to continue; for several processes checkpoint-<step>/
+branch.pt          a checkpoint before the learning rate falls (schedule wsd), from which a longer run continues
 result.json        written last: the run is complete
 lock               locked while a process trains here
 
@@ -14,7 +15,7 @@ length of metrics.jsonl that it covers. A continued run drops later rows and com
 
 Checkpoints of several processes are directories in torch's distributed format. Any number of ranks can read them under
 any `parallel`: shards of parameters and state are saved by name with their offset in the full tensor. The last two
-checkpoints are kept.
+checkpoints are kept, and that of the step before the learning rate falls.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ class RunDirectory:
             make_directory(self.path)
             self.write("config", config)
             return
+        self.require_config(known, config)
+
+    def require_config(self, known: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Raise RecipeError if configurations differ in fields that change the trajectory.
+
+        known: configuration of the run in this directory.
+        config: configuration that is given.
+        """
         # Paths in `imports` differ in a checkout that was moved. The other fields do not change the trajectory.
         ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
         faults = differences({**known, **ignored}, {**config, **ignored})
@@ -105,15 +114,30 @@ class RunDirectory:
         """Return the rows of metrics so far."""
         return read_rows(self.metrics)
 
-    def save(self, state: Mapping[str, Any]) -> None:
+    def save(self, state: Mapping[str, Any], name: str = "checkpoint") -> None:
         """Write a checkpoint of a single process, completely or not at all, with the length of covered metrics."""
         size = self.metrics_size()
-        with replacing(self.path / "checkpoint.pt") as temporary, temporary.open("wb") as stream:
+        with replacing(self.path / f"{name}.pt") as temporary, temporary.open("wb") as stream:
             torch.save({**state, "metrics_bytes": size}, stream)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints."""
+        files = (self.path / f"{name}.pt" for name in ("checkpoint", "branch"))
+        return [*(_file_step(file) for file in files if file.is_file()), *map(_step, _complete(self))]
+
+    def rewind_checkpoints(self, step: int) -> None:
+        """Drop checkpoints after a step, so that the run continues from the newest of the others."""
+        branch, last = self.path / "branch.pt", self.path / "checkpoint.pt"
+        if branch.is_file() and _file_step(branch) <= step and last.is_file() and _file_step(last) > step:
+            branch.replace(last)
+        for folder in _complete(self):
+            if _step(folder) > step:
+                shutil.rmtree(folder)
 
     def drop_checkpoints(self) -> None:
         """Remove all checkpoints. Only a complete run may lose them."""
-        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+        for name in ("checkpoint", "branch"):
+            (self.path / f"{name}.pt").unlink(missing_ok=True)
         for folder in self.path.glob("checkpoint-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -196,12 +220,25 @@ def _step(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
+def _file_step(path: Path) -> int:
+    try:
+        return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
+    except Exception as error:  # torch raises many kinds of errors for a damaged file
+        raise RecipeError(f"{path}: the checkpoint cannot be read; remove {path.parent}") from error
+
+
 def save_sharded(
-    run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, notes: Mapping[str, Any]
+    run: RunDirectory,
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    notes: Mapping[str, Any],
+    branch: int | None = None,
 ) -> None:
     """Write the checkpoint of step `notes["step"]`. All ranks must call this.
 
     notes: state of the run beside model and optimizer, written by rank 0.
+    branch: step whose checkpoint is kept beside the last ones; None: no step.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -220,7 +257,8 @@ def save_sharded(
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(final)
-        for old in sorted(_complete(run), key=_step)[:-_KEPT]:
+        others = (path for path in _complete(run) if _step(path) != branch)
+        for old in sorted(others, key=_step)[:-_KEPT]:
             doomed = run.path / f".{old.name}{PARTIAL}"
             old.replace(doomed)  # a kill during removal then leaves no incomplete checkpoint under the name
             shutil.rmtree(doomed)

@@ -35,7 +35,15 @@ class LearningRateSchedule(Component, family="schedule"):
             return (step + 1) / self.warmup_steps
         return self.decay((step - self.warmup_steps) / (steps - self.warmup_steps))
 
-    @final
+    def shared_steps(self, steps: int, longer: int | None = None) -> int:
+        """Return how many factors, from the first step on, a run of `steps` has in common with a longer run.
+
+        longer: length of the longer run; None: twice the length.
+        """
+        longer = longer or 2 * steps
+        differs = (k for k in range(steps + 1) if self.factor(k, steps) != self.factor(k, longer))
+        return next(differs, steps + 1)
+
     def scheduler(self, optimizer: Optimizer, steps: int) -> LambdaLR:
         """Return a torch scheduler for `optimizer`. It must be stepped once after every optimizer step."""
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))

@@ -24,6 +24,7 @@ from .callbacks import Callbacks, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
+from .extension import branch_step, extend_run
 from .layers import LayerRecord, Layers
 from .outcome import (
     Diagnostics,
@@ -56,6 +57,7 @@ class Trainer:
         rates = (experiment.lr, experiment.weight_decay)
         self.optimizer = eigengraft.compose(experiment.run_recipe, self.model, *rates, **options)
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
+        self.branch = branch_step(experiment)
         shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
         self.diagnostics = Diagnostics(self.optimizer, *shown)
         self.layers = Layers(self.model, self.optimizer, self.ranks)
@@ -97,7 +99,7 @@ class Trainer:
                 return self._finish(None, fault.text)
             if not self.window.losses and self.callbacks.stop(tick):  # a row was written
                 break
-            if self._due(self.experiment.checkpoint_every):
+            if self._due(self.experiment.checkpoint_every) or self.step == self.branch:
                 self._save()
         return self._finish(metrics or self._evaluate())
 
@@ -271,7 +273,7 @@ class Trainer:
         notes["tokens"] = self.work.tokens
         notes["scheduler"] = self.scheduler.state_dict()
         if self.ranks.distributed:
-            save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
+            save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes, self.branch)
             return
         state = {
             "model": self.model.state_dict(),
@@ -279,6 +281,8 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "device_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
+        if self.step == self.branch:
+            self.directory.save({**notes, **state}, "branch")
         self.directory.save({**notes, **state})
 
     def _continue(self) -> None:
@@ -330,6 +334,7 @@ def train(
     directory: str | Path,
     progress: Callable[[Tick], None] | None = None,
     checked: bool = False,
+    extend: bool = False,
 ) -> Result:
     """Run an experiment in a directory, continue it there, or return the result that it already has.
 
@@ -341,12 +346,14 @@ def train(
         directory: directory of the run, which is created if it does not exist.
         progress: function that receives a `Tick` after every step. None: no progress is reported.
         checked: if True, a stage that breaks its contract raises ContractError; steps are slower.
+        extend: if True, a run in the directory that has fewer steps is continued to those of the experiment.
 
     Returns:
         The result, which is also written to result.json.
 
     Raises:
-        RecipeError: the directory contains another experiment, or a run with other code or data.
+        RecipeError: the directory contains another experiment, or a run with other code or data, or a run that cannot
+            be extended.
         DistributedError: another rank was lost.
     """
     run = RunDirectory(directory)
@@ -357,6 +364,8 @@ def train(
     ):
 
         def acquire() -> dict[str, Any] | None:
+            if extend:
+                extend_run(run, experiment)
             run.acquire(experiment.model_dump(mode="json"))
             stack.enter_context(run.locked())
             result = run.read("result")

@@ -182,6 +182,11 @@ class TestImports:
         finish(process("train", "../../runs/exp/config.json", "--out", "again", folder="else/where"))
         assert Path("else/where/again/result.json").exists()
 
+    def test_extend_continues_a_finished_run(self) -> None:
+        succeeds("train", "exp.yaml")
+        assert "after 9 steps" in succeeds("train", "exp.yaml", "--extend", "9")
+        assert json.loads(Path("runs/exp/config.json").read_text())["steps"] == 9
+
     def test_checked_names_the_stage_and_the_step_that_went_wrong(self) -> None:
         faulty = SHARPEN.replace('"sharpen"', '"faulty"').replace('"line"', '"faulty_line"')
         write("faulty.py", faulty.replace("return direction", "return gradient.mul_(2) + direction"))
@@ -411,6 +416,8 @@ WRONG = {
         ["train", "exp.yaml", "steps=7", "--out", "taken"],
         ("taken", "steps: 6 -> 7"),
     ),
+    "a run that is not there to be extended": (["train", "exp.yaml", "--extend", "9", "--out", "new"], ("new",)),
+    "two lengths": (["train", "exp.yaml", "steps=8", "--extend", "9"], ("--extend", 9, "steps")),
     "a directory in use": (["train", "exp.yaml", "--out", "full"], ("full",)),
     "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ("exp.yaml",)),
     "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ("checkpoint.pt", "remove damaged")),

@@ -386,6 +386,18 @@ def test_a_killed_run_continues_on_one_rank(home: Path, tmp_path: Path, launched
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_run_of_ranks_is_extended_from_the_checkpoint_before_its_rates_fall(home: Path, tmp_path: Path) -> None:
+    """wsd falls after step 6 of 12 and after step 9 of 18. The other checkpoints kept are the last two."""
+    falling = {**declared(home), "schedule": {"kind": "wsd", "decay_fraction": 0.5}, "parallel": "ddp"}
+    for directory, steps, extend in (("run", 12, False), ("run", 18, True), ("whole", 18, False)):
+        train(load_experiment({**falling, "steps": steps}), tmp_path / directory, extend=extend)
+        if (directory, steps) == ("run", 12):
+            kept = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+            assert kept == {"checkpoint-6", "checkpoint-9", "checkpoint-12"}
+    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_broken_checkpoint_is_named_and_the_one_before_it_serves(
     home: Path, tmp_path: Path, launched: Launched
 ) -> None:

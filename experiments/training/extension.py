@@ -1,0 +1,90 @@
+"""Runs that are made longer: a run of n steps becomes the beginning of a run of more steps, without another first half.
+
+The longer run ends with the weights of a run that had its length from the start. Its rows have in addition those of the
+old last step, which was evaluated. A run whose rates depend on its length from the first steps on has no such
+beginning, and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eigengraft.errors import RecipeError
+from eigengraft.signals import follows_run
+
+from .environment import describe_provenance, require_provenance
+from .experiment import Experiment
+from .rundir import RunDirectory
+
+
+def branch_step(experiment: Experiment) -> int | None:
+    """Return the last step up to which a run and a longer one are equal, if the learning rate falls after it.
+
+    None: the rate depends on the length of the run right after the warm-up, or in no step.
+    """
+    last = experiment.schedule.shared_steps(experiment.steps) - 1
+    return last if experiment.schedule.warmup_steps < last < experiment.steps else None
+
+
+def extend_run(run: RunDirectory, experiment: Experiment) -> None:
+    """Make the run in a directory, finished or not, an unfinished run of the steps of `experiment`.
+
+    Nothing is changed if the run has these steps already. A kill at any time leaves a run that can be extended again.
+
+    Raises:
+        RecipeError: there is no run, its experiment differs in more than the steps, its code or data have changed, or
+            its first steps are not those of the longer run.
+    """
+    known = run.read("config")
+    if known is None:
+        raise RecipeError(f"{run.path}: there is no run to extend; train it first, without --extend")
+    run.require_config({**known, "steps": experiment.steps}, experiment.model_dump(mode="json"))
+    if experiment.steps == known["steps"]:
+        return
+    with run.locked():
+        _extend(run, experiment, known)
+
+
+def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) -> None:
+    steps = known["steps"]
+    found = describe_provenance(experiment.task.load().fingerprint, experiment.imports)
+    require_provenance(run, found)
+    _require_extensible(run, experiment, steps)
+    shared = experiment.schedule.shared_steps(steps, experiment.steps)
+    if not any(step < shared for step in run.checkpoint_steps()):
+        raise RecipeError(_no_checkpoint(run, experiment, steps, shared))
+    (run.path / "result.json").unlink(missing_ok=True)
+    run.rewind_checkpoints(shared - 1)
+    run.write("config", {**known, "steps": experiment.steps})
+
+
+def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -> None:
+    """Raise RecipeError if the run ended before its last step, or if its recipe depends on its length."""
+    if experiment.steps < steps:
+        raise RecipeError(f"{run.path}: the run has {steps} steps; --extend needs more, got {experiment.steps}")
+    result: dict[str, Any] = run.read("result") or {}
+    if result.get("diverged"):
+        raise RecipeError(f"{run.path}: the run diverged at step {result['steps']}, so there is nothing to extend")
+    if result.get("steps", steps) < steps:
+        raise RecipeError(
+            f"{run.path}: a callback ended the run at step {result['steps']} of {steps}, and would end a longer one too"
+        )
+    path = follows_run(experiment.recipe.rules()) if experiment.recipe.total_steps is None else None
+    if path is not None:
+        raise RecipeError(
+            f"{run.path}: recipe.{path} follows the fraction of the run, so that the first {steps} steps of a longer "
+            "run differ; train the longer run in another directory"
+        )
+
+
+def _no_checkpoint(run: RunDirectory, experiment: Experiment, steps: int, shared: int) -> str:
+    kept = run.checkpoint_steps()
+    if not kept:
+        return f"{run.path}: the run has no checkpoint to continue from; train the longer run in another directory"
+    kind, longer = getattr(experiment.schedule, "kind", "?"), experiment.steps
+    rates = [experiment.schedule.factor(shared, length) for length in (steps, longer)]
+    return (
+        f"{run.path}: schedule.{kind} depends on the length of the run: its factor at step {shared + 1} is "
+        f"{rates[0]:.4g} in {steps} steps and {rates[1]:.4g} in {longer}, and the first checkpoint is that of step "
+        f"{min(kept)}; train the longer run in another directory. The schedules constant and wsd allow extensions"
+    )
