@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -251,9 +252,55 @@ def run_to_end(
     return directory
 
 
+_LOG_SECONDS = (10.0, 600.0)
+"""Least and largest seconds between two lines of progress in a log file. Between these it is a twentieth of the time
+since the start: a run of a minute has a few lines, and a run of a day a few hundred.
+"""
+
+
+class LogLines:
+    """Lines of progress in plain text, for a standard error that is no terminal but for instance a file of a scheduler.
+
+    now: function that returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+        self._now, self._began = now, now()
+        self._next = self._began
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._began
+
+    def write(self, text: Callable[[], str]) -> None:
+        """Write a line with the date if one is due. text: function that is called only then."""
+        if self._now() >= self._next:
+            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
+            least, most = _LOG_SECONDS
+            self._next = self._now() + min(max(least, self.seconds / 20), most)
+
+
+def _left(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f", about {minutes}:{rest:02d} left"
+
+
 @contextmanager
 def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
-    """Show a progress bar with loss, step time and time left. Yields the callback for `train`."""
+    """Show progress with loss, step time and time left: a bar in a terminal, lines elsewhere. Yields the callback for
+    `train`.
+    """
+    console, validation = Console(stderr=True), ""
+
+    def figures(tick: Tick) -> str:
+        nonlocal validation
+        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
+        return f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
+
+    if not console.is_terminal:
+        yield _logged_progress(name, figures)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -261,15 +308,11 @@ def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=console)
     task = bar.add_task(name, total=None, figures="")
-    validation = ""
 
     def on_tick(tick: Tick) -> None:
-        nonlocal validation
-        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
-        figures = f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
-        bar.update(task, completed=tick.step, total=tick.steps, figures=figures)
+        bar.update(task, completed=tick.step, total=tick.steps, figures=figures(tick))
         bar.start()  # only at the first tick, so that an invalid experiment shows no bar
 
     try:
@@ -278,8 +321,23 @@ def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
         bar.stop()
 
 
+def _logged_progress(name: str, figures: Callable[[Tick], str]) -> Callable[[Tick], None]:
+    lines, first = LogLines(), 0
+
+    def on_tick(tick: Tick) -> None:
+        nonlocal first
+        first, shown = first or tick.step, figures(tick)
+        done = tick.step - first  # steps that this process has timed
+        left = _left(lines.seconds / done * (tick.steps - tick.step)) if done else ""
+        lines.write(lambda: f"{name}: step {tick.step}/{tick.steps}  {shown}{left}")
+
+    return on_tick
+
+
 class StudyProgress:
     """A context manager with a progress bar for a study and for each run in progress, and a line for each finished run.
+
+    Without a terminal there are no bars, but lines with the progress of the study and of one of its runs.
 
     runs: number of runs of the study.
     left: number of runs that are not done yet.
@@ -288,6 +346,7 @@ class StudyProgress:
     def __init__(self, console: Console, runs: int, left: int) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
         self.progress = Progress(*columns, console=console, transient=True)
+        self.lines = None if console.is_terminal else LogLines()
         self.runs, self.done = runs, runs - left
         self.began = monotonic()
         self.start_fraction: float | None = None
@@ -295,7 +354,8 @@ class StudyProgress:
         self.run_bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
-        self.progress.start()
+        if self.lines is None:
+            self.progress.start()
         if self.done:
             self.progress.console.print(f"{self.done} of {self.runs} runs are already complete")
         return self
@@ -318,7 +378,10 @@ class StudyProgress:
                 text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
                 self.progress.console.print(text, highlight=False, soft_wrap=True)
         elif event.kind == "progress":
-            self.progress.update(self.run_bars[key], completed=event.value.step, figures=_describe_tick(event.value))
+            shown = _describe_tick(event.value)
+            self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
+            if self.lines is not None:
+                self.lines.write(lambda: f"{self._figures(event.fraction)}; {event.run.title}: {shown}")
         else:
             if key in self.run_bars:  # runs of other workers have no bar
                 self.progress.remove_task(self.run_bars.pop(key))
@@ -334,8 +397,7 @@ class StudyProgress:
         text = f"{self.done} of {self.runs} runs"
         if gained <= 0 or spent < 5 or fraction >= 1:
             return text
-        minutes, seconds = divmod(round(spent * (1 - fraction) / gained), 60)
-        return f"{text}, about {minutes}:{seconds:02d} left"
+        return f"{text}{_left(spent * (1 - fraction) / gained)}"
 
 
 def _describe_tick(tick: Tick) -> str:

@@ -1,7 +1,9 @@
 """The command line: what a user gets for a right and for a wrong input."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.purposes import FAMILIES, STAGES, by_purpose
+from eigengraft.experiments.cli.study import LogLines
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, start
@@ -162,6 +165,34 @@ class TestTrain:
     @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
     def test_the_examples_load(self, example: Path) -> None:
         assert load_experiment(example).name == example.stem
+
+
+class TestProgress:
+    def test_a_log_file_gets_plain_lines(self) -> None:
+        result = call("train", "exp.yaml", "steps=40")
+        lines = [line for line in result.stderr.splitlines() if "step" in line]
+        assert re.fullmatch(r"\S+ \S+ exp: step 1/40  loss [0-9.]+  [0-9.]+ ms", lines[0])
+        assert not set(result.stderr) & set("\x1b\r\x08")
+
+    def test_a_log_file_gets_lines_of_a_study(self) -> None:
+        study = "base: {task: {kind: digits, width: 8}, recipe: adamw, steps: 4}\naxes: {lr: [0.1, 0.01]}\n"
+        result = call("ablate", write("study.yaml", study), "--workers", "1")
+        assert result.exit_code == 0, result.output
+        assert re.search(r"^\S+ \S+ 0 of 2 runs; .+: step 1/4  loss ", result.stderr, flags=re.MULTILINE)
+        assert result.stderr.count("validation loss") == 2
+        assert not set(result.stderr) & set("\x1b\r\x08")
+
+    def test_lines_become_rarer_in_a_long_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Every 10 seconds at first, then after a twentieth of the elapsed time, and after 10 minutes at the latest."""
+        clock = {"now": 0.0}
+        lines, written = LogLines(lambda: clock["now"]), list[float]()
+        for second in range(48 * 3600):
+            clock["now"] = float(second)
+            lines.write(lambda: f"at {clock['now']:.0f}")
+        written = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().err.splitlines()]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(written)]
+        assert written[:3] == [0, 10, 20] and gaps == sorted(gaps) and max(gaps) <= 601
+        assert 300 < len(written) < 400
 
 
 class TestImports:
