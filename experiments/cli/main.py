@@ -1,5 +1,5 @@
 """The commands of `eigengraft`: train, show, list, diff, schema, ablate, report, import-run, doctor, reproduce, track,
-demo, bench, plan.
+export, demo, bench, plan.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.
@@ -19,7 +19,7 @@ import eigengraft
 from eigengraft.errors import RecipeError
 
 from ..files import short_name
-from . import bench, catalog, papers, plan, study
+from . import bench, catalog, exports, papers, plan, study
 from .arguments import Imports, override_argument
 from .console import (
     describe_result,
@@ -223,6 +223,7 @@ app.command("doctor")(study.doctor_command)
 app.command("import-run")(study.import_command)
 app.command("reproduce")(papers.reproduce_command)
 app.add_typer(papers.track_app, name="track")
+app.add_typer(exports.export_app, name="export")
 app.command("demo")(study.demo_command)
 app.command("bench")(bench.bench_command)
 app.command("plan")(plan.plan_command)

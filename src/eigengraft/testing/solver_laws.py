@@ -23,7 +23,7 @@ EQUAL = 1e-5
 """Relative tolerance in float64 for solvers with the same result in exact arithmetic. Iterations stop at an error of
 1e-6, and their ridge is in units of an estimate of the largest eigenvalue."""
 EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
-Solver = RootSolver | BasisSolver | PolarSolver
+AnySolver = RootSolver | BasisSolver | PolarSolver
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SolverCase:
     cosine: for polar solvers, the smallest accepted cosine between the result and U V^T.
     """
 
-    solver: Solver
+    solver: AnySolver
     degree: float | None = None
     rotates: bool | None = None
     tolerance: float = ROUNDING
@@ -62,7 +62,7 @@ def usual_exponent(solver: RootSolver) -> Fraction:
     return next((exponent for exponent in EXPONENTS if solver.check(exponent) is None), EXPONENTS[0])
 
 
-def solve(solver: Solver, a: Tensor) -> Tensor:
+def solve(solver: AnySolver, a: Tensor) -> Tensor:
     """Return the result of a solver for a stack of matrices, from the initial state.
 
     A basis solver is called a second time, for another matrix and with the basis of the first call. The result of the

@@ -1,0 +1,57 @@
+"""The commands `eigengraft export`: studies and recipes as files of other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .arguments import override_argument
+
+export_app = typer.Typer(no_args_is_help=True, help="Write a study or a recipe as files of another program.")
+
+
+@export_app.command("sweep")
+def sweep_command(
+    study: Annotated[
+        str, typer.Argument(help="a study file (YAML), the name of a shipped study, or an experiment file with an axis")
+    ],
+    overrides: Annotated[list[str] | None, override_argument("changes of the study; lr=0.01,0.1 adds an axis")] = None,
+    out: Annotated[Path, typer.Option(help="folder of sweep.yaml and experiment.yaml")] = Path("sweep"),
+) -> None:
+    """Write a sweep of Weights & Biases: axes and seeds as a grid, or the space of a search."""
+    from ..exports import export_sweep
+
+    path = export_sweep(study, out, overrides or ())
+    typer.echo(f"{path}; to start it: wandb sweep {path}, and then wandb agent on each machine")
+
+
+@export_app.command("algoperf")
+def algoperf_command(
+    recipe: Annotated[str, typer.Argument(help="a shipped recipe's name, or a recipe file")],
+    overrides: Annotated[
+        list[str] | None,
+        override_argument("changes of the recipe; lr=0.001,0.01 or lr=interval(1e-4,1e-2) is a hyperparameter"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder of the submission")] = Path("submission"),
+) -> None:
+    """Write a submission to AlgoPerf for PyTorch, with its search space."""
+    from ..exports import export_algoperf
+
+    path = export_algoperf(recipe, out, overrides or ())
+    typer.echo(
+        f"{path}; in AlgoPerf: python submission_runner.py --framework=pytorch --submission_path={path} "
+        f"--tuning_search_space={path.with_name('tuning_search_space.json')}"
+    )
+
+
+@export_app.command("benchopt")
+def benchopt_command(
+    out: Annotated[Path, typer.Option(help="folder of the solver, `solvers` of a benchmark")] = Path("solvers"),
+) -> None:
+    """Write a solver of benchopt for benchmarks that train a torch model, as benchmark_nanogpt."""
+    from ..exports import export_benchopt
+
+    path = export_benchopt(out)
+    typer.echo(f"{path}; in the benchmark: benchopt run . -s 'eigengraft[recipe=soap,learning_rate=0.003]'")

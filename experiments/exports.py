@@ -1,0 +1,203 @@
+"""Studies and recipes in the formats of other programs: sweeps of Weights & Biases, AlgoPerf and benchopt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from eigengraft.errors import RecipeError
+from eigengraft.optimizers import load_recipe
+from eigengraft.optimizers.recipe.loading import parse_yaml, write_yaml
+
+from .files import make_directory, write_text
+from .reports.records import METRICS
+from .studies.axes import Changes
+from .studies.plan import plan_runs
+from .studies.study import Study, load_study, split_axes
+from .studies.tuning.base import Range
+from .studies.tuning.sampled import TPE, Sampled
+from .training.experiment import load_experiment
+
+_TRACKER = {"kind": "wandb", "mode": "online"}
+_RUN = 'file=$0; exec eigengraft train "$file" "$@" --out "runs/sweep-$WANDB_SWEEP_ID/$WANDB_RUN_ID"'
+"""Command of the shell that an agent of W&B starts. Its arguments are overrides; each run has its own directory."""
+_INTERVAL = re.compile(r"interval\((.+),(.+)\)")
+
+
+def export_sweep(source: str | Path | Mapping[str, Any] | Study, folder: Path, overrides: Iterable[str] = ()) -> Path:
+    """Write a study as a sweep of Weights & Biases: sweep.yaml, and experiment.yaml with the base of the study.
+
+    Axes and seeds become a grid. With a search of the kind `random` or `tpe`, its space joins the axes in one search
+    over all cells, with the seeds of the search.
+
+    Args:
+        source: a study, or the file or mapping of one.
+        folder: folder of the files, which is created if it does not exist.
+        overrides: changes of the study as `dotted.path=value`; several values are an axis.
+
+    Returns:
+        The path of sweep.yaml.
+
+    Raises:
+        RecipeError: the study is invalid, or has what a sweep cannot express.
+    """
+    study = load_study(source, overrides)
+    for name, given in {"exclude": study.exclude, "settings": study.settings}.items():
+        if given:
+            raise RecipeError(
+                f"{name}: a sweep of W&B has all combinations of its values; remove it, or make two studies"
+            )
+    if study.equal == "seconds":
+        raise RecipeError("equal: a sweep of W&B has no timed runs; use `equal: steps`")
+    parameters: dict[str, Any] = {}
+    for axis, choices in study.axes.items():
+        path, values = _axis_values(axis, choices, study.base)
+        parameters[path] = {"values": values}
+    search = study.tune
+    if search is not None and not isinstance(search, Sampled):
+        kind = getattr(search, "kind", "?")
+        raise RecipeError(f"tune: W&B has no search of the kind {kind}; use random or tpe, which draw from a space")
+    sweep: dict[str, Any] = {"name": study.name, "description": study.description, "method": "grid"}
+    seeds = study.seeds
+    if search is not None:
+        parameters |= {path: _distribution(values) for path, values in search.space.items()}
+        sweep |= {"method": "bayes" if isinstance(search, TPE) else "random", "run_cap": search.trials}
+        seeds = search.seeds
+        if search.halving is not None:
+            first = max(1, search.halving.least // study.base.get("eval_every", 50))
+            sweep["early_terminate"] = {"type": "hyperband", "min_iter": first, "eta": search.halving.rate}
+    parameters["seed"] = {"values": list(seeds)}
+    goal = "minimize" if METRICS[study.metric].sign > 0 else "maximize"
+    sweep |= {"metric": {"name": study.metric, "goal": goal}, "parameters": parameters}
+    experiment = folder / "experiment.yaml"
+    sweep["program"] = "eigengraft"
+    sweep["command"] = ["/bin/sh", "-c", _RUN, str(experiment.absolute()), "${args_no_hyphens}"]
+    trackers = [one for one in study.base.get("callbacks", []) if one != "wandb"]
+    plan_runs(study)  # raises for a combination that is no experiment
+    base = load_experiment({**study.base, "callbacks": [*trackers, _TRACKER]}).declaration(short=True)
+    make_directory(folder)
+    write_text(experiment, write_yaml({**base, "name": study.name}))
+    write_text(folder / "sweep.yaml", _for_wandb({key: value for key, value in sweep.items() if value != ""}))
+    return folder / "sweep.yaml"
+
+
+def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return the only path that an axis sets, and its value for each label. A label without it has that of the base."""
+    paths = sorted({path for changes in choices.values() for path in changes})
+    if len(paths) != 1:
+        raise RecipeError(
+            f"axes.{axis}: a parameter of a sweep sets one path, and this axis sets {', '.join(paths) or 'none'}; "
+            "put the values of each label into a recipe file, and use an axis `recipe`"
+        )
+    path = paths[0]
+    missing = [label for label, changes in choices.items() if path not in changes]
+    if missing and path not in base:
+        raise RecipeError(f"axes.{axis}.{missing[0]}: it sets no {path}, and the base has none; give the value")
+    return path, [_argument(changes.get(path, base.get(path))) for changes in choices.values()]
+
+
+def _argument(value: Any) -> Any:
+    """Return a value as a sweep may have it: numbers and texts as they are, mappings and lists as JSON."""
+    return value if isinstance(value, (int, float, str)) and not isinstance(value, bool) else json.dumps(value)
+
+
+def _distribution(values: Any) -> dict[str, Any]:
+    """Return the parameter of a sweep for a range or a list of values of a search."""
+    if not isinstance(values, Range):
+        return {"values": list(map(_argument, values))}
+    if values.integer and values.log:
+        raise RecipeError(
+            f"tune.space: W&B draws no whole numbers from a logarithmic range, as {values.low:g} to {values.high:g}; "
+            "give a list of values"
+        )
+    if values.integer:
+        return {"distribution": "int_uniform", "min": int(values.low), "max": int(values.high)}
+    kind = "log_uniform_values" if values.log else "uniform"
+    return {"distribution": kind, "min": values.low, "max": values.high}
+
+
+def _for_wandb(data: Any) -> str:
+    """Return plain data as YAML that W&B's reader, of YAML 1.1, understands: there a float needs a point."""
+    return re.sub(r"(?<![\w.])(\d+)(e[+-]\d+)\b", r"\1.0\2", write_yaml(data))
+
+
+def export_algoperf(recipe: str | Path | Mapping[str, Any], folder: Path, overrides: Iterable[str] = ()) -> Path:
+    """Write a recipe as a submission to AlgoPerf: submission.py, recipe.json and tuning_search_space.json.
+
+    Args:
+        recipe: the recipe, as `load_recipe` accepts it.
+        folder: folder of the files, which is created if it does not exist.
+        overrides: changes of the recipe. `path=a,b` are the values of a hyperparameter, `path=interval(a,b)` its range,
+            logarithmic if `a` is positive. The paths `lr`, `weight_decay`, `warmup_factor`, `grad_clip`,
+            `dropout_rate` and `label_smoothing` are those of the training loop. Without `lr`, the range is a tenth to
+            ten times that of the recipe.
+
+    Returns:
+        The path of submission.py.
+
+    Raises:
+        RecipeError: the recipe or a hyperparameter is invalid.
+    """
+    loop = ("lr", "weight_decay", "warmup_factor", "grad_clip", "dropout_rate", "label_smoothing")
+    space: dict[str, Any] = {}
+    rest = []
+    for override in overrides:
+        path, _, text = override.partition("=")
+        interval = _INTERVAL.fullmatch(text)
+        if interval is not None:
+            space[path] = _range(path, *interval.groups())
+        elif path in loop:
+            space[path] = {"feasible_points": parse_yaml(f"[{text}]", f"override '{override}'")}
+        else:
+            rest.append(override)
+    axes, own = split_axes(rest)
+    space |= {path: {"feasible_points": values} for path, values in axes.items()}
+    loaded = load_recipe(recipe, own, parse_yaml)
+    for path, values in space.items():
+        if path not in loop:
+            for value in values.get("feasible_points", [values.get("min"), values.get("max")]):
+                load_recipe(loaded, {path: value})
+    defaults = {
+        "lr": _range("lr", loaded.lr / 10, loaded.lr * 10),
+        "weight_decay": {"feasible_points": [loaded.weight_decay.rate]},
+        "warmup_factor": {"feasible_points": [0.05]},
+    }
+    named = {_hyperparameter(path): values for path, values in {**defaults, **space}.items()}
+    make_directory(folder)
+    write_text(folder / "recipe.json", json.dumps(loaded.declaration(), indent=2) + "\n")
+    write_text(folder / "tuning_search_space.json", json.dumps(named, indent=2) + "\n")
+    return _copied("algoperf", folder / "submission.py")
+
+
+def _range(path: str, low: str | float, high: str | float) -> dict[str, Any]:
+    """Return the entry of a search space of AlgoPerf for a range."""
+    try:
+        ends = float(low), float(high)
+    except ValueError:
+        raise RecipeError(f"{path}: the form is interval(low,high) with two numbers, got {low} and {high}") from None
+    if not ends[0] < ends[1]:
+        raise RecipeError(f"{path}: the high end must be above the low end, got interval({low},{high})")
+    return {"min": ends[0], "max": ends[1], "scaling": "log" if ends[0] > 0 else "linear"}
+
+
+def _hyperparameter(path: str) -> str:
+    """Return the name of a hyperparameter of AlgoPerf, which is a name in Python."""
+    name = "learning_rate" if path == "lr" else path.replace(".", "__")
+    if not name.isidentifier():
+        raise RecipeError(f"{path}: a hyperparameter of AlgoPerf must be a name in Python, got '{name}'")
+    return name
+
+
+def export_benchopt(folder: Path) -> Path:
+    """Copy the solver for benchopt into a folder, `solvers` of a benchmark. Return its path."""
+    make_directory(folder)
+    return _copied("benchopt", folder / "eigengraft.py")
+
+
+def _copied(host: str, target: Path) -> Path:
+    write_text(target, (files("eigengraft.hosts") / f"{host}.py").read_text(encoding="utf-8"))
+    return target
