@@ -11,6 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from eigengraft.experiments import load_study
+from eigengraft.experiments.studies.plan import plan_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = ROOT / "experiments" / "examples" / "cluster"
@@ -88,4 +89,4 @@ def test_the_parts_of_the_cluster_fit_together() -> None:
 
 def test_the_study_is_one() -> None:
     study = load_study(CLUSTER / "study.yaml")
-    assert study.compared == ("recipe", "adamw") and len(study.seeds) == 5
+    assert study.compared == ("recipe", "adamw") and len(plan_runs(study)) == 4 * 3 * 5
