@@ -48,7 +48,7 @@ class Metric:
     sign: 1 if smaller values are better, -1 if larger values are.
     """
 
-    key: MetricName | Literal["loss"]
+    key: str
     title: str
     sign: int
 

@@ -202,11 +202,13 @@ class Report:
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return all figures of a panel.
 
-        The first ones show the metric along each quantity of `x`, and the training loss along the first quantity.
+        The first ones show the metric along each quantity of `x`, and the training loss and further metrics along the
+        first quantity.
         """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]
-        for metric, along in [*drawn, (TRAINING_LOSS, self.x[0])]:
+        others = [TRAINING_LOSS, *(Metric(column, column, 1) for column in panel.further)]
+        for metric, along in [*drawn, *((metric, self.x[0]) for metric in others)]:
             name = f"{metric.title} against {along}"
             if panel.begun and name not in [one for one, *_ in found]:
                 caption = f"{metric.title} against {ABSCISSAS[along]}"

@@ -55,6 +55,7 @@ def test_further_metrics_reach_rows_results_tables_and_trackers_under_names_of_t
     header, *lines = csv.reader((tmp_path / "runs.csv").open())
     assert header.count("val.mean_error") == 1
     assert [float(line[header.index("val.mean_error")]) for line in lines][1] == pytest.approx(evaluated[-1], rel=1e-5)
+    assert any("val.mean_error against steps" in name for name in report.figures())
     assert "val.mean" in (tmp_path / "tables.md").read_text() and "<th>val.mean_error</th>" in report.page()
 
 
