@@ -14,7 +14,7 @@ from eigengraft.experiments import load_study
 from eigengraft.experiments.studies.plan import plan_runs
 
 ROOT = Path(__file__).resolve().parents[3]
-CLUSTER = ROOT / "experiments" / "examples" / "cluster"
+CLUSTER = ROOT / "docs" / "assets" / "cluster"
 STUDY = {
     "base": {"task": {"kind": "digits", "width": 4}, "recipe": "adamw", "steps": 2},
     "axes": {"lr": [0.01, 0.1]},
