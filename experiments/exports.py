@@ -14,7 +14,6 @@ from eigengraft.optimizers import load_recipe
 from eigengraft.optimizers.recipe.loading import parse_yaml, write_yaml
 
 from .files import make_directory, write_text
-from .reports.records import METRICS
 from .studies.axes import Changes
 from .studies.plan import plan_runs
 from .studies.study import Study, load_study, split_axes
@@ -71,7 +70,7 @@ def export_sweep(source: str | Path | Mapping[str, Any] | Study, folder: Path, o
             first = max(1, search.halving.least // study.base.get("eval_every", 50))
             sweep["early_terminate"] = {"type": "hyperband", "min_iter": first, "eta": search.halving.rate}
     parameters["seed"] = {"values": list(seeds)}
-    goal = "minimize" if METRICS[study.metric].sign > 0 else "maximize"
+    goal = "minimize" if study.measured.sign > 0 else "maximize"
     sweep |= {"metric": {"name": study.metric, "goal": goal}, "parameters": parameters}
     experiment = folder / "experiment.yaml"
     sweep["program"] = "eigengraft"

@@ -177,8 +177,9 @@ class ComparisonPanel:
 
     @cached_property
     def further(self) -> list[str]:
-        """Columns of the further metrics that any run has, `val.NAME`."""
-        return list(dict.fromkeys(name for row in self.rows for run in row.runs for name in run.metrics))
+        """Columns of the further metrics that any run has, `val.NAME`, without the compared metric."""
+        names = dict.fromkeys(name for row in self.rows for run in row.runs for name in run.metrics)
+        return [name for name in names if name != self.metric.key]
 
     @property
     def configs(self) -> dict[str, Mapping[str, Any]]:

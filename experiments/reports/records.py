@@ -22,8 +22,6 @@ from .seed_statistics import Target
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 
 
-MetricName = Literal["val_loss", "val_accuracy"]
-
 Abscissa = Literal["steps", "seconds", "tokens", "flops"]
 """The quantity along which a metric is drawn."""
 ABSCISSAS: dict[Abscissa, str] = {
@@ -62,6 +60,18 @@ METRICS = {
     "val_loss": Metric("val_loss", "validation loss", 1),
     "val_accuracy": Metric("val_accuracy", "validation accuracy", -1),
 }
+METRIC_NAME = r"^(val_loss|val_accuracy|val\..+)$"
+"""Pattern of the name of a metric. `val.NAME` is a further metric of a task."""
+
+
+def metric_of(name: str, larger: bool = False) -> Metric:
+    """Return a metric by its name.
+
+    larger: True if larger values of a further metric of a task are better.
+    """
+    return METRICS.get(name) or Metric(name, name, -1 if larger else 1)
+
+
 TRAINING_LOSS = Metric("loss", "training loss", 1)
 """Mean loss of the steps between two rows. Runs are compared by it only if none has a validation loss."""
 
@@ -141,7 +151,8 @@ class Run:
 
     def final(self, metric: Metric) -> float:
         """Return the metric at the end of a complete run, the worst value if the run diverged."""
-        return _number(self.result.get("train_loss" if metric is TRAINING_LOSS else metric.key), metric)
+        numbers = {**self.result, **self.metrics}
+        return _number(numbers.get("train_loss" if metric is TRAINING_LOSS else metric.key), metric)
 
     @property
     def data(self) -> tuple[str, str]:
@@ -414,7 +425,7 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
 
 def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     runs = _kept_apart(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
-    metric = METRICS[manifest["metric"]]
+    metric = metric_of(manifest["metric"], manifest.get("larger", False))
     tuned = read_tuned(directory)
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         raise ValueError(
@@ -460,8 +471,8 @@ def _joint(directory: Path) -> Records:
     for run, title in zip(runs, _conditions(runs), strict=True):
         if title:
             run.labels["task"] = title
-    metrics = {manifest["metric"] for manifest in studies.values()}
-    metric = METRICS[metrics.pop() if len(metrics) == 1 else "val_loss"]
+    metrics = {metric_of(manifest["metric"], manifest.get("larger", False)) for manifest in studies.values()}
+    metric = metrics.pop() if len(metrics) == 1 else METRICS["val_loss"]
     if not any(row.get("val_loss") is not None for run in runs for row in run.rows):
         metric = TRAINING_LOSS  # other training loops may record no validation
     return Records(directory.name, "", metric, "run", "", _kept_apart(runs))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eigengraft.component import validated
 from eigengraft.errors import RecipeError
 
@@ -113,6 +115,22 @@ def unfinished(planned: Iterable[PlannedRun], directory: Path) -> list[PlannedRu
     return [run for run in planned if RunDirectory(directory / run.directory).read("result") is None]
 
 
+def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
+    """Raise RecipeError if a task does not report the further metric of the study.
+
+    A new model of each task is evaluated once.
+    """
+    if study.metric in METRICS:
+        return
+    for task in dict.fromkeys(run.experiment.task for run in planned):
+        reported = task.evaluate(task.new_model(0), task.load(), torch.device("cpu")).columns
+        if study.metric not in reported:
+            raise RecipeError(
+                f"metric: the task {getattr(task, 'kind', '?')} reports no {study.metric}; its further metrics are "
+                f"{', '.join(reported) or 'none'}"
+            )
+
+
 def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
     """Raise RecipeError if `directory` contains runs of these cells with other settings."""
     faults = []
@@ -161,11 +179,12 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
         "name": study.name,
         "description": study.description,
         "metric": study.metric,
+        "larger": study.larger,
         "compare": axis,
         "baseline": baseline,
         "equal": study.equal,
         "study": study.model_dump(mode="json"),
-        "tuned": {cell: found.described(METRICS[study.metric]) for cell, found in tuned.items()},
+        "tuned": {cell: found.described(study.measured) for cell, found in tuned.items()},
         "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
     }
     make_directory(directory)

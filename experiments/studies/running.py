@@ -26,6 +26,7 @@ from .plan import (
     plan_runs,
     refuse_changed,
     refuse_other_provenance,
+    require_metric,
     unfinished,
     write_manifest,
 )
@@ -99,6 +100,7 @@ def prepare_study(
     refuse_changed(planned, directory)
     refuse_other_provenance(own, directory)
     left = unfinished(planned, directory)
+    require_metric(study, left)
     seconds = expected_seconds(planned)
     if not timing:  # timed runs keep their order, round by round
         left.sort(key=lambda run: -seconds[run.directory])

@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 
 from ..files import short_name
-from ..reports.records import MetricName
+from ..reports.records import METRIC_NAME, METRICS, Metric, metric_of
 from ..reports.seed_statistics import Target
 from ..training.experiment import load_experiment, read_experiment
 from ..training.imports import resolve_paths
@@ -76,7 +76,12 @@ class Study(Component):
         None,
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
     )
-    metric: MetricName = Field("val_loss", description="final metric to compare")
+    metric: str = Field(
+        "val_loss",
+        pattern=METRIC_NAME,
+        description="final metric to compare: val_loss, val_accuracy, or a further metric of the task, val.NAME",
+    )
+    larger: bool = Field(False, description="true if larger values of a further metric are better")
     target: Target | None = Field(
         None, description="value of the metric; reports also compare the steps at which runs reach it"
     )
@@ -133,6 +138,8 @@ class Study(Component):
                 raise ValueError(
                     f"axes: '{min(shared)}' is set by '{first}' and by '{second}'; a path may be set by one axis only"
                 )
+        if self.larger and self.metric in METRICS:
+            raise ValueError(f"larger: it has no effect on {self.metric}, whose direction is known; remove it")
         if self.target is not None and changed & {"task", "task.kind"}:
             raise ValueError(
                 "target: cannot be combined with axes or settings that change the task, whose metrics "
@@ -187,6 +194,11 @@ class Study(Component):
             lines = [f"{run}: {reason.strip().splitlines()[-1]}" for run, reason in failed.items()]
             raise RuntimeError("\n".join([f"{place}: {len(failed)} runs failed", *first_lines(lines)]))
         return Report(place)
+
+    @property
+    def measured(self) -> Metric:
+        """The metric by which cells are compared."""
+        return metric_of(self.metric, self.larger)
 
     @property
     def compared(self) -> tuple[str, str]:

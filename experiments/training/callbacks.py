@@ -104,7 +104,12 @@ class Limits(Callback):
     """End the run at an evaluation whose metric is worse than the limit of its step. Successive halving uses it."""
 
     kind: Literal["limits"] = "limits"
-    metric: Literal["val_loss", "val_accuracy"] = Field(default="val_loss", description="metric that has limits")
+    metric: str = Field(
+        default="val_loss",
+        pattern=r"^(val_loss|val_accuracy|val\..+)$",
+        description="metric that has limits: val_loss, val_accuracy, or a further metric of the task, val.NAME",
+    )
+    larger: bool = Field(default=False, description="true if larger values of a further metric are better")
     limits: tuple[tuple[int, float], ...] = Field(
         strict=False,
         examples=[[[100, 2.5]]],
@@ -122,8 +127,8 @@ class Limits(Callback):
 
     def exceeded(self, step: int, value: float) -> bool:
         """Return True if a metric at a step is worse than the limit of that step."""
-        better_is_more = self.metric == "val_accuracy"
-        return any(step == at and (value < limit if better_is_more else value > limit) for at, limit in self.limits)
+        larger = self.larger or self.metric == "val_accuracy"
+        return any(step == at and (value < limit if larger else value > limit) for at, limit in self.limits)
 
 
 class Log(Protocol):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from eigengraft.experiments import Report, RunLog, load_experiment
+from eigengraft import RecipeError
+from eigengraft.experiments import Report, RunLog, complete_study, load_experiment, load_study
 from eigengraft.experiments.tasks import Batch, Digits
 from eigengraft.experiments.tasks.base import GradientPass
-from eigengraft.experiments.training.callbacks import Patience, RunView
+from eigengraft.experiments.training.callbacks import Limits, Patience, RunView
 from eigengraft.experiments.training.imports import import_component
 from eigengraft.experiments.training.outcome import Tick
 from eigengraft.experiments.training.train import train
@@ -57,6 +58,29 @@ def test_further_metrics_reach_rows_results_tables_and_trackers_under_names_of_t
     assert [float(line[header.index("val.mean_error")]) for line in lines][1] == pytest.approx(evaluated[-1], rel=1e-5)
     assert any("val.mean_error against steps" in name for name in report.figures())
     assert "val.mean" in (tmp_path / "tables.md").read_text() and "<th>val.mean_error</th>" in report.page()
+
+
+@pytest.mark.slow
+def test_a_study_compares_and_searches_by_a_further_metric(tmp_path: Path) -> None:
+    base = load_experiment(EXAMPLE, [*QUICK, "callbacks=[]"]).model_dump(mode="json")
+    halving = {"rate": 2, "least": 2}
+    search = {"kind": "random", "seeds": [7], "trials": 2, "space": {"lr": {"low": 0.001, "high": 0.1}}}
+    study = {"base": base, "axes": {"task.width": [2]}, "metric": "val.mean_error", "seeds": [0, 1]}
+    declared = load_study({**study, "tune": {**search, "halving": halving}})
+    assert complete_study(declared, tmp_path, 1) == {}
+    records = Report(tmp_path).records
+    assert records.metric.key == "val.mean_error" and records.metric.sign == 1
+    finals = [run.final(records.metric) for run in records.runs]
+    assert finals == [run.result["metrics"]["val.mean_error"] for run in records.runs]
+    (cell,) = records.tuned
+    assert cell.best.mean == min(one.mean for one in cell.tried if one.stopped is None and one.mean is not None)
+    with refused(RecipeError, "curve", "val.f1", "val.mean_error"):
+        complete_study(load_study({**study, "metric": "val.f1"}), tmp_path / "other", 1)
+    with refused(RecipeError, "larger", "val_loss"):
+        load_study({**study, "metric": "val_loss", "larger": True})
+    assert load_study({**study, "larger": True}).measured.sign == -1
+    limits = Limits(metric="val.f1", larger=True, limits=((4, 0.5),))
+    assert limits.exceeded(4, 0.4) and not limits.exceeded(4, 0.6)
 
 
 def test_a_log_of_another_loop_keeps_the_metrics_of_its_last_evaluation(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 from eigengraft.errors import RecipeError
 
 from ...files import short_name
-from ...reports.records import METRICS, Metric, Run
+from ...reports.records import Metric, Run
 from ...training.callbacks import Limits, StopAfter
 from ...training.experiment import Experiment
 from ..axes import Setting
@@ -50,7 +50,7 @@ class _CellSearch:
     def __init__(self, study: Study, tuning: Tuning, cell: Cell, directory: Path, failed: Collection[str]) -> None:
         self.study, self.tuning, self.cell = study, tuning, cell
         self.directory, self.failed = directory, failed
-        self.metric: Metric = METRICS[study.metric]
+        self.metric: Metric = study.measured
         self.experiment = changed(study.base, cell.changes)
         self.trials: list[Trial] = []
 
