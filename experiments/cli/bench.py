@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from rich.text import Text
 from eigengraft.errors import RecipeError, did_you_mean
 
 from .arguments import Imports, override_argument
-from .console import to_yaml
+from .console import LogLines, to_yaml
 
 if TYPE_CHECKING:
     from ..benches import Bench, Row
@@ -112,12 +113,15 @@ def _measure(chosen: Bench, directory: Path) -> None:
         raise RecipeError(f"--out: '{directory}' is a file; give a directory")
     device = chosen.target_device()  # before anything is written
     make_directory(directory)
-    cells = track(
-        chosen.cell_by_cell(), "measuring", total=chosen.cells(), console=Console(stderr=True), transient=True
-    )
+    console, lines, number = Console(stderr=True), LogLines(), chosen.cells()
+    cells: Iterable[list[Row]] = chosen.cell_by_cell()
+    if console.is_terminal:
+        cells = track(cells, "measuring", total=number, console=console, transient=True)
     rows: list[Row] = []
-    for cell in cells:
+    for done, cell in enumerate(cells, start=1):
         rows += cell
+        if not console.is_terminal:
+            lines.write(partial("measuring: {} of {} cells".format, done, number))
         write_rows(rows, directory / "rows.jsonl")  # a bench that is stopped keeps the rows that it has measured
     _require_measurement(rows)
     write_figure(chosen.panels(), rows, directory / "figure.svg")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
 from io import StringIO, TextIOWrapper
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
@@ -33,6 +37,35 @@ def replace_unencodable() -> None:
 def print_error(title: str, message: str) -> None:
     """Print a box on standard error. The message is printed literally, brackets included."""
     Console(stderr=True).print(Panel(Text(message), title=title, title_align="left", border_style="red", expand=False))
+
+
+_LOG_SECONDS = (10.0, 600.0)
+"""Least and largest seconds between two lines of progress in a log file. Between these it is a twentieth of the time
+since the start: a run of a minute has a few lines, and a run of a day a few hundred.
+"""
+
+
+class LogLines:
+    """Lines of progress in plain text, for a standard error that is no terminal but for instance a file of a scheduler.
+
+    now: function that returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+        self._now, self._began = now, now()
+        self._next = self._began
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._began
+
+    def write(self, text: Callable[[], str]) -> None:
+        """Write a line with the date if one is due. text: function that is called only then."""
+        if self._now() >= self._next:
+            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
+            least, most = _LOG_SECONDS
+            self._next = self._now() + min(max(least, self.seconds / 20), most)
 
 
 def describe_result(result: Result) -> str:

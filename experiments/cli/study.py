@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -23,7 +22,7 @@ from eigengraft.errors import RecipeError
 
 from ..files import short_name
 from .arguments import Workers, override_argument
-from .console import print_table
+from .console import LogLines, print_table
 
 if TYPE_CHECKING:
     from ..studies.preview import StudyPreview
@@ -250,35 +249,6 @@ def run_to_end(
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)
     return directory
-
-
-_LOG_SECONDS = (10.0, 600.0)
-"""Least and largest seconds between two lines of progress in a log file. Between these it is a twentieth of the time
-since the start: a run of a minute has a few lines, and a run of a day a few hundred.
-"""
-
-
-class LogLines:
-    """Lines of progress in plain text, for a standard error that is no terminal but for instance a file of a scheduler.
-
-    now: function that returns the time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
-        self._now, self._began = now, now()
-        self._next = self._began
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return self._now() - self._began
-
-    def write(self, text: Callable[[], str]) -> None:
-        """Write a line with the date if one is due. text: function that is called only then."""
-        if self._now() >= self._next:
-            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
-            least, most = _LOG_SECONDS
-            self._next = self._now() + min(max(least, self.seconds / 20), most)
 
 
 def _left(seconds: float) -> str:

@@ -60,8 +60,6 @@ METRICS = {
     "val_loss": Metric("val_loss", "validation loss", 1),
     "val_accuracy": Metric("val_accuracy", "validation accuracy", -1),
 }
-METRIC_NAME = r"^(val_loss|val_accuracy|val\..+)$"
-"""Pattern of the name of a metric. `val.NAME` is a further metric of a task."""
 
 
 def metric_of(name: str, larger: bool = False) -> Metric:

@@ -16,8 +16,9 @@ from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 
 from ..files import short_name
-from ..reports.records import METRIC_NAME, METRICS, Metric, metric_of
+from ..reports.records import METRICS, Metric, metric_of
 from ..reports.seed_statistics import Target
+from ..tasks.base import MetricName
 from ..training.experiment import load_experiment, read_experiment
 from ..training.imports import resolve_paths
 from .axes import (
@@ -76,10 +77,8 @@ class Study(Component):
         None,
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
     )
-    metric: str = Field(
-        "val_loss",
-        pattern=METRIC_NAME,
-        description="final metric to compare: val_loss, val_accuracy, or a further metric of the task, val.NAME",
+    metric: MetricName = Field(
+        "val_loss", description="final metric to compare: val_loss, val_accuracy, or val.NAME, one of the task's own"
     )
     larger: bool = Field(False, description="true if larger values of a further metric are better")
     target: Target | None = Field(

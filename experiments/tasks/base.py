@@ -7,16 +7,18 @@ seed and the step number alone, so that a run can continue from a step number.
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import AfterValidator, WithJsonSchema
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -95,6 +97,20 @@ class Metrics:
     def columns(self) -> dict[str, float]:
         """Further metrics by their names in metrics.jsonl and tables, `val.NAME`, which no other number has."""
         return {f"val.{name}": value for name, value in self.others.items()}
+
+
+def _metric_name(name: str) -> str:
+    if re.fullmatch(r"val_loss|val_accuracy|val\..+", name) is None:
+        raise ValueError("it must be val_loss, val_accuracy, or val.NAME for a further metric of the task")
+    return name
+
+
+MetricName = Annotated[
+    str,
+    AfterValidator(_metric_name),
+    WithJsonSchema({"type": "string", "pattern": r"^(val_loss|val_accuracy|val\..+)$"}),
+]
+"""Name of a metric by which runs are compared."""
 
 
 class Dataset(ABC):

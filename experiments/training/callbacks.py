@@ -22,6 +22,7 @@ from eigengraft.errors import RecipeError, warn_user
 
 from ..files import append_text, make_directory, read_object, read_rows, write_text
 from ..tasks import Batch
+from ..tasks.base import MetricName
 from .outcome import Result, Tick
 from .parallel import Ranks
 from .rundir import RunDirectory
@@ -104,10 +105,8 @@ class Limits(Callback):
     """End the run at an evaluation whose metric is worse than the limit of its step. Successive halving uses it."""
 
     kind: Literal["limits"] = "limits"
-    metric: str = Field(
-        default="val_loss",
-        pattern=r"^(val_loss|val_accuracy|val\..+)$",
-        description="metric that has limits: val_loss, val_accuracy, or a further metric of the task, val.NAME",
+    metric: MetricName = Field(
+        default="val_loss", description="metric that has limits: val_loss, val_accuracy, or val.NAME"
     )
     larger: bool = Field(default=False, description="true if larger values of a further metric are better")
     limits: tuple[tuple[int, float], ...] = Field(

@@ -18,9 +18,9 @@ import eigengraft
 from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
+from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.purposes import FAMILIES, STAGES, by_purpose
-from eigengraft.experiments.cli.study import LogLines
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, start
