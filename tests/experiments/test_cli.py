@@ -182,6 +182,11 @@ class TestProgress:
         assert result.stderr.count("validation loss") == 2
         assert not set(result.stderr) & set("\x1b\r\x08")
 
+    def test_a_log_file_gets_lines_of_a_bench(self) -> None:
+        result = call("bench", "roots", "--quick", "sizes=[8]", "solvers=[eigh]", "--out", "bench")
+        assert result.exit_code == 0, result.output
+        assert re.search(r"^\S+ \S+ measuring: 1 of \d+ cells$", result.stderr, flags=re.MULTILINE)
+
     def test_lines_become_rarer_in_a_long_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Every 10 seconds at first, then after a twentieth of the elapsed time, and after 10 minutes at the latest."""
         clock = {"now": 0.0}
