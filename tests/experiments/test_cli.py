@@ -178,7 +178,7 @@ class TestProgress:
         study = "base: {task: {kind: digits, width: 8}, recipe: adamw, steps: 4}\naxes: {lr: [0.1, 0.01]}\n"
         result = call("ablate", write("study.yaml", study), "--workers", "1")
         assert result.exit_code == 0, result.output
-        assert re.search(r"^\S+ \S+ 0 of 2 runs; .+: step 1/4  loss ", result.stderr, flags=re.MULTILINE)
+        assert re.search(r"^\S+ \S+ 0 of 2 runs.*; .+: step 1/4  loss ", result.stderr, flags=re.MULTILINE)
         assert result.stderr.count("validation loss") == 2
         assert not set(result.stderr) & set("\x1b\r\x08")
 
