@@ -42,7 +42,7 @@ def export_sweep(source: str | Path | Mapping[str, Any] | Study, folder: Path, o
         The path of sweep.yaml.
 
     Raises:
-        RecipeError: the study is invalid, or has what a sweep cannot express.
+        RecipeError: the study is invalid, or has a field that a sweep cannot express.
     """
     study = load_study(source, overrides)
     for name, given in {"exclude": study.exclude, "settings": study.settings}.items():

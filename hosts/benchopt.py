@@ -88,7 +88,7 @@ class Solver(BaseSolver):
             optimizer.train()
 
     def get_result(self) -> dict[str, Any]:
-        """Return what the objective evaluates."""
+        """Return the model and the process group, from which the objective computes the validation loss."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {"model": self.model, "dist": self.dist}

@@ -46,7 +46,7 @@ since the start: a run of a minute has a few lines, and a run of a day a few hun
 
 
 class LogLines:
-    """Lines of progress in plain text, for a standard error that is no terminal but for instance a file of a scheduler.
+    """Lines of progress in plain text, for a standard error that is a file or a pipe.
 
     now: function that returns the time in seconds.
     """

@@ -1,8 +1,8 @@
-"""Runs that are made longer: a run of n steps becomes the beginning of a run of more steps, without another first half.
+"""Extension of a run to more steps.
 
-The longer run ends with the weights of a run that had its length from the start. Its rows have in addition those of the
-old last step, which was evaluated. A run whose rates depend on its length from the first steps on has no such
-beginning, and is refused.
+Training continues from the last checkpoint up to which the learning rates of the short and of the long run are equal.
+The extended run therefore ends with the weights of a run that had its length from the start. It has one more row of
+metrics: that of the old last step, which was evaluated. A run without such a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .rundir import RunDirectory
 
 
 def branch_step(experiment: Experiment) -> int | None:
-    """Return the last step up to which a run and a longer one are equal, if the learning rate falls after it.
+    """Return the last step up to which the learning rates of a run do not depend on its length.
 
-    None: the rate depends on the length of the run right after the warm-up, or in no step.
+    None: the rates depend on the length right after the warm-up, or in no step, so that no second checkpoint is needed.
     """
     last = experiment.schedule.shared_steps(experiment.steps) - 1
     return last if experiment.schedule.warmup_steps < last < experiment.steps else None
 
 
 def extend_run(run: RunDirectory, experiment: Experiment) -> None:
-    """Make the run in a directory, finished or not, an unfinished run of the steps of `experiment`.
+    """Change the run in a directory, finished or not, to an unfinished run with the steps of `experiment`.
 
     Nothing is changed if the run has these steps already. A kill at any time leaves a run that can be extended again.
 
