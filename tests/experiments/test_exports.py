@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -126,6 +127,14 @@ class Workload:
         return {"summed": summed, "n_valid_examples": torch.tensor(len(label_batch))}
 
 
+def imported(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"exported_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that exports a recipe and imports its submission, with a stand-in for AlgoPerf's module."""
@@ -135,11 +144,7 @@ def submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def load(recipe: str, overrides: list[str]) -> tuple[Any, dict[str, Any]]:
         path = export_algoperf(recipe, tmp_path / "submission", overrides)
-        spec = importlib.util.spec_from_file_location("submission", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module, json.loads((path.parent / "tuning_search_space.json").read_text())
+        return imported(path), json.loads((path.parent / "tuning_search_space.json").read_text())
 
     return load
 
@@ -203,6 +208,50 @@ def test_hyperparameters_that_the_recipe_refuses_are_no_submission(
     with refused(RecipeError, *map(str, says)):
         export_algoperf("adamw", tmp_path / "submission", [override])
     assert not (tmp_path / "submission").exists()
+
+
+class Loss(nn.Module):
+    """A model whose call returns the loss first, as those of benchmark_nanogpt do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (self.net(inputs) - 2 * inputs[:, :2]).square().mean(), None
+
+
+class Loader:
+    def get_distributed_data_generator(self, batch_size: int, world_size: int, rank: int) -> Iterator[Any]:
+        while True:
+            yield (torch.randn(batch_size, 6, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.parametrize("recipe", ["soap_fitted", "schedule_free_adamw"])
+def test_a_solver_of_benchopt_starts_every_run_from_the_first_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """benchopt repeats a run with one model. Its callback evaluates before each step, and ends the run."""
+    stub = ModuleType("benchopt")
+    stub.BaseSolver = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "benchopt", stub)
+    monkeypatch.delenv("RANK", raising=False)
+    module, model = imported(export_benchopt(tmp_path)), Loss()
+    runs = []
+    for _ in range(2):
+        solver = module.Solver()
+        vars(solver).update(recipe=recipe, learning_rate=0.03, weight_decay=0.0, num_steps=20, batch_size=32)
+        solver.set_objective(Loader(), model)
+        losses: list[float] = []
+
+        def evaluated(losses: list[float] = losses) -> bool:
+            losses.append(float(model(*next(Loader().get_distributed_data_generator(32, 1, 0)))[0].detach()))
+            return len(losses) < 40
+
+        solver.run(evaluated)
+        assert solver.get_result() == {"model": model, "dist": None}
+        runs.append(losses)
+    assert runs[0] == runs[1] and len(runs[0]) == 21 and runs[0][-1] < runs[0][0] / 2
 
 
 def test_the_commands_write_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
