@@ -78,6 +78,8 @@ def _used(module: ModuleType) -> Iterator[str]:
 
 def _followed(name: str, file: Path, root: str) -> bool:
     """Return True if the code of a module counts as code of the imported module `root`."""
+    if not file.is_file():  # modules that are made at run time, as torch.ops, may name a file that does not exist
+        return False
     package = name.partition(".")[0]
     if package == "eigengraft" or package == root.partition(".")[0]:
         return package != "eigengraft" or name == root

@@ -3,7 +3,9 @@
 import csv
 import json
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from eigengraft.experiments import Report, RunLog, complete_study, load_experime
 from eigengraft.experiments.tasks import Batch, Digits
 from eigengraft.experiments.tasks.base import GradientPass
 from eigengraft.experiments.training.callbacks import Limits, Patience, RunView
-from eigengraft.experiments.training.imports import import_component
+from eigengraft.experiments.training.imports import import_component, imported_sources
 from eigengraft.experiments.training.outcome import Tick
 from eigengraft.experiments.training.train import train
 from eigengraft.testing import LawError, check_task
@@ -98,6 +100,17 @@ def test_metrics_that_are_not_finite_break_a_law() -> None:
         patch.setattr(module.Curve, "metrics", lambda self, outputs, targets: {"mean": math.nan})
         with refused(LawError, "mean"):
             check_task(task)
+
+
+def test_a_module_that_names_a_missing_file_is_no_part_of_an_imported_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.ops names `_ops.py`, which is no path from any folder."""
+    made = ModuleType("made_at_run_time")
+    made.__file__ = "_made.py"
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    (tmp_path / "uses.py").write_text("import made_at_run_time\n")
+    assert list(imported_sources([str(tmp_path / "uses.py")])) == ["uses.py"]
 
 
 def gradients(task: Digits, parts: int, precision: str | None, rows: int = 7) -> tuple[float, list[torch.Tensor]]:
