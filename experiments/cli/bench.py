@@ -104,8 +104,7 @@ def _chosen(
 
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
-    from ..benches.figure import write_figure
-    from ..benches.page import render_page
+    from ..benches.page import render_page, write_figure
     from ..benches.view import lay_out
     from ..files import make_directory, write_text
 
