@@ -44,6 +44,7 @@ class LearningRateSchedule(Component, family="schedule"):
         differs = (k for k in range(steps + 1) if self.factor(k, steps) != self.factor(k, longer))
         return next(differs, steps + 1)
 
+    @final
     def scheduler(self, optimizer: Optimizer, steps: int) -> LambdaLR:
         """Return a torch scheduler for `optimizer`. It must be stepped once after every optimizer step."""
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))

@@ -60,7 +60,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         options: options of torch's optimizers, as `Optimizer` accepts them.
 
     Raises:
-        RecipeError: the recipe is invalid, or an expectation of it is not met.
+        RecipeError: the recipe is invalid, or the model does not satisfy a bound in the recipe's `expect`.
         TypeError: an option is unknown. The message names the override that has its meaning.
         ValueError: the recipe does not fit the parameters.
     """
