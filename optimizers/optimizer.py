@@ -36,6 +36,7 @@ from .recipe.routing import DescribedParameters, ParamInfo
 from .signals import Given, SignalSource, Steps, with_partners
 from .state.param_sets import ParamSets
 from .step.gradients import LossScale
+from .step.step import prepare
 from .write.averaging import Mode
 from .write.closures import Passes, require_closure, require_no_calls
 from .write.rounding import RoundingWatch
@@ -261,7 +262,7 @@ class Optimizer(Reporting):
         if self.param_sets.schedules.by_path:
             self.param_sets.schedules.follow(self.param_sets)
         hypers = [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
-        ready: Steps = [(param_set, param_set.prepare(hypers, loss_scale)) for param_set in self.param_sets]
+        ready: Steps = prepare(self.param_sets, hypers, loss_scale)
         if self.param_sets.asks_signals:
             signals = self.param_sets.signals
             ready = with_partners(signals.listeners.asked, self.param_sets.rows(), signals.take(ready))

@@ -9,12 +9,13 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix
 from eigengraft.errors import name_some
-from eigengraft.numerics import local
+from eigengraft.numerics import kept_on_device, local
 from eigengraft.schedules import component_at, schedules, value_at
 from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
 from eigengraft.slots import StateKey
@@ -508,7 +509,7 @@ def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> Side
 def _used_squares(step: Step) -> Tensor:
     """Return the sum of squares of all gradients that the step uses."""
     squares = step.survey.squares
-    used = torch.from_numpy(step.active).to(squares.device)
+    used = kept_on_device(step.active.astype(np.int64), squares.device) != 0
     used = used if step.mask is None else used & step.mask
     return torch.where(used, squares, 0.0).sum()
 

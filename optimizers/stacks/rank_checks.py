@@ -31,7 +31,7 @@ from eigengraft.distributed.checks import (
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.errors import name_some
-from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor, local, norms_by_dtype
+from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor, kept_on_device, local, norms_by_dtype
 
 from ..write.failure import Failure
 from ..write.write import Hyper
@@ -250,7 +250,8 @@ class RankChecks:
         local: `[n]` float64, sums over the entries that this rank updates.
         """
         self._updated = self._updated.to(local)
-        return self.checked.ranks.all_reduce(local / self._updated[list(positions)], "sums over constrained parameters")
+        updated = self._updated.index_select(0, kept_on_device(np.array(positions, dtype=np.int64), local.device))
+        return self.checked.ranks.all_reduce(local / updated, "sums over constrained parameters")
 
     def _norms(self, local: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the norms of tensors and their squares, each `[P]` float64. A square that overflows its dtype is inf.
@@ -261,8 +262,8 @@ class RankChecks:
         found = torch.zeros(2, len(local), dtype=torch.float64, device=device)
         here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
         for places, norms in norms_by_dtype([x for _, x in here], [self._dtypes[position] for position, _ in here]):
-            at = torch.tensor([here[place][0] for place in places], dtype=torch.int64, device=device)
-            found[:, at] = torch.stack([norms, norms.square()]).double()
+            at = kept_on_device(np.array([here[place][0] for place in places], dtype=np.int64), device)
+            found.index_copy_(1, at, torch.stack([norms, norms.square()]).double())
         return found[0], found[1]
 
 
@@ -320,7 +321,7 @@ class RankSurvey:
         """
         usable = self.sums[ABSENT] == 0
         usable = usable & (self.squares <= self.largest) if finite else usable
-        return usable[torch.tensor(list(positions), dtype=torch.int64, device=usable.device)]
+        return usable.index_select(0, kept_on_device(np.array(positions, dtype=np.int64), usable.device))
 
 
 def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticError:

@@ -22,7 +22,7 @@ from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_ranges
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import HostCopy, RankGroup
-from eigengraft.numerics import compute_dtype, kept_on_device, upload
+from eigengraft.numerics import compute_dtype, has_values, kept_on_device, upload
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.quantization.base import Location
@@ -266,7 +266,7 @@ class StackState:
         """
         if self.failure_counts:
             found = torch.stack([self.tensors[key] > tolerated for key in self.failure_counts]).any(0)
-            self._failing = HostCopy(found)
+            self._failing = HostCopy(found) if has_values(found) else None
 
     def failing(self, wait: bool) -> NDArray[np.int64]:
         """Return the positions of parameters with blocks that failed too often. A result is returned only once.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.blocking.stacks import side_blocks
-from eigengraft.numerics import compute_dtype
+from eigengraft.numerics import StackRows, norms_by_dtype
 from eigengraft.signals import asking
 
 from ..recipe.recipe import Recipe
@@ -104,21 +104,23 @@ class LocalExchange:
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
         self._numels = [math.prod(spec.shape) for spec in specs]
-        self._updates, self._missing = dict[int, Tensor](), dict[int, int]()
+        self._updates, self._missing, self._rms_before = dict[int, Tensor](), dict[int, int](), dict[int, Tensor]()
+        self._stacks: Sequence[StackState] = ()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """Return sums over the full gradients, of which this rank may hold only shards."""
         return LocalSurvey(given, self.small)
 
-    def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
+    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
         """Begin the exchange of one step.
 
+        stacks: stacks that are updated before `finish`.
         moved: `[P]`, True for parameters that the step changes. It is False for a parameter whose first gradient only
             initializes statistics.
         write: function that writes updates into parameters.
         """
-        self.step, self.write = step, write
-        self._updates, self._missing = {}, {}
+        self.step, self.write, self._stacks = step, write, stacks
+        self._updates, self._missing, self._rms_before = {}, {}, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
@@ -134,23 +136,31 @@ class LocalExchange:
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         """Return `[n]`, for each of n blocks the root mean square of its full parameter."""
         positions = blocks.stack.param_ids.tolist()
-        rms = self.root_mean_squares(list(dict.fromkeys(positions)), blocks.stack.dtype)
-        return torch.stack([rms[position] for position in positions])
+        if not self._rms_before:  # all at once, in few kernels: none of these parameters has changed yet
+            asking = [own.stack.param_ids for own in self._stacks if "parameter_rms" in own.signals]
+            active = np.unique(np.concatenate(asking))
+            self._rms_before = self.root_mean_squares(active[self.step.active[active]].tolist())
+        return torch.stack([self._rms_before[position] for position in positions]).to(blocks.stack.dtype)
 
-    def root_mean_squares(self, positions: Sequence[int], dtype: torch.dtype | None = None) -> dict[int, Tensor]:
-        """Return by position the root mean square of each parameter, as a 0-d tensor.
-
-        dtype: dtype of the results. None: the dtype in which each parameter is updated.
-        """
-        own = [self.iterates.parameters[position] for position in positions]
-        norms = torch._foreach_norm([x.to(dtype or compute_dtype(x.dtype)) for x in own])
-        means = torch._foreach_div(norms, [self._numels[position] ** 0.5 for position in positions])
-        return dict(zip(positions, means, strict=True))
+    def root_mean_squares(self, positions: Sequence[int]) -> dict[int, Tensor]:
+        """Return the root mean square of each parameter, 0-d, in the dtype that it is computed in, by position."""
+        found = dict[int, Tensor]()
+        for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
+            here = [positions[place] for place in places]
+            means = torch._foreach_div(norms.unbind(), [self._numels[position] ** 0.5 for position in here])
+            found.update(zip(here, means, strict=True))
+        return found
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         """Accept the directions of blocks, and write the update of each parameter whose blocks are now complete."""
         if (stack := blocks.stack).of_parameters:
-            self._move(stack.param_ids, direction if stack.joins else direction.unbind(0))
+            values: Sequence[Tensor] | Tensor = direction
+            if not stack.joins:
+                if len(direction) > 1 and not direction.is_cpu:
+                    # operations on lists launch a kernel for each tensor whose strides differ from its parameter's
+                    direction = direction.contiguous()
+                values = StackRows(direction)
+            self._move(stack.param_ids, values)
             return
         for position, grid in stack.grids:
             if position not in self._updates:

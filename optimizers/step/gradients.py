@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -169,7 +171,8 @@ class LocalSurvey:
         here = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
         if here:
             found = torch._foreach_norm([gradient for _, gradient in here], 2, dtype=torch.float64)
-            norms[[place for place, _ in here]] = torch.stack(found)
+            at = kept_on_device(np.array([place for place, _ in here], dtype=np.int64), norms.device)
+            norms.index_copy_(0, at, torch.stack(found))
         return norms.square()
 
 
@@ -178,6 +181,31 @@ GradientSurvey = LocalSurvey | RankSurvey
 
 STALLED = 10
 """Number of steps in a row without a usable gradient after which the run counts as lost, and a warning is issued."""
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """A check of gradients that has begun. `FiniteCheck.finish` decides by it which gradients are used.
+
+    given: inputs of the check.
+    survey: facts about the gradients.
+    present: `[P]` on the host, True for parameters that have a gradient and are not idle.
+    positions: positions of these parameters.
+    usable: `[n]`, True for usable gradients at the positions. None: all are usable.
+    on_host: True if the host waits for the answers.
+    """
+
+    given: GivenGradients
+    survey: GradientSurvey
+    present: NDArray[np.bool_]
+    positions: list[int]
+    usable: Tensor | None
+    on_host: bool
+
+    @cached_property
+    def answers(self) -> Tensor | None:
+        """Booleans that the host must read, for the gradients and for the scaler of the loss. None: it need not."""
+        return None if self.usable is None or not self.on_host else _with(self.usable, self.given.allowed)
 
 
 class FiniteCheck:
@@ -202,15 +230,10 @@ class FiniteCheck:
         self._deferred: tuple[list[int], HostCopy] | None = None
         self._stalled = 0
 
-    def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
-        """Return (active, mask, survey). Only the counts of unusable gradients change.
+    def begin(self, given: GivenGradients) -> GradientCheck:
+        """Begin a check, and change nothing.
 
-        active: `[P]` on the host, True for parameters that the step updates. A group with lr 0 and gradients 0 is not
-            active, because torch.distributed.checkpoint makes such a step only to have state allocated.
-        mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
-
-        Raises TypeError for sparse gradients, FloatingPointError for an unusable gradient if the recipe requests an
-        error, and the errors of the survey.
+        Raises TypeError for sparse gradients, and the errors of the survey.
         """
         for name, gradient in zip(self.names, given.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
@@ -218,31 +241,29 @@ class FiniteCheck:
         survey = self.survey(given)
         present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)
-        if idle.all():
-            return np.zeros_like(present), None, survey
         present = present & ~idle
         positions = np.flatnonzero(present).tolist()
-        usable = survey.usable(positions, self.failure.nonfinite != "ignore")
-        return (*self._decide(positions, usable, present, given), survey)
+        usable = None if idle.all() else survey.usable(positions, self.failure.nonfinite != "ignore")
+        return GradientCheck(given, survey, present, positions, usable, self._on_host)
 
-    def _decide(
-        self,
-        positions: list[int],
-        usable: Tensor | None,
-        present: NDArray[np.bool_],
-        given: GivenGradients,
-    ) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """Return (active, mask), as described in `check`.
+    def finish(self, check: GradientCheck, answers: Sequence[bool]) -> tuple[NDArray[np.bool_], Tensor | None]:
+        """Return (active, mask), and change nothing but the counts.
 
-        positions: positions of n parameters that have a gradient.
-        usable: `[n]`, True for usable gradients at the positions. None: all of them are usable.
+        active: `[P]` on the host, True for parameters that the step updates. A group with lr 0 and gradients 0 is not
+            active, because torch.distributed.checkpoint makes such a step only to have state allocated.
+        mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
+
+        answers: values of `check.answers`; empty if there are none.
+
+        Raises FloatingPointError for an unusable gradient if the recipe requests an error.
         """
-        if usable is None and (given.allowed is None or not positions):
+        positions, present, given = check.positions, check.present, check.given
+        if check.usable is None and (given.allowed is None or not positions):
             self._stalled *= not positions  # usable gradients reset the number; a step without gradients keeps it
             return present, None
-        if not self._on_host or usable is None:  # if only the scaler gives an answer, the host does not wait for it
-            return present, self._defer(positions, usable, given.allowed, len(present))
-        found, stopped = _read(_with(usable, given.allowed), len(positions))
+        if check.answers is None:  # the host never reads the answer of a scaler alone
+            return present, self._defer(positions, check.usable, given.allowed, len(present))
+        found, stopped = _split(answers, len(positions))
         if stopped:
             return np.zeros_like(present), None
         bad = self._count(positions, found, given.gradients)
@@ -282,7 +303,7 @@ class FiniteCheck:
         if self._deferred is None:
             return [], []
         (positions, answers), self._deferred = self._deferred, None
-        found, stopped = _read(answers.wait(), len(positions))
+        found, stopped = _split(_values(answers.wait()), len(positions))
         if stopped:
             return positions, []
         bad = self._count(positions, found)
@@ -323,13 +344,28 @@ def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
     return usable if allowed is None else torch.cat([usable, allowed.view(1)])
 
 
-def _read(answers: Tensor, count: int) -> tuple[list[bool], bool]:
-    """Read the result of `_with` on the host. Return (`count` answers, True if the scaler stopped the step).
+def read_answers(checks: Sequence[GradientCheck]) -> list[list[bool]]:
+    """Return the answers of each check, [] for a check without answers. The host waits once for each device."""
+    given: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for index, answers in enumerate(check.answers for check in checks):
+        if answers is not None:
+            given.setdefault(answers.device, []).append((index, answers))
+    found: list[list[bool]] = [[] for _ in checks]
+    for own in given.values():
+        values = iter(_values(torch.cat([answers for _, answers in own]) if len(own) > 1 else own[0][1]))
+        for index, answers in own:
+            found[index] = list(islice(values, len(answers)))
+    return found
 
-    The answers in a fake tensor have no values, so all gradients count as usable.
-    """
-    found = answers.tolist() if has_values(answers) else [True] * len(answers)
-    return found[:count], not all(found[count:])
+
+def _values(answers: Tensor) -> list[bool]:
+    """Return the values of answers on the host. Fake tensors have no values, and all of them count as True."""
+    return answers.tolist() if has_values(answers) else [True] * len(answers)
+
+
+def _split(answers: Sequence[bool], count: int) -> tuple[Sequence[bool], bool]:
+    """Return (answers for `count` gradients, True if the scaler stopped the step), of the values of `_with`."""
+    return answers[:count], not all(answers[count:])
 
 
 def _fault(gradient: Tensor | None) -> str:
@@ -351,10 +387,18 @@ def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Ten
 
     linear: for each gradient, True if only its values must be finite, not its sum of squares.
     """
-    flags: dict[int, Tensor] = {}
+    found = []
     for order, wanted in ((2.0, False), (math.inf, True)):
         here = [place for place, own in enumerate(linear) if own is wanted]
         for places, norms in norms_by_dtype([gradients[place] for place in here], order=order):
-            good = (norms if wanted else norms.square()).isfinite()
-            flags.update(zip((here[place] for place in places), good.unbind(), strict=True))
+            good = norms < (math.inf if wanted else _largest_norm(norms.dtype))  # False for nan
+            found.append(([here[place] for place in places], good))
+    if len(found) == 1:
+        return found[0][1]
+    flags = {place: flag for places, good in found for place, flag in zip(places, good.unbind(), strict=True)}
     return torch.stack([flags[place] for place in range(len(gradients))])
+
+
+def _largest_norm(dtype: torch.dtype) -> float:
+    """Return the least power of 2 whose square overflows. The square of each smaller number is finite."""
+    return 2.0 ** (round(math.log2(torch.finfo(dtype).max)) // 2)

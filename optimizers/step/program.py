@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
@@ -20,7 +21,7 @@ from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import UpdateRule
 from ..stacks.stack import ActiveBlocks, StackState, connected
-from ..write.write import Rates, StepRates, decayed_gradient, with_decay, write
+from ..write.write import Rates, StepRates, after_write, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
@@ -95,7 +96,10 @@ def move(
     if context.numbers is None:  # a traced program has no values to check
         require_finite(found, gradient, state_of("update").path, context)
     mask = state_of("update").mask
-    write([parameter], [found], scale, None if mask is None else [per_block(mask, found)])
+    if mask is None:
+        write([parameter], [found], scale)
+    else:
+        parameter.copy_(torch.where(per_block(mask, found), after_write(parameter, found, scale), parameter))
 
 
 def add_decay(
@@ -181,14 +185,6 @@ class StackStep:
             return self.rates.map_rows(own.path, ids, plus_decay, parameters, found)
 
         return add_decay(found, self.decaying, self.state("update"), own.step_sizes, scaled)
-
-    def note_failures(self, tolerated: int) -> None:
-        """Begin to find roots and bases that failed more often in a row than tolerated, if this step had a refresh.
-
-        tolerated: largest tolerated number of failures in a row.
-        """
-        if any(self.context.due.values()) and has_values(self.gradient):  # `due` has an entry for every stage
-            self.blocks.stack_state.note_failures(tolerated)
 
 
 def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:

@@ -25,13 +25,13 @@ from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather, UsedGradients
 from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.rank_group import Work
-from eigengraft.numerics import compute_dtype, is_dtensor, local
+from eigengraft.numerics import compute_dtype, is_dtensor, kept_on_device, local
 from eigengraft.signals import requested
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import RankChecks, step_numbers
-from ..stacks.stack import ActiveBlocks, round_bytes, sends_parameters
+from ..stacks.stack import ActiveBlocks, StackState, round_bytes, sends_parameters
 from ..write import IterateStore
 from ..write.write import EntryUpdates, StepRates, after_write, decayed_gradient
 from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
@@ -101,8 +101,8 @@ class RankExchange(LocalExchange):
         self._gathering = gather.finish(survey.sums)
         return survey
 
-    def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
-        super().begin(step, moved, write)
+    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
+        super().begin(step, stacks, moved, write)
         self._moved = moved
         self._used_gradients.use()
         if self._needs_rms:
@@ -119,8 +119,10 @@ class RankExchange(LocalExchange):
         if not self.comm_plan.replicated:
             return self.rank_checks.parameter_rms(self.iterates.parameters)
         found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
-        for position in self._exchanged:
-            found[position] = self.root_mean_squares([position])[position]
+        if self._exchanged:
+            rms = self.root_mean_squares(self._exchanged)
+            at = kept_on_device(np.array(self._exchanged, dtype=np.int64), found.device)
+            found.index_copy_(0, at, torch.cat([rms[position].view(1) for position in self._exchanged]).double())
         return found
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:

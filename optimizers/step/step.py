@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.layouts import local_gradients
-from eigengraft.numerics import any_dtensors, local
+from eigengraft.numerics import StackRows, any_dtensors, local
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
@@ -29,7 +29,7 @@ from .capture import Graphs, StackNumbers
 from .exchange import LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
 from .fused import FusedStep, GraphNumbers
-from .gradients import FiniteCheck, GivenGradients, LossScale
+from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
 from .offload import OffloadedState
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
@@ -200,10 +200,11 @@ class ParamSet:
         rank = self.rank_group.rank
         return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
-    def prepare(self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None) -> Step | None:
-        """Check the gradients, and return the inputs of a step. Return None if there is nothing to update.
+    def check_gradients(self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None) -> GradientCheck:
+        """Begin the check of the gradients of a step.
 
-        Only gradients change: they are divided by the scale of the loss. Raises the errors of `FiniteCheck.check`.
+        Nothing changes but gradients, which are divided by the scale of the loss. Raises the errors of
+        `FiniteCheck.begin`.
 
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
         """
@@ -221,12 +222,22 @@ class ParamSet:
         own = {group: hypers[group] for group in self._known_groups}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
         given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()), allowed)
-        active, mask, survey = self.finite_check.check(given)
+        return self.finite_check.begin(given)
+
+    def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
+        """Return the inputs of a step, or None if there is nothing to update. Nothing changes but counts.
+
+        answers: values of `check.answers`; empty if there are none.
+
+        Raises the errors of `FiniteCheck.finish`.
+        """
+        active, mask = self.finite_check.finish(check, answers)
         if not active.any() and mask is None:
             return None
+        found = list(check.given.gradients)
         if self.rank_group is not None:
             found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
-        return Step(found, active, mask, rates, survey, given.gathered)
+        return Step(found, active, mask, check.given.rates, check.survey, check.given.gathered)
 
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
@@ -256,7 +267,8 @@ class ParamSet:
         moved: `[P]`, True for parameters that the step changes.
         numbers: by index of a stack whose step a graph captures, the numbers that the graph reads on the device.
         """
-        self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
+        stacks = [own for states in groups for own in states]
+        self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
         if self.offloaded is not None:
             self.offloaded.schedule(groups, step.active)
@@ -304,17 +316,20 @@ class ParamSet:
         own = (numbers.get(blocks.stack_state.number) for blocks in together)
         given = [None if isinstance(one, GraphNumbers) else one for one in own]
         steps = [self._stack_step(blocks, step, one) for blocks, one in zip(together, given, strict=True)]
+        contexts = [one.context for one in steps]
         if priming:
             run_together(steps, StackStep.prime)
         else:
             found = run_together(steps, self._direction)
+            del steps  # and with them the gathered gradients, which the write does not need
             for blocks, direction in zip(together, found, strict=True):
                 if self.offloaded is not None:
                     direction = self.offloaded.outlasting(direction)
                 self.exchange.deliver(blocks, direction)
-        for one in steps:
-            one.note_failures(self.recipe.failure.roots)
-            self._report_failed_roots(one.blocks.stack_state, wait=False)
+        for blocks, context in zip(together, contexts, strict=True):
+            if any(context.due.values()):  # `due` has an entry for every stage
+                blocks.stack_state.note_failures(self.recipe.failure.roots)
+            self._report_failed_roots(blocks.stack_state, wait=False)
 
     def execution(self, own: StackState) -> Execution:
         """Return the way in which the steps of a stack run."""
@@ -367,7 +382,24 @@ class ParamSet:
         scale = step.rates.step_rates(path, positions[0])
         scale = scale if self._decay_sources[path] is None else scale.without_decay
         if self._keeps_iterates:
-            update = ParameterUpdate(list(values), scale, masks)
+            rows = StackRows(values) if isinstance(values, Tensor) else values
+            update = ParameterUpdate(rows, scale, masks)
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)
+
+
+def prepare(
+    param_sets: Iterable[ParamSet], hypers: Sequence[Hyper], loss_scale: LossScale | None = None
+) -> list[tuple[ParamSet, Step | None]]:
+    """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
+
+    The host reads the answers of all sets together, so that it waits once for a device. Nothing changes but counts, and
+    gradients, which are divided by the scale of the loss. Raises the errors of `FiniteCheck`.
+
+    hypers: values of the param groups.
+    loss_scale: numbers of a scaler of the loss. None: there is no scaler.
+    """
+    checks = [(param_set, param_set.check_gradients(hypers, loss_scale)) for param_set in param_sets]
+    answers = read_answers([check for _, check in checks])
+    return [(param_set, param_set.inputs(check, own)) for (param_set, check), own in zip(checks, answers, strict=True)]

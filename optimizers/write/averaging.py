@@ -28,10 +28,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import may_branch_on_values, safe_ratio
+from eigengraft.numerics import copies, in_dtypes_of, may_branch_on_values, over_stacks, safe_ratio, stacked_copies
 from eigengraft.slots import Slot
 
 from .constraints import ParameterUpdate
+from .write import put
 
 Mode = Literal["train", "eval"]
 MODES: tuple[Mode, ...] = ("train", "eval")
@@ -127,46 +128,65 @@ class Averaging(Component, ABC, family="averaging"):
 def blend(
     targets: Sequence[Tensor],
     values: Sequence[Tensor],
-    weights: Sequence[float | Tensor],
+    weights: Sequence[float],
     mask: Sequence[Tensor] | None = None,
 ) -> None:
     """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
-    weights: n numbers or 0-d tensors.
+    weights: n numbers, of which most are equal.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
     if not targets:
         return
-    values = [value.to(target.dtype) for target, value in zip(targets, values, strict=True)]
-    weight = shared(weights)
-    if weight is not None and mask is None:
-        torch._foreach_lerp_(list(targets), values, weight)
-        return
-    for index, (target, value, own) in enumerate(zip(targets, values, weights, strict=True)):
-        mixed = torch.lerp(target, value, own.to(target.dtype) if isinstance(own, Tensor) else own)
-        target.copy_(mixed if mask is None else torch.where(mask[index], mixed, target))
+    values = in_dtypes_of(values, targets)
+    for weight, indices in _equal(weights):
+        own, towards, usable = (_chosen(column, indices) for column in (targets, values, mask))
+        assert own is not None and towards is not None
+        if usable is None:
+            torch._foreach_lerp_(own, towards, weight)
+        else:
+            put(own, torch._foreach_lerp(own, towards, weight), usable)
 
 
-def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> None:
+def accumulate(
+    targets: Sequence[Tensor],
+    values: Sequence[Tensor],
+    weights: Sequence[float | Tensor],
+    mask: Sequence[Tensor] | None = None,
+) -> None:
     """Change n targets in place:  target <- target + weight value.
 
-    weights: n numbers or 0-d tensors.
+    weights: n numbers or 0-d tensors, of which most are equal.
+    mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
-    weight = shared(weights)
-    if weight is not None:
-        torch._foreach_add_(list(targets), list(values), alpha=weight)
-        return
-    for target, value, own in zip(targets, values, weights, strict=True):
-        if isinstance(own, Tensor):
-            target.add_(value * own.to(target.dtype))
+    for weight, indices in _equal(weights):
+        own, added, usable = (_chosen(column, indices) for column in (targets, values, mask))
+        assert own is not None and added is not None
+        sums = own if usable is None else copies(own, own[0].dtype)
+        if isinstance(weight, Tensor):
+            torch._foreach_add_(sums, torch._foreach_mul(added, weight.to(own[0].dtype)))
         else:
-            target.add_(value, alpha=own)
+            torch._foreach_add_(sums, added, alpha=weight)
+        if usable is not None:
+            put(own, sums, usable)
 
 
-def shared(weights: Sequence[float | Tensor]) -> float | None:
-    """Return the common value of all weights. Return None if the weights differ or are tensors."""
-    first = weights[0]
-    return first if isinstance(first, float) and all(weight is first or weight == first for weight in weights) else None
+def _minus_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Compute x <- x - y weight in place, and return x; y changes too."""
+    return x.sub_(y.mul_(weight))
+
+
+def _equal(weights: Sequence[float | Tensor]) -> list[tuple[Any, list[int]]]:
+    """Return pairs (weight, its indices) of the different weights. Tensors are equal only to themselves."""
+    found: dict[tuple[bool, float], tuple[float | Tensor, list[int]]] = {}
+    for index, weight in enumerate(weights):
+        key = id(weight) if isinstance(weight, Tensor) else weight
+        found.setdefault((isinstance(weight, Tensor), key), (weight, []))[1].append(index)
+    return list(found.values())
+
+
+def _chosen(column: Sequence[Tensor] | None, indices: Sequence[int]) -> list[Tensor] | None:
+    return None if column is None else [column[index] for index in indices]
 
 
 def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
@@ -256,9 +276,12 @@ class EMA(Averaging):
         begun = np.flatnonzero(pushes(batch.steps, self.every, self.start) > 0).tolist()
         if not begun:
             return values
-        for index, mean in zip(begun, self.means(batch.slice_rows(begun)), strict=True):
-            own = values[index].to(mean.dtype)
-            values[index] = mean if self.weight == 1 else torch.lerp(own, mean, self.weight)
+        means = self.means(batch.slice_rows(begun))
+        if self.weight < 1:
+            own = in_dtypes_of([values[index] for index in begun], means)
+            means = torch._foreach_lerp(list(own), list(means), self.weight)
+        for index, mean in zip(begun, means, strict=True):
+            values[index] = mean
         return values
 
 
@@ -291,13 +314,12 @@ class LAWA(Averaging):
         counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
         queues = batch.slots["queue"]
         # summed in a fixed order: `mean` adds in an order that depends on the shape, which differs between shards
-        sums = [
-            queue[0].clone() if count else x for x, queue, count in zip(batch.parameters, queues, counts, strict=True)
-        ]
+        sums = torch._foreach_mul([queue[0] for queue in queues], 1.0)  # copies, in one kernel
         for place in range(1, max(counts)):
             more = [at for at, count in enumerate(counts) if count > place]
             torch._foreach_add_([sums[at] for at in more], [queues[at][place] for at in more])
-        return [total / count if count else total for total, count in zip(sums, counts, strict=True)]
+        torch._foreach_div_(sums, [max(count, 1.0) for count in counts])
+        return [total if count else x for x, total, count in zip(batch.parameters, sums, counts, strict=True)]
 
 
 Decay = Literal["z", "y", "z_apart"]
@@ -322,8 +344,8 @@ class BaseAndAverage(Averaging, ABC):
         """The weight mu_y of x in y, and the iterate at which weight decay is computed."""
 
     @abstractmethod
-    def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
-        """Return for each parameter the weight c of the new z in x, in the present update."""
+    def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:
+        """Return for each parameter the weight c of the new z in x, in the present update: n numbers, or `[n]`."""
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
@@ -341,11 +363,24 @@ class BaseAndAverage(Averaging, ABC):
             update = update.decay(z)
         elif decay_at == "y":
             update = update.decayed_at(y)
-        old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
-        update(z)
-        blend(y, old, mixing, batch.mask)
-        accumulate(y, torch._foreach_sub(list(z), old), [1 - mu * (1 - c) for c in mixing])
+        if isinstance(mixing, Tensor):
+            self._step_on_device(batch, update, mixing)
+        else:
+            old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
+            update(z)
+            blend(y, old, mixing, batch.mask)
+            accumulate(y, torch._foreach_sub(list(z), old), [1 - mu * (1 - c) for c in mixing])
         batch.show_y()
+
+    def _step_on_device(self, batch: IterateBatch, update: ParameterUpdate, mixing: Tensor) -> None:
+        """Apply an update with weights c `[n]` that the host does not know."""
+        y, z, dtype = batch.y, batch.slots["z"], batch.y[0].dtype
+        c, left = mixing.to(dtype), (mixing * self.mu_and_decay[0] + (1 - self.mu_and_decay[0])).to(dtype)
+        old = stacked_copies(z)
+        update(z)
+        blended = over_stacks(torch.lerp, y, old, c)
+        torch._foreach_sub_(old, list(z))  # -D
+        put(y, over_stacks(_minus_product, blended, old, left), batch.mask)
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         return torch._foreach_lerp(list(batch.slots["z"]), list(batch.y), 1 / self.mu_and_decay[0])
@@ -376,18 +411,19 @@ class ScheduleFree(BaseAndAverage):
         weights = {"lr_power": self.lr_power, "step_power": self.step_power}
         return {**weights, "beta": self.beta}
 
-    def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
+    def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:
         sums = batch.slots["weight_sum"]
         before = torch.stack(list(sums))
         same = (batch.steps == batch.steps[0]).all()
         steps = float(batch.steps[0]) if same else torch.from_numpy(batch.steps).to(before)
-        weight = torch.ones_like(before) * steps**self.step_power * batch.lr**self.lr_power
+        scale = steps**self.step_power * batch.lr**self.lr_power
+        weight = torch.full_like(before, scale) if isinstance(scale, float) else scale.expand_as(before)
         after = before + weight
         if batch.mask is not None:
             after = torch.where(torch.stack(list(batch.mask)), after, before)
         torch._foreach_copy_(list(sums), list(after.unbind(0)))
         mixing = safe_ratio(weight, after)
-        return mixing.tolist() if may_branch_on_values(mixing) else mixing.unbind(0)
+        return mixing.tolist() if may_branch_on_values(mixing) else mixing
 
 
 class PrimalAveraging(BaseAndAverage):
@@ -409,5 +445,5 @@ class PrimalAveraging(BaseAndAverage):
     def state_meaning(self) -> Mapping[str, Any]:
         return {"mu_y": self.mu_y}
 
-    def mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
+    def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:
         return [1 - self.mu_x] * len(batch.parameters)

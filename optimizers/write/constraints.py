@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -15,13 +16,13 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from eigengraft.component import ChainOf
-from eigengraft.numerics import block_norm, compute_dtype, copies, safe_ratio
+from eigengraft.numerics import block_norm, compute_dtype, copies, in_dtypes_of, over_stacks, safe_ratio
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz, PolarSolver
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
 from eigengraft.slots import Slot
 
-from .write import StepRates, decay, put, with_decay, write
+from .write import StepRates, after_write, decay, put, with_decay, write
 
 Tensors = Sequence[Tensor]
 """n tensors, one for each parameter of an update."""
@@ -48,14 +49,22 @@ class ConstraintContext:
 
     def norms(self, tensors: Tensors) -> Tensor:
         """Return the Frobenius norms `[n]` of n full tensors, of which this rank may hold shards."""
+        return self.norms_of(tensors)[0]
+
+    def norms_of(self, *columns: Tensors) -> Sequence[Tensor]:
+        """Return the `norms` `[n]` of each of several columns of n tensors, computed together."""
         if self.shard_sums is None:
-            return _norms(tensors)
-        squares = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
-        return self.shard_sums(squares).sqrt().to(compute_dtype(tensors[0].dtype))
+            return _norms([tensor for tensors in columns for tensor in tensors]).chunk(len(columns))
+        return [self.squares(tensors).sqrt().to(compute_dtype(tensors[0].dtype)) for tensors in columns]
+
+    def squares(self, tensors: Tensors) -> Tensor:
+        """Return the sums of squares `[n]` float64 of n full tensors, of which this rank may hold shards."""
+        found = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+        return found if self.shard_sums is None else self.shard_sums(found)
 
     def dots(self, xs: Tensors, ys: Tensors) -> Tensor:
         """Return the dot products `[n]` float64 of n pairs of full tensors, of which this rank may hold shards."""
-        found = torch.stack([(x.double() * y).sum() for x, y in zip(xs, ys, strict=True)])
+        found = torch.stack(over_stacks(_dots, xs, ys))
         return found if self.shard_sums is None else self.shard_sums(found)
 
 
@@ -149,11 +158,19 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return moved
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _dots(x: Tensor, y: Tensor) -> Tensor:
+    return x.to(torch.float64, copy=True).mul_(y).flatten(1).sum(1)
+
+
 def _norms(tensors: Tensors) -> Tensor:
     """Return the Frobenius norms `[n]` of tensors of one dtype, without overflow or underflow of the squares."""
     dtype = compute_dtype(tensors[0].dtype)
     if dtype == torch.float64:
-        return torch.cat([block_norm(tensor.unsqueeze(0)) for tensor in tensors])
+        return torch.stack(over_stacks(block_norm, tensors))
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(dtype)
 
 
@@ -198,19 +215,21 @@ class Hyperball(Constraint):
         if not self.relative:
             return updates
         free = torch.stack(list(slots["radius"])) == 0
-        ratios = safe_ratio(context.norms(parameters), context.norms(updates))
-        scales = torch.where(free, 1.0, ratios).unbind(0)
-        return [update * scale for update, scale in zip(updates, scales, strict=True)]
+        ratios = safe_ratio(*context.norms_of(parameters, updates))
+        return over_stacks(torch.mul, updates, ratios.masked_fill(free, 1.0))
 
     def retract(
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
     ) -> Tensors:
-        radii, there = torch.stack(list(slots["radius"])), context.norms(moved)
-        still = (context.norms(updates) == 0) | (there == 0)
-        scales = torch.where(radii == 0, 1.0, safe_ratio(radii, there)).unbind(0)
-        stays = (still & (radii != 0)).unbind(0)
-        rows = zip(parameters, moved, scales, stays, strict=True)
-        return [torch.where(stay, old, new * scale) for old, new, scale, stay in rows]
+        radii, (given, there) = torch.stack(list(slots["radius"])), context.norms_of(updates, moved)
+        still = (given == 0) | (there == 0)
+        scales = safe_ratio(radii, there).masked_fill(radii == 0, 1.0)
+        return over_stacks(_unless, parameters, moved, scales, still & (radii != 0))
+
+
+def _unless(old: Tensor, new: Tensor, scale: Tensor, stays: Tensor) -> Tensor:
+    scaled = new * scale
+    return torch.where(stays, old, scaled, out=scaled)
 
 
 class Polar(Constraint):
@@ -228,15 +247,10 @@ class Polar(Constraint):
     def retract(
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
     ) -> Tensors:
-        found, alike = list(moved), dict[tuple[int, ...], list[int]]()
-        for index, tensor in enumerate(moved):
-            if tensor.ndim > 1:
-                alike.setdefault(tuple(tensor.shape), []).append(index)
-        for indices in alike.values():
-            factors = self.solver.of_blocks(torch.stack([moved[index] for index in indices]))
-            for index, factor in zip(indices, factors.unbind(), strict=True):
-                found[index] = factor
-        return found
+        return over_stacks(self._factors, moved)
+
+    def _factors(self, tensors: Tensor) -> Tensor:
+        return tensors if tensors.ndim < 3 else self.solver.of_blocks(tensors)
 
 
 class QKClip(Constraint):
@@ -261,11 +275,16 @@ class QKClip(Constraint):
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
     ) -> Tensors:
         largest = context.signals.get("max_logit", [None] * len(moved))
-        return [w if s is None else w * self._factor(s).to(w.dtype) for w, s in zip(moved, largest, strict=True)]
+        given = [(index, logits) for index, logits in enumerate(largest) if logits is not None]
+        clipped = list(moved)
+        columns = [moved[index] for index, _ in given], [logits for _, logits in given]
+        for (index, _), own in zip(given, over_stacks(self._clipped, *columns), strict=True):
+            clipped[index] = own
+        return clipped
 
-    def _factor(self, largest: Tensor) -> Tensor:
+    def _clipped(self, weights: Tensor, largest: Tensor) -> Tensor:
         factor = (self.bound / largest.clamp_min(self.bound)) ** self.power
-        return torch.where(largest.isfinite(), factor, 1.0)
+        return weights * torch.where(largest.isfinite(), factor, 1.0).to(weights.dtype)
 
 
 @dataclass(frozen=True)
@@ -292,18 +311,21 @@ class ParameterUpdate:
             write(tensors, self.updates, self.step_rates, self.mask)
             return
         updates = self.updates
-        before: Tensors = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
+        before = in_dtypes_of(tensors, updates)
+        if not before[0].is_cpu:  # one copy serves all constraints
+            before = over_stacks(_unchanged, before)
         context = replace(self.context, lr=self.step_rates.lr, mask=self.mask)
         for constraint, slots in self.constraints:
             updates = constraint.adjust(slots, before, updates, context)
-        after: Tensors = copies(before, before[0].dtype)
-        write(after, updates, self.step_rates)
+        after: Tensors = over_stacks(partial(after_write, scale=self.step_rates), before, updates)
         for constraint, slots in self.constraints:
             after = constraint.retract(slots, before, updates, after, context)
         put(tensors, after, self.mask)
 
     def slice_rows(self, chosen: Sequence[int]) -> ParameterUpdate:
         """Return the update of the tensors with the chosen indices, without constraints."""
+        if len(chosen) == len(self.updates):  # which the caller chooses in order
+            return replace(self, constraints=())
         mask = None if self.mask is None else [self.mask[index] for index in chosen]
         return ParameterUpdate([self.updates[index] for index in chosen], self.step_rates, mask)
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from eigengraft.errors import warn_user
 from eigengraft.noise import words
-from eigengraft.numerics import fake_mode, local
+from eigengraft.numerics import equal_stacks, fake_mode, local, over_stacks
 from eigengraft.slots import Slot
 
 from .constraints import Constraint, ConstraintContext, Slots, Tensors
+from .write import put
 
 
 class Rounding(Constraint):
@@ -61,20 +62,20 @@ class Rounding(Constraint):
     ) -> Tensors:
         if not slots:
             return moved
-        write = self._write_at_random if self.rule == "stochastic" else self._write_with_remainder
         (own,) = slots.values()
-        masks = [None] * len(moved) if context.mask is None else context.mask
-        return [write(*row) for row in zip(own, parameters, moved, masks, strict=True)]
+        if self.rule == "stochastic":
+            added = torch._foreach_add(list(own), 1)
+            put(own, added, context.mask)
+            return over_stacks(_rounded_at_random, moved, torch.stack(list(own)))
+        held, rests = dict[int, Tensor](), dict[int, Tensor]()
+        for indices, stacks in equal_stacks(own, parameters, moved):
+            for found, stack in zip((held, rests), self._rounded(*stacks), strict=True):
+                found.update(zip(indices, stack.unbind(0), strict=True))
+        put(own, [rests[index] for index in range(len(own))], context.mask)
+        return [held[index] for index in range(len(own))]
 
-    def _write_at_random(self, writes: Tensor, before: Tensor, after: Tensor, mask: Tensor | None) -> Tensor:
-        writes.add_(1 if mask is None else mask.to(writes.dtype))
-        bits = after.float().view(torch.int32)
-        seeds = bits.flatten().long()
-        drawn = words(seeds, writes.expand_as(seeds), 1).reshape(bits.shape)
-        up = (drawn & 0xFFFF).int()
-        return torch.where(after.isfinite(), ((bits + up) & -65536).view(torch.float32), after).to(after.dtype)
-
-    def _write_with_remainder(self, remainder: Tensor, before: Tensor, after: Tensor, mask: Tensor | None) -> Tensor:
+    def _rounded(self, remainder: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (rounded parameters, new remainders) of parameters W' = after, with the remainders r."""
         most = _half_ulp(before.bfloat16())
         rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
         wanted = after.float() + torch.where(
@@ -85,8 +86,16 @@ class Rounding(Constraint):
         if self.rule == "split":
             rest = (rest / (_half_ulp(held) / 128)).round().clamp(-128, 127)
         rest = torch.where(wanted.isfinite(), rest, 0.0).to(remainder.dtype)
-        remainder.copy_(rest if mask is None else torch.where(mask, rest, remainder))
-        return held.to(after.dtype)
+        return held.to(after.dtype), rest
+
+
+def _rounded_at_random(after: Tensor, writes: Tensor) -> Tensor:
+    """Return numbers rounded to bfloat16 at random. writes: number of the update, which draws other numbers."""
+    bits = after.float().view(torch.int32)
+    seeds = bits.flatten().long()
+    drawn = words(seeds, writes.expand_as(bits).flatten(), 1).reshape(bits.shape)
+    up = (drawn & 0xFFFF).int()
+    return torch.where(after.isfinite(), ((bits + up) & -65536).view(torch.float32), after).to(after.dtype)
 
 
 def _half_ulp(x: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import copies, kept_on_device, scale_tensors_, subtract_scaled_, tiny
+from eigengraft.numerics import (
+    copies,
+    in_dtypes_of,
+    kept_on_device,
+    over_stacks,
+    scale_tensors_,
+    subtract_scaled_,
+    tiny,
+)
 
 
 class WeightDecay(Component, ABC, family="weight_decay"):
@@ -388,7 +396,7 @@ def write(
     updates: n tensors U with the shapes of W, or one tensor `[n, ...]`, for which all W are computed as one tensor. The
         formula is computed in the dtype of U.
     scale: lr and alpha.
-    mask: n booleans, 0-d or with the shapes of W. Entries with the mask False do not change. None: all entries change.
+    mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
     if isinstance(updates, Tensor):
         stack = torch.stack(list(tensors)).to(updates.dtype)
@@ -411,6 +419,13 @@ def write(
 
 def after_write(before: Tensor, update: Tensor, scale: StepRates) -> Tensor:
     """Return the result of `write` as a new tensor, in the dtype of the update. The tensor `before` does not change."""
+    if before.dtype is update.dtype and not scale.after and not scale.decay.cautious:
+        if scale.decays:
+            after = before * scale.shrink
+            subtract_scaled_([after], [update], scale.lr)
+            return after
+        if not isinstance(scale.lr, Tensor):
+            return torch.add(before, update, alpha=-scale.lr)
     (after,) = copies([before], update.dtype)
     _write([after], [update], scale)
     return after
@@ -447,13 +462,12 @@ def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: Step
         return updates
     if scale.decay.cautious or isinstance(scale.alpha, Tensor):
         return torch._foreach_add(list(updates), _decaying(tensors, updates, scale))
-    wide = [x.to(u.dtype) for x, u in zip(tensors, updates, strict=True)]
-    return torch._foreach_add(list(updates), wide, alpha=scale.alpha)
+    return torch._foreach_add(list(updates), list(in_dtypes_of(tensors, updates)), alpha=scale.alpha)
 
 
 def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> list[Tensor]:
     """Return alpha W of each tensor, with zeros at entries that do not decay."""
-    wide = [x.to(u.dtype) for x, u in zip(tensors, updates, strict=True)]
+    wide = list(in_dtypes_of(tensors, updates))
     terms = torch._foreach_mul(wide, scale.alpha)
     if scale.decay.cautious:
         agree = torch._foreach_sign(torch._foreach_mul(list(updates), wide))
@@ -467,9 +481,13 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tens
 
     mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
-    if mask is not None:
-        values = [torch.where(own, value, x) for own, value, x in zip(mask, values, tensors, strict=True)]
+    if mask is not None and tensors:
+        values = over_stacks(_where, values, tensors, torch.stack(list(mask)))
     torch._foreach_copy_(list(tensors), list(values))
+
+
+def _where(values: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, others)
 
 
 def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepRates) -> Tensor:

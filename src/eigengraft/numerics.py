@@ -170,18 +170,30 @@ def tiny(dtype: torch.dtype) -> float:
 
 
 def block_norm(x: Tensor) -> Tensor:
-    """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
+    """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares.
+
+    A block is not scaled if its largest entry is in a range of safe squares. A CPU skips the scaling if the norms show
+    that no block needs it.
+    """
     # made contiguous, because torch adds entries with other strides in another order, and strides differ between ranks
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])
-    norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
-    unsafe = ~((norm > torch.finfo(x.dtype).tiny ** 0.5) & norm.isfinite())
-    if may_branch_on_values(x) and not bool(unsafe.any()):
-        return norm
-    peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
-    scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
-    return torch.where(unsafe, scaled, norm)
+    limits, root = torch.finfo(x.dtype), flat.shape[1] ** 0.5
+    low, high = limits.tiny**0.5 * _SMALLER, limits.max**0.5 / (2 * root)
+    if may_branch_on_values(x):
+        norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
+        if bool(((norm > 2 * low * root) & (norm < high)).all()):
+            return norm
+    peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1).clamp_min_(tiny(x.dtype))
+    scale = peak / peak.clamp(low, high)  # 1 in the range, so that a norm has the bits of one without scaling
+    found: Tensor = torch.linalg.vector_norm(flat / scale[:, None], dim=1).mul_(scale)
+    return found
+
+
+_SMALLER = 4096
+"""Ratio to the largest entry of a block, down to which squares do not underflow: entries below it do not change a norm
+in float32."""
 
 
 def signs(x: Tensor) -> Tensor:
@@ -190,9 +202,8 @@ def signs(x: Tensor) -> Tensor:
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return numerator / denominator for values >= 0, and 0 where the denominator is below `tiny`."""
-    floor = tiny(denominator.dtype)
-    return torch.where(denominator > floor, numerator / denominator.clamp_min(floor), torch.zeros_like(denominator))
+    """Return numerator / denominator for finite values >= 0, and 0 where the denominator is not above `tiny`."""
+    return numerator / torch.nn.functional.threshold(denominator, tiny(denominator.dtype), math.inf)
 
 
 def to_power(x: Tensor, exponent: float) -> Tensor:
@@ -441,6 +452,75 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return made
 
 
+class StackRows(list[Tensor]):
+    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` uses the tensor instead of a copy."""
+
+    def __init__(self, stack: Tensor) -> None:
+        super().__init__(stack.unbind(0))
+        self.stack = stack
+
+
+def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield (indices, one stack for each column) for the rows of a table whose tensors have equal shapes and dtypes.
+
+    On a CPU, each row of large tensors is a stack of its own, without a copy.
+
+    columns: n tensors for the n rows, of which stacks `[m, *shape]` are made, or a tensor `[n]` with a number for each
+        row, of which a tensor `[m, 1, ...]` is made that broadcasts against the stack of the first column.
+    """
+    lists = [column for column in columns if not isinstance(column, Tensor)]
+    kinds: dict[object, list[int]] = {}
+    for index, row in enumerate(zip(*lists, strict=True)):
+        alone = row[0].is_cpu and row[0].numel() > _SMALL
+        kinds.setdefault((index if alone else -1, *((x.shape, x.dtype) for x in row)), []).append(index)
+    for indices in kinds.values():
+        stacks = [_stacked(column, indices) for column in lists]
+        made = iter(stacks)
+        yield (
+            indices,
+            [per_block(_chosen(x, indices), stacks[0]) if isinstance(x, Tensor) else next(made) for x in columns],
+        )
+
+
+def over_stacks(function: Callable[..., Tensor], *columns: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """Return function(*row) for each of n rows of columns, in few kernels: it is called with `equal_stacks` of them.
+
+    function: function of tensors `[m, ...]` that computes each row independently.
+    """
+    found = [(indices, function(*stacks)) for indices, stacks in equal_stacks(*columns)]
+    if len(found) == 1:
+        return StackRows(found[0][1])
+    rows = {index: row for indices, stack in found for index, row in zip(indices, stack.unbind(0), strict=True)}
+    return [rows[index] for index in range(len(rows))]
+
+
+def stacked_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors. They are the rows of one stack if all shapes and dtypes are equal."""
+    alike = len({(x.shape, x.dtype) for x in tensors}) == 1
+    return StackRows(torch.stack(list(tensors))) if alike else list(torch._foreach_mul(list(tensors), 1.0))
+
+
+def _chosen(numbers: Tensor, indices: list[int]) -> Tensor:
+    """Return the numbers with these ascending indices, of a tensor `[n]`."""
+    if len(indices) == len(numbers):
+        return numbers
+    if len(indices) == 1:
+        return numbers[indices[0] : indices[0] + 1]
+    return numbers.index_select(0, kept_on_device(np.array(indices, dtype=np.int64), numbers.device))
+
+
+def in_dtypes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return n tensors in the dtypes of n others. Tensors of another dtype are copied, in few kernels."""
+    kept = [x.dtype is other.dtype for x, other in zip(tensors, others, strict=True)]
+    if all(kept):
+        return tensors
+    pairs = zip(tensors, others, kept, strict=True)
+    found = [x if same else torch.empty_like(x, dtype=other.dtype) for x, other, same in pairs]
+    targets, sources = ([x for x, same in zip(column, kept, strict=True) if not same] for column in (found, tensors))
+    torch._foreach_copy_(targets, sources)
+    return found
+
+
 def norms_by_dtype(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
 ) -> Iterator[tuple[list[int], Tensor]]:
@@ -497,7 +577,10 @@ def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) ->
 
 
 def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    return tensors[places[0]] if len(places) == 1 else torch.stack([tensors[place] for place in places])
+    """Return the chosen tensors as one stack: a view of a single tensor or of all rows of a stack, else a copy."""
+    if isinstance(tensors, StackRows) and len(places) == len(tensors):
+        return tensors.stack
+    return tensors[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([tensors[place] for place in places])
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import differs_from_rounded, scale_tensors_, squares_are_finite
+from eigengraft.numerics import (
+    differs_from_rounded,
+    equal_stacks,
+    in_dtypes_of,
+    over_stacks,
+    scale_tensors_,
+    squares_are_finite,
+)
 
 from ..trajectories import normal
 
@@ -70,3 +77,30 @@ def test_values_that_do_not_round_to_their_partner_are_found(shape: Any, view: A
     rounded[1][-1, -1] = torch.nextafter(rounded[1][-1, -1], torch.tensor(9.0, dtype=dtype))
     assert 1 in differs_from_rounded(values, rounded)
     assert len(differs_from_rounded(values, rounded)) == (3 if rounded[0].numel() <= 4096 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_of_stacks_are_those_of_single_tensors(dtype: torch.dtype) -> None:
+    xs, numbers = tensors(dtype), normal(len(MIXED), seed=9).to(dtype)
+    ys = [x * 3 for x in xs]
+    found = over_stacks(lambda x, y, number: x - y * number, xs, ys, numbers)
+    assert all(torch.equal(z, x - y * n) for z, x, y, n in zip(found, xs, ys, numbers, strict=True))
+
+
+def test_equal_tensors_are_stacked_and_large_ones_are_not_copied() -> None:
+    xs = tensors(torch.float32)
+    found = list(equal_stacks(xs, torch.arange(len(xs))))
+    assert [indices for indices, _ in found] == [[0, 1, 3], [2], [4, 5]]
+    assert [numbers.shape for _, (_, numbers) in found] == [(3, 1, 1), (1, 1, 1), (2,)]
+    assert found[1][1][0].data_ptr() == xs[2].data_ptr()
+    assert over_stacks(torch.neg, []) == []
+
+
+def test_tensors_are_cast_to_the_dtypes_of_others() -> None:
+    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    xs = [torch.full((2,), 0.1, dtype=kind) for kind in kinds]
+    others = [torch.zeros(2, dtype=kind) for kind in (torch.float32, torch.float32, torch.float64, torch.float64)]
+    found = in_dtypes_of(xs, others)
+    assert [x.dtype for x in found] == [x.dtype for x in others]
+    assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(found, xs, strict=True))
+    assert found[0] is xs[0] and in_dtypes_of(xs, xs) is xs

@@ -15,6 +15,7 @@ from eigengraft.numerics import (
     finite_blocks,
     in_registers,
     products,
+    safe_ratio,
     to_power,
     transposed,
     where_blocks,
@@ -22,7 +23,7 @@ from eigengraft.numerics import (
 from eigengraft.preconditioners.algebra.products import add_symmetric
 from eigengraft.preconditioners.roots.bounds import GuaranteedBound
 
-from ..trajectories import rotation
+from ..trajectories import normal, rotation
 
 SIDES = (5, 17, 37, 53, 64, 90, 147)
 """Matrices with and without rows, and starts, that fill whole cache lines."""
@@ -174,3 +175,26 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
         assert torch.equal(in_registers(torch.atan2, x[part].clone(), y[part].clone()), full[part])
     columns = torch.stack([x, y], dim=1).unbind(1)
     torch.testing.assert_close(in_registers(torch.atan2, *columns), torch.atan2(*columns))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-10, 1.0, 1e10, 1e18, 1e37])
+def test_norms_neither_over_nor_underflow_and_are_the_same_in_every_stack(size: float, dtype: torch.dtype) -> None:
+    size = size if dtype == torch.float32 else size**8
+    unit = normal(3, 40, 5, seed=1).to(dtype)
+    x = torch.stack([unit[0] * size, unit[1], unit[2] * 0])
+    norms = block_norm(x)
+    exact = torch.linalg.vector_norm(unit[0].double()) * size
+    torch.testing.assert_close(norms[0].double(), exact, rtol=1e-6, atol=0)
+    assert torch.equal(norms, torch.cat([block_norm(own[None]) for own in x])) and norms[2] == 0
+
+
+def test_norms_of_blocks_that_are_not_finite_are_not() -> None:
+    norms = block_norm(torch.tensor([[1.0, math.nan], [1.0, math.inf], [3.0, 4.0]]))
+    assert not norms[:2].isfinite().any() and norms[2] == 5
+
+
+def test_a_ratio_is_zero_where_the_denominator_is_too_small() -> None:
+    small = torch.finfo(torch.float32).tiny
+    found = safe_ratio(torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([4.0, 0.0, small, 2.0]))
+    assert found.tolist() == [0.25, 0.0, 0.0, 0.0]

@@ -62,7 +62,7 @@ class EMANesterov(Averaging):
         if self.follow_lr:
             scale = self.ahead * (batch.lr / nonzero_peak(batch.lr, batch.peak_lr))
         open_now = (batch.steps >= self.start) & (batch.steps < (np.inf if self.stop is None else self.stop))
-        _look_ahead(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
+        accumulate(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
         batch.show_y()
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
@@ -134,15 +134,4 @@ class Anchored(Averaging):
             blend(own.parameters, means, [a / (1 + a) if back else -a for a in factors], own.mask)
             return
         apart = torch._foreach_sub(list(self.inner.inner.evaluated(own)), list(means))
-        _look_ahead(own.parameters, apart, [-a if back else a for a in factors], own.mask)
-
-
-def _look_ahead(
-    y: Sequence[Tensor], drift: Sequence[Tensor], scales: Sequence[float | Tensor], mask: Sequence[Tensor] | None
-) -> None:
-    """Change tensors y in place:  y <- y + scale drift.  Tensors with the mask False do not change."""
-    if mask is None:
-        accumulate(y, drift, scales)
-        return
-    for own, towards, scale, usable in zip(y, drift, scales, mask, strict=True):
-        own.copy_(torch.where(usable, own + towards * scale, own))
+        accumulate(own.parameters, apart, [-a if back else a for a in factors], own.mask)

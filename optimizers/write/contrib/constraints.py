@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.numerics import block_norm, over_stacks, per_block, safe_ratio
 
 from ..constraints import Constraint, ConstraintContext, Slots, Tensors
 
@@ -27,11 +27,14 @@ class RadialBrake(Constraint):
         return True
 
     def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
-        squares = context.dots(parameters, parameters)
+        squares = context.squares(parameters)
         along = context.dots(updates, parameters) / squares
         cut = torch.where((squares > 0) & along.isfinite(), along.clamp_max(0), 0.0) * self.strength
-        rows = zip(updates, parameters, cut.unbind(0), strict=True)
-        return [update - parameter * own.to(update.dtype) for update, parameter, own in rows]
+        return over_stacks(_minus_product, updates, parameters, cut.to(updates[0].dtype))
+
+
+def _minus_product(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    return x - y * factor
 
 
 class RowFloor(Constraint):
@@ -49,11 +52,14 @@ class RowFloor(Constraint):
         return whole_rows
 
     def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
-        return [self._floored(w, u) if u.ndim > 1 else u for w, u in zip(parameters, updates, strict=True)]
+        return over_stacks(self._floored, parameters, updates)
 
-    def _floored(self, parameter: Tensor, update: Tensor) -> Tensor:
-        factor = safe_ratio(block_norm(parameter) * self.ratio, block_norm(update)).clamp_min(1)
-        return update * per_block(factor, update)
+    def _floored(self, parameters: Tensor, updates: Tensor) -> Tensor:
+        if updates.ndim < 3:  # [n, m]
+            return updates
+        rows = updates.flatten(0, 1)
+        factors = safe_ratio(block_norm(parameters.flatten(0, 1)) * self.ratio, block_norm(rows)).clamp_min(1)
+        return (rows * per_block(factors, rows)).view(updates.shape)
 
 
 class RadiusPin(Constraint):
@@ -71,11 +77,10 @@ class RadiusPin(Constraint):
     def retract(
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
     ) -> Tensors:
-        lengths = context.dots(parameters, parameters).sqrt(), context.dots(moved, moved).sqrt()
+        lengths = context.squares(parameters).sqrt(), context.squares(moved).sqrt()
         scales = context.dots(moved, parameters) / (lengths[0] * lengths[1])
-        free = (context.dots(updates, updates) == 0) | ~scales.isfinite()
-        rows = zip(moved, torch.where(free, 1.0, scales).unbind(0), strict=True)
-        return [tensor * scale.to(tensor.dtype) for tensor, scale in rows]
+        free = (context.squares(updates) == 0) | ~scales.isfinite()
+        return over_stacks(torch.mul, moved, scales.masked_fill(free, 1.0).to(moved[0].dtype))
 
 
 class LateDecay(Constraint):
@@ -99,6 +104,7 @@ class LateDecay(Constraint):
     ) -> Tensors:
         keep = 1 - context.lr * self.rate
         if not self.cautious:
-            return [tensor * keep for tensor in moved]
-        rows = zip(parameters, updates, moved, strict=True)
-        return [torch.where(update * parameter > 0, tensor * keep, tensor) for parameter, update, tensor in rows]
+            return torch._foreach_mul(list(moved), keep)
+        return over_stacks(
+            lambda old, update, new: torch.where(update * old > 0, new * keep, new), parameters, updates, moved
+        )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import eigengraft
 from eigengraft import ContractError, Optimizer, RecipeError, Slot, load_recipe
+from eigengraft.optimizers.step.step import prepare
 from eigengraft.optimizers.write.averaging import LAWA, Averaging, IterateBatch
 from eigengraft.optimizers.write.constraints import ParameterUpdate
 from eigengraft.optimizers.write.write import Hyper
@@ -582,7 +583,7 @@ def test_a_learning_rate_on_the_device_is_never_read(row: Any, detect: str) -> N
         for t in range(5):
             for i, p in enumerate(params):
                 p.grad = normal(*p.shape, seed=100 * t + i) if (t + i) % 4 else None
-            now = param_set.prepare([Hyper(lr, 0.05, 0.1)])
+            ((_, now),) = prepare([param_set], [Hyper(lr, 0.05, 0.1)])
             assert now is not None
             with torch.no_grad():
                 param_set.step(now)
