@@ -116,7 +116,8 @@ class ClipRMS(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))
-        return direction / per_block((rms / self.threshold).clamp_min_(1.0), direction)
+        ratio = rms if self.threshold == 1 else rms / self.threshold
+        return direction / per_block(ratio.clamp_min_(1.0), direction)
 
 
 class ClipNorm(Stage):

@@ -97,6 +97,8 @@ class NewtonSchulz(PolarSolver):
         for a, b, c in triples(self.coefficients, self.steps):
             gram = symmetric_product(y, y)
             y = _add_product(y, add_symmetric(gram.clone(), gram, gram, b, c), y, a)
+        if tall and not x.is_cpu:  # one kernel casts and transposes, and the write of contiguous updates takes one too
+            return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(y.mT)
         return (y.mT if tall else y).to(x.dtype)
 
 
@@ -160,7 +162,8 @@ class Triangular(PolarSolver):
 
 def _unit_rows(x: Tensor) -> Tensor:
     """Return the rows of each matrix divided by their norms. Rows of zeros stay zero."""
-    x = x / x.abs().amax(-1, keepdim=True).clamp_min(tiny(x.dtype))  # so that squares neither over- nor underflow
+    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+    x = x / largest.clamp_min(tiny(x.dtype))  # so that squares neither over- nor underflow
     norms = x.square().sum(-1, keepdim=True).sqrt()
     return x * safe_ratio(torch.ones_like(norms), norms)
 

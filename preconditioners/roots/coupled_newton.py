@@ -14,7 +14,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, has_values, identity_like, may_wait_for_values, per_block
+from eigengraft.numerics import (
+    block_norm,
+    has_values,
+    identity_like,
+    may_branch_on_values,
+    may_wait_for_values,
+    per_block,
+)
 
 from .base import RootSolver
 from .bounds import PowerIteration
@@ -81,7 +88,9 @@ class Coupled(Iterative):
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
         for iteration in range(self.max_iterations):
-            if may_wait_for_values(eye) and iteration % self.check_every == 0 and not bool(live.any()):
+            # before the first step, when matrices are rarely done, the host never waits
+            readable = may_wait_for_values(eye) if iteration else may_branch_on_values(eye)
+            if readable and iteration % self.check_every == 0 and not bool(live.any()):
                 break
             if iteration and not has_values(eye):
                 break  # fake tensors have no values; one step is enough for shapes and dtypes
