@@ -185,6 +185,8 @@ def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[
         reason = "it is not contiguous"
     if how.not_fused is not None:
         yield f"not fused: {how.not_fused}"
+    if param_set.recipe.compile and not own.rule.compile and how.adam is None:
+        yield f"not compiled: {own.path}.compile is not set, and compile of the recipe is not for parameters of routes"
     if reason is not None and (own.rule.compile or reason != how.not_fused):
         yield f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
 

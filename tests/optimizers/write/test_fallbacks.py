@@ -27,6 +27,16 @@ def test_parameters_that_are_not_compiled_say_why(monkeypatch: pytest.MonkeyPatc
     assert told({**nesterov, "blocking": {"size": 2}}, torch.zeros(4, 4)) == [()]
 
 
+def test_compile_of_a_recipe_is_not_for_parameters_of_routes() -> None:
+    route = {"name": "all", "match": {"name": "p"}, "update": ["sign"]}
+    recipe = {"update": ["identity"], "compile": True, "routes": [route]}
+    ((why,),) = told(recipe, torch.zeros(4, 3))
+    assert why.startswith("not compiled: ") and "routes.all.compile" in why
+    fused = {**route, "update": ["momentum", "rms"]}
+    assert told({**recipe, "routes": [fused]}, torch.zeros(4, 3)) == [()]
+    assert told({**recipe, "compile": False}, torch.zeros(4, 3)) == [()]
+
+
 def test_adams_chain_says_why_it_is_not_fused() -> None:
     apart = "not fused: a single number has an owner where several ranks hold it"
     assert told("adamw", torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [(), (apart,), ()]
