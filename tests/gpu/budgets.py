@@ -107,17 +107,17 @@ def declared(recipe: Any) -> dict[str, Any]:
     return declaration
 
 
-def steps(recipe: Any, layers: int) -> tuple[int, list[DeviceCounts]]:
+def steps(recipe: Any, layers: int, dtype: torch.dtype = torch.float32) -> tuple[int, list[DeviceCounts]]:
     """(bytes of the parameters, counts of the first steps); recipe: a name, or a declaration."""
     declaration = declared(recipe)
     generator, found = torch.Generator().manual_seed(0), list[DeviceCounts]()
     with accelerator("cuda") as run:
-        values = [(name, torch.randn(shape, generator=generator)) for name, shape in gpt2(layers)]
+        values = [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in gpt2(layers)]
         named = [(name, nn.Parameter(value.to(run.device))) for name, value in values]
         optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
         for _ in range(STEPS):
             for _, parameter in named:
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device, dtype)
             with accelerator("cuda") as counts:
                 optimizer.step()
             found.append(counts)

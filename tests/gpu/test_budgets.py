@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from eigengraft.optimizers import WeightDecay
+from eigengraft.optimizers.write import Averaging, Constraint
 
 from ..recipes import ALONE
 from .budgets import measure, steps, table
@@ -30,4 +34,25 @@ def test_a_step_keeps_to_its_budget(name: str) -> None:
 def test_decays_and_writes_are_launched_for_stacks(kind: str) -> None:
     """8 more layers are 96 more parameters: a launch for each would be that many."""
     few, many = (steps({"base": "lion", "weight_decay": kind}, layers)[1][-1] for layers in (4, 12))
+    assert many.kernels - few.kernels <= 8, many.by_line("kernels")
+
+
+OTHERS = [
+    *({"averaging": kind} for kind in sorted(Averaging.members.keys() - {"anchored"})),
+    {"averaging": {"kind": "anchored", "start": 2, "full": 3}},
+    *({"constraints": kind} for kind in sorted(Constraint.members.keys() - {"qk_clip", "rounding"})),
+]
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
+def test_averages_and_constraints_are_launched_for_stacks(changes: dict[str, Any]) -> None:
+    few, many = (steps({"base": "lion", **changes}, layers)[1][-1] for layers in (4, 12))
+    assert many.kernels - few.kernels <= 8, many.by_line("kernels")
+    assert few.waits == many.waits == 1
+
+
+@pytest.mark.parametrize("rule", ["stochastic", "compensated", "split"])
+def test_roundings_of_bfloat16_are_launched_for_stacks(rule: str) -> None:
+    recipe = {"base": "lion", "constraints": {"kind": "rounding", "rule": rule}}
+    few, many = (steps(recipe, layers, torch.bfloat16)[1][-1] for layers in (4, 12))
     assert many.kernels - few.kernels <= 8, many.by_line("kernels")

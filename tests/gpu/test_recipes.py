@@ -41,6 +41,7 @@ ROUNDING: dict[str, tuple[float, str]] = {
     "soap_kl": (1e-5, DIAGONAL),
     "soap_kl_h": (1e-5, DIAGONAL),
     "soap_muon": (1e-6, CHOLESKY),
+    "soap_schedule_free": (1e-6, MIXING),
     "track3": (1e-6, CHOLESKY),
 }
 FUSED = (1e-6, "a CPU's fused kernel rounds the ends of tensors otherwise, which are updated in a buffer there alone")

@@ -93,13 +93,14 @@ def _is_dense(x: Tensor) -> bool:
 def traffic(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors that an operation reads and makes.
 
-    A tensor that is read and written in place counts once.
+    A tensor that is written in place, or as `out`, counts once.
 
     given: arguments of the operation.
     made: results of the operation.
     """
-    known = {id(x) for x in given}
-    return sum(x.numel() * x.element_size() for x in (*given, *(x for x in made if id(x) not in known)))
+    written = {id(x): x for x in made}
+    tensors = [*(x for x in given if id(x) not in written), *written.values()]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def is_mask(indices: Tensor) -> bool:
