@@ -365,10 +365,15 @@ class Optimizer(Reporting):
         """Adopt parameters and state that other code replaced, cast or moved.
 
         Also undo the step counts of parameters whose last gradients were unusable.
+
+        thorough: True if state is read or written outside of a step. All of it is compared then, and delayed refreshes
+            are finished.
         """
         moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
+        if thorough:
+            self.param_sets.finish_refreshes()
 
     @isolated
     def state_dict(self) -> dict[str, Any]:
@@ -415,6 +420,7 @@ class Optimizer(Reporting):
                 this optimizer. One error names all differences, and nothing changes.
         """
         self.param_sets.resolve_deferred()
+        self.param_sets.finish_refreshes()
         if adopt_parameters(self):
             self.param_sets.follow(self.state, self.iterate, moved=True)
         self.param_sets.require_values()

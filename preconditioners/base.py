@@ -1,4 +1,4 @@
-"""The contract of a stage: eight hooks over explicit state, traits for the engine, and functions that run a chain."""
+"""The contract of a stage: ten hooks over explicit state, traits for the engine, and functions that run a chain."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, final
+from functools import cached_property, partial
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, final
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import ChainOf, located
@@ -20,7 +20,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
-from .checked_mode import CheckedHooks, Hooks
+from .checked_mode import CheckedHooks, Hooks, call_text
 
 
 class FirstMoment(NamedTuple):
@@ -99,7 +99,7 @@ class Traits:
 
 _T = TypeVar("_T")
 
-HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
+HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "solve", "adopt", "apply", "traits", "measures")
 """Names of the hooks, which are the methods that a stage may override."""
 
 
@@ -123,7 +123,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     A stage is a subclass of `Stage` with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen
     pydantic fields. Defining the subclass registers it; a subclass of the subclass is refused. The subclass overrides
-    some of eight hooks; only `apply` is required. `block` is the shape of one block. All tensors have the stack axis
+    some of ten hooks; only `apply` is required. `block` is the shape of one block. All tensors have the stack axis
     first: `[N, *block]` are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`,
     `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
 
@@ -133,6 +133,8 @@ class Stage(Schedulable, ABC, family="stage"):
     cadence() -> Cadence | None                 every step       when refresh is due, as Every(steps=10); None: never
     observe(state, gradient, context)           every step       cheap: update the statistics that refresh reads
     refresh(state, gradient, context)           when due         expensive, on any contiguous slice [n, *block]
+    solve(state, context) -> {name: Tensor}     when due         the same for a delay: compute pending slots only
+    adopt(state, context)                       delay k later    the same for a delay: write state from pending slots
     apply(state, gradient, direction, context)  every step       return the new direction [N, *block]; update moments
     measures(state, context) -> {name: [N]}     in inspect()     numbers on the present state; nothing is written
 
@@ -142,10 +144,17 @@ class Stage(Schedulable, ABC, family="stage"):
     written, and the parameter stays. `Every(steps=10)` is due at a block's first step, and then at every tenth step;
     blocks have different offsets.
 
+    Delay. With `Every(steps=10, delay=3)` a refresh at t takes effect at t + 3. A stage that supports this splits its
+    refresh: `solve` reads a copy of the state of t and returns a tensor for each slot of role "pending", and `adopt`
+    writes the other slots at t + 3 from these and from the state of that time. Both run on any contiguous slice.
+    `solve` may run in another thread, and has no signals. Blocks without a result, as after loading another cadence,
+    have the initial values in their pending slots; `adopt` resets these slots, and leaves such blocks as they are. The
+    first refresh of a block is never delayed. Declare pending slots only if `cadence().postponed` is not 0.
+
     State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is the initial value: a number, or
     "identity" for a matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis",
-    "first_moment", "second_moment" (the default), "iterate" or "count". frame says how a slot of the block's shape
-    changes when an eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum),
+    "first_moment", "second_moment" (the default), "iterate", "count" or "pending". frame says how a slot of the block's
+    shape changes when an eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum),
     "square" changes as squares do (rms), and "none" (the default) stays. `v = state["v"]` loads the slot. v may be
     changed in place. Assign it back after the last change: `state["v"] = v`. Every declared slot must be used.
     `state.block` is the shape of the block.
@@ -207,6 +216,19 @@ class Stage(Schedulable, ABC, family="stage"):
                 f"`Field(alias='{name}')`, so that recipes still write `{name}`"
             )
 
+    @model_validator(mode="after")
+    def _delay_is_possible(self) -> Self:
+        cadence = self.cadence()
+        if cadence is not None and cadence.postponed and type(self).solve is Stage.solve:
+            names = (field.alias or name for name, field in type(self).model_fields.items())
+            values = (getattr(self, name) for name in type(self).model_fields)
+            where = next((f"{name}: " for name, value in zip(names, values, strict=True) if value is cadence), "")
+            raise ValueError(
+                f"{where}delay: {cadence.postponed} cannot be combined with {getattr(self, 'kind', self.label)}, whose "
+                "refresh has no part that can be computed beside training; remove delay"
+            )
+        return self
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         """Return the state that the stage keeps for one block of this shape, by name."""
         return {}
@@ -230,6 +252,20 @@ class Stage(Schedulable, ABC, family="stage"):
         """Recompute roots, bases or learned factors, on any contiguous slice `[n, *block]` of the stack.
 
         This hook is called only when it is due, so it may be expensive.
+        """
+
+    def solve(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        """Return the results of a delayed refresh, by name of the pending slot, on any contiguous slice of the stack.
+
+        The method may run in another thread. It reads a copy of the stage's slots, and must not write state.
+
+        context: steps and corrections of the update at which the refresh is due, without signals.
+        """
+        return {}
+
+    def adopt(self, state: State, context: StepContext) -> None:
+        """Let a delayed refresh take effect: write roots, bases and transported moments from the pending slots, and
+        reset these slots. Called on any contiguous slice of the stack.
         """
 
     @abstractmethod
@@ -273,6 +309,8 @@ class Stage(Schedulable, ABC, family="stage"):
             return known
         total, numel = 0.0, math.prod(block)
         for slot in self.slots(block).values():
+            if slot.role == "pending":
+                continue
             square = len(slot.shape) == 2 and slot.shape[0] in block and slot.role in ("statistic", "root", "basis")
             products = 2 if slot.role == "basis" else 1
             total += 2.0 * products * slot.shape[1] * numel if square else 4.0 * math.prod(slot.shape)
@@ -313,15 +351,36 @@ class Stage(Schedulable, ABC, family="stage"):
         return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))
 
     @final
-    def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the stack whose refresh is due in this step.
+    def asked(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
+        """Return the spans (start, stop, first) of the stack whose refresh is asked for in this step. first: True at
+        the first refresh of these blocks, which is never delayed.
+        """
+        if id(self) not in context.asked:
+            context.asked[id(self)] = self._spans(context)
+        return context.asked[id(self)]
 
-        `first` is True if this is the first refresh of the blocks in the span.
+    @final
+    def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
+        """Return the spans (start, stop, first) of the stack whose refresh takes effect in this step. Without a delay
+        these are the spans of `asked`.
         """
         if id(self) not in context.due:
-            cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
-            context.due[id(self)] = () if cadence is None else tuple(cadence.due(context, earliest))
+            cadence, found = self.cadence(), self.asked(context)
+            if cadence is not None and cadence.postponed:
+                before = self._spans(replace(context, steps=context.steps - cadence.postponed))
+                found = [*(span for span in before if not span[2]), *(span for span in found if span[2])]
+            context.due[id(self)] = found
         return context.due[id(self)]
+
+    @final
+    def _spans(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
+        cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
+        return () if cadence is None else tuple(cadence.due(context, earliest))
+
+    @final
+    def refreshes(self, context: StepContext) -> bool:
+        """Return True if a refresh of any block is asked for in this step, or takes effect."""
+        return bool(self.due(context) or self.asked(context))
 
     @final
     def _hooks(self, state: State) -> Hooks:
@@ -367,9 +426,54 @@ class Stage(Schedulable, ABC, family="stage"):
         """Call `observe`, then `refresh` for the blocks that are due."""
         x = gradient if self.cached_traits().learns == "gradient" else direction
         self._hooks(state).observe(state, x, context)
+        delayed = (cadence := self.cadence()) is not None and cadence.postponed > 0
         for start, stop, first in self.due(context):
             rows = state if stop - start == len(x) else state.slice_rows(start, stop)
-            self._hooks(rows).refresh(rows, x[start:stop], context.slice_rows(start, stop, first))
+            given = (rows, x[start:stop], context.slice_rows(start, stop, first))
+            if delayed and not first:
+                self._adopt(*given)
+            else:
+                self._hooks(rows).refresh(*given)
+        for start, stop, first in self.asked(context) if delayed else ():
+            if not first:
+                self._begin(state.slice_rows(start, stop), context.slice_rows(start, stop, first))
+
+    @final
+    def _adopt(self, rows: State, x: Tensor, context: StepContext) -> None:
+        """Let a delayed refresh of some rows take effect. x: tensor that the stage learns from."""
+        if rows.storage.delayed is not None:
+            rows.storage.delayed.finish(rows.path, context.seeds)
+        if rows.storage.watch is None:
+            self.adopt(rows, context)
+        else:
+            CheckedHooks(self, rows.storage.watch).adopt(rows, x, context)
+
+    @final
+    def _begin(self, rows: State, context: StepContext) -> None:
+        """Begin a delayed refresh of some rows, from a copy of their present state."""
+        pending = {name: slot.role == "pending" for name, slot in self.slots(rows.block).items()}
+        kept = rows.snapshot(name for name, is_result in pending.items() if not is_result)
+        solve = partial(
+            self._solve_checked, kept, replace(context, signals={}), [name for name in pending if pending[name]]
+        )
+        if rows.storage.delayed is None:
+            store_results(rows, solve())
+        else:
+            rows.storage.delayed.begin(rows, context.seeds, call_text("solve", rows, context), solve)
+
+    @final
+    def _solve_checked(self, kept: State, context: StepContext, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the results of `solve`. names: names of the pending slots, which the results must have."""
+        found = self.solve(kept, context)
+        if sorted(found) != sorted(names):
+            raise ContractError(f"the pending slots {sorted(names)} are required, got {sorted(found)}")
+        return found
+
+
+def store_results(rows: State, found: Mapping[str, Tensor]) -> None:
+    """Store the results of a delayed refresh in the pending slots of its rows. found: results by name of the slot."""
+    for name, value in found.items():
+        rows[name] = value
 
 
 Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain"), Field(examples=[["momentum", "rms"]])]

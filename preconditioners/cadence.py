@@ -56,6 +56,13 @@ class Cadence(Component, ABC, family="cadence"):
         return earliest
 
     @property
+    def postponed(self) -> int:
+        """Number of updates of a block after which a refresh takes effect. The first refresh of a block is never
+        delayed.
+        """
+        return 0
+
+    @property
     def interval(self) -> float:
         """Mean number of steps between two refreshes of a block.
 
@@ -119,6 +126,9 @@ class Every(Cadence):
     each has at least the work of `min_wave_work` of the costliest blocks. With `stagger: none` all blocks are due at
     once, as in the published codes. Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave
     has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
+
+    With `delay: k` a refresh that is due at t reads the state of update t and takes effect at update t + k. In between
+    it is computed beside training, if the device can. The first refresh of a block takes effect at once.
     """
 
     kind: Literal["every"] = "every"
@@ -138,6 +148,11 @@ class Every(Cadence):
         description="least refresh work in one wave, in units of the costliest block: at least the number of ranks, so "
         "that none waits for another; 1 for the smoothest steps",
     )
+    delay: int = Field(
+        default=0,
+        ge=0,
+        description="updates from the state that a refresh reads to the update in which it takes effect; at most steps",
+    )
 
     @model_validator(mode="after")
     def _spreads(self) -> Self:
@@ -146,7 +161,16 @@ class Every(Cadence):
                 f"min_wave_work: {self.min_wave_work} cannot be combined with `stagger: none`, by which all blocks are "
                 "due at the same step; remove one of the two"
             )
+        if self.delay > self.steps:
+            raise ValueError(
+                f"delay: must be at most steps, {self.steps}, got {self.delay}, because the next refresh would begin "
+                "before the last one takes effect; set a smaller delay"
+            )
         return self
+
+    @property
+    def postponed(self) -> int:
+        return self.delay
 
     @property
     def interval(self) -> float:

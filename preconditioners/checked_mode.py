@@ -33,6 +33,12 @@ class Hooks(Protocol):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor: ...
 
 
+class StageHooks(Hooks, Protocol):
+    """The hooks of a stage, with the one that lets a delayed refresh take effect."""
+
+    def adopt(self, state: State, context: StepContext) -> None: ...
+
+
 @dataclass
 class Call:
     """One call of one hook of a stage, while it runs.
@@ -153,20 +159,24 @@ class Checks(Watch):
 class CheckedHooks:
     """The hooks of a stage. Each call runs inside the checks of the stack."""
 
-    def __init__(self, stage: Hooks, watch: Watch) -> None:
+    def __init__(self, stage: StageHooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        with self.watch.call(_what("observe", state, context), {"gradient": gradient}, state):
+        with self.watch.call(call_text("observe", state, context), {"gradient": gradient}, state):
             self.stage.observe(state, gradient, context)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        with self.watch.call(_what("refresh", state, context), {"gradient": gradient}, state):
+        with self.watch.call(call_text("refresh", state, context), {"gradient": gradient}, state):
             self.stage.refresh(state, gradient, context)
+
+    def adopt(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        with self.watch.call(call_text("adopt", state, context), {"gradient": gradient}, state):
+            self.stage.adopt(state, context)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inputs = {"gradient": gradient, "direction": direction}
-        with self.watch.call(_what("apply", state, context), inputs, state):
+        with self.watch.call(call_text("apply", state, context), inputs, state):
             result = self.stage.apply(state, gradient, direction, context)
             self.watch.returned(result, direction)
         return result
@@ -202,7 +212,7 @@ def _fine(inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
     return torch.stack(parts if mask is None else [*parts, mask]).all(0)
 
 
-def _what(hook: str, state: State, context: StepContext) -> str:
+def call_text(hook: str, state: State, context: StepContext) -> str:
     """Return "<path>: <hook>() at step <t>", with a range of steps if the blocks are at different steps."""
     steps = sorted({int(step) for step in context.steps}) or [0]
     return f"{state.path}: {hook}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")

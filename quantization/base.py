@@ -115,7 +115,7 @@ class Quantizer(Component, ABC, family="quantizer"):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-NEVER_CODED = frozenset({"iterate", "count", "failures"})
+NEVER_CODED = frozenset({"iterate", "count", "failures", "pending"})
 """Roles of slots that are never quantized: their numbers must be exact."""
 
 
@@ -132,7 +132,7 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
         if other == role:
             return
         others.add(other)
-    why = "iterates and counts are never quantized; remove the entry"
+    why = "iterates, counts and pending results are never quantized; remove the entry"
     if role not in NEVER_CODED:
         why = (
             f"the recipe has slots with the roles {', '.join(sorted(others)) or 'none'}; slots of a graft's magnitude "

@@ -59,7 +59,7 @@ class Offload(Quantizer):
         return self
 
     def unsupported(self, slot: Slot) -> str | None:
-        if slot.role in ("count", "failures") or slot.total:
+        if slot.role in ("count", "failures", "pending") or slot.total:
             why = "is read between stacks" if slot.total else f"has the role {slot.role}"
             return f"only slots that a stack alone reads can be offloaded, got one that {why}"
         if math.prod(slot.shape) < self.min_elements:

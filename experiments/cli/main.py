@@ -188,7 +188,7 @@ def show_command(
         typer.echo(f"# offloaded to {place}: {size:,} bytes, which each step brings in and takes back")
     for line in optimizer.reached():
         typer.echo(f"# expected: {line}")
-    for remark in (*optimizer.slow_products(), *optimizer.solver_choices("cuda")):
+    for remark in (*optimizer.slow_products(), *optimizer.solver_choices("cuda"), *optimizer.delays()):
         typer.echo(f"# {remark}")
 
 

@@ -332,7 +332,9 @@ def _pairs(basis: Slot, other: Slot) -> bool:
 
 
 def _staleness(stage: Any, context: StepContext) -> Found:
-    """Return the number of updates since the last due refresh of each block, or since the first update."""
+    """Return the age of the state from which each block was last refreshed, in updates. Without a refresh it is the
+    number of updates.
+    """
     cadence = stage.cadence()
     if cadence is None:
         return {}
@@ -340,9 +342,9 @@ def _staleness(stage: Any, context: StepContext) -> Found:
     unknown = np.ones(len(age), dtype=np.bool_)
     longest = cadence.period or LONGEST_WAIT * math.ceil(cadence.interval)
     for back in range(min(longest, int(context.steps.max())) + 1):
-        for start, stop, _ in stage.due(replace(context, steps=context.steps - back)):
+        for start, stop, first in stage.due(replace(context, steps=context.steps - back)):
             now = unknown[start:stop].copy()
-            age[start:stop][now] = back
+            age[start:stop][now] = back + (0 if first else cadence.postponed)
             unknown[start:stop] = False
         if not unknown.any():
             break

@@ -326,6 +326,17 @@ class Reporting(torch.optim.Optimizer):
                             found[f"{path}.{name}", order, place] = solver.choice(place, order, dtype)
         return [f"{path}, order {order} on {place}: {text}" for (path, order, place), text in sorted(found.items())]
 
+    def delays(self) -> list[str]:
+        """Return a line for each stage with delayed refreshes: the delay, and where their results are computed."""
+        found = dict[str, None]()
+        for own in self.stack_states():
+            if (refreshes := own.refreshes) is None:
+                continue
+            for path, stage in own.rule.stages(own.path):
+                if (cadence := stage.cadence()) is not None and cadence.postponed:
+                    found[f"{path}: a refresh takes effect after {cadence.postponed} updates; {refreshes.place}"] = None
+        return list(found)
+
     def slot_sizes(self) -> list[SlotSize]:
         """Return the declared and the stored bytes of each slot, summed over all parameters.
 
@@ -396,7 +407,7 @@ class Reporting(torch.optim.Optimizer):
         if count := sum(count for count, how in hows if how.adam is not None):
             lines.append(f"  fused: steps of {count} parameters by torch's kernel of Adam")
         lines += (f"  {line}" for each in sets if each.graphs is not None for line in each.graphs.lines())
-        lines += (f"  {line}" for line in self.solver_choices())
+        lines += (f"  {line}" for line in (*self.solver_choices(), *self.delays()))
         for path, value in sets.schedules.values(steps_taken(sets)).items():
             lines.append(f"  {path}: {value:g}, scheduled")
         moved = "".join(f", {size} of them on {place}" for place, size in self.offloaded_bytes().items())

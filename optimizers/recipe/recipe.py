@@ -208,6 +208,14 @@ class Recipe(UpdateRule):
                 f"graph cannot be combined with storage.{moved}, whose slots are moved in each step, because a graph "
                 "needs state at fixed addresses; remove one of them"
             )
+        for path, stage in (
+            [pair for at, rule in self.rules().items() for pair in rule.stages(at)] if self.graph else ()
+        ):
+            if (cadence := stage.cadence()) is not None and cadence.postponed:
+                raise ValueError(
+                    f"graph: true cannot be combined with the `delay: {cadence.postponed}` of {path}, because another "
+                    "thread must not use the device while a graph is captured; remove one of the two"
+                )
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from eigengraft.slots import FORMAT, Encoded, EncodedSlot, Slot, State, StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route, require_slots, slot_keys
+from .delayed import StackRefreshes
 from .placement import ParamSpec, Phases
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
@@ -59,6 +60,7 @@ class StackState:
     encoded: slots that a quantizer stores, by the same key. Their tensors have keys "<stage path>/<slot>/<code>".
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
     step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
+    refreshes: delayed refreshes that are under way. None: no stage has a delay.
     fresh: cache of the codes of initial values, which several stacks share and extend. None: no cache.
     """
 
@@ -77,6 +79,7 @@ class StackState:
     host_buffers: list[HostBuffer] = field(default_factory=list, init=False, repr=False)
     checks: Checks | None = field(default=None, init=False)
     step_watch: Watch | None = field(default=None, init=False)
+    refreshes: StackRefreshes | None = field(default=None, init=False, repr=False)
     _failing: HostCopy | None = field(default=None, init=False, repr=False)
     _selected: tuple[NDArray[np.bool_], ActiveBlocks] | None = field(default=None, init=False, repr=False)
     fresh: InitVar[FreshCodes | None] = None
@@ -87,6 +90,10 @@ class StackState:
             self._allocate(key, slot, known, offloaded)
         for location, rows in offloaded.items():
             self._offload(location, rows)
+        if any(
+            cadence is not None and cadence.postponed for cadence in (own.cadence() for _, own in self.rule.stages())
+        ):
+            self.refreshes = StackRefreshes(self.stack.device)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:
         """Yield (key, slot) of all slots that the stages declare. The keys contain no block key."""
@@ -295,7 +302,7 @@ class StackState:
         """
         counters = (lambda: (context.seed, context.step)) if self.encoded else None
         path = f"{self.path}.{chain}" if self.path else chain
-        storage = Storage(self.encoded, counters, self.step_watch or self.checks)
+        storage = Storage(self.encoded, counters, self.step_watch or self.checks, self.refreshes)
         return State(self.tensors, self.stack.block, path, rows, mask, storage)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:

@@ -216,6 +216,8 @@ class ParamSets:
         values: StateValues | None = None,
     ) -> None:
         """Store the parameter sets of a batch, show their state in `state`, and copy `values` into it."""
+        for old in self.built[batch]:  # `values` may share memory with their state
+            old.finish_refreshes()
         for param_set in param_sets:
             param_set.iterates.hold(mode)
             for stack_state in param_set.stack_states if self.checked else ():
@@ -295,6 +297,11 @@ class ParamSets:
         """Undo the step counts of parameters whose last gradient was not finite, as checked on the device."""
         for param_set in self:
             param_set.resolve_deferred()
+
+    def finish_refreshes(self) -> None:
+        """Store the results of all delayed refreshes that are under way in their pending slots."""
+        for param_set in self:
+            param_set.finish_refreshes()
 
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
         """Write the iterate of a mode (training or evaluation) into all parameters."""

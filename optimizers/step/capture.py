@@ -226,7 +226,7 @@ class CapturedStacks:
                 return "blocks are at different updates"
             if context.uniform <= CHECKED_UPDATES or not (program is None or program.suits(context.steps)):
                 return "one of the first updates"
-            if any(stage.due(context) for _, stage in own.rule.stages()):
+            if any(stage.refreshes(context) for _, stage in own.rule.stages()):
                 return "a refresh"
             if step.mask is not None and not (program is not None and program.source.masked):
                 return "a mask of gradients that `failure.detect: device` would announce"

@@ -299,7 +299,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         return None
     if step.numbers is None and not program.suits(context.steps):
         return None
-    if step.numbers is None and any(stage.due(context) for _, stage in own.rule.stages()):
+    if step.numbers is None and any(stage.refreshes(context) for _, stage in own.rule.stages()):
         return None
     source = program.source
     assert isinstance(source, BlockProgram)

@@ -146,6 +146,12 @@ class ParamSet:
             self._report_failed_roots(own, wait=True)
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
+    def finish_refreshes(self) -> None:
+        """Store the results of all delayed refreshes that are under way in their pending slots."""
+        for own in self.stack_states:
+            if own.refreshes is not None:
+                own.refreshes.finish_all()
+
     def note_counts(self) -> None:
         """Record which parameters have steps, after code other than a step has set step counts."""
         self._begun = self.step_counts > 0

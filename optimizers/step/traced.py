@@ -403,7 +403,7 @@ def tracing_context(
     for name in ("steps", "phases", "param_ids", "seeds"):
         del context.__dict__[name]
     context.__dict__["questions"] = questions
-    context.__dict__["due"] = _NothingDue()
+    context.__dict__["due"] = context.__dict__["asked"] = _NothingDue()
     if steps is not None:
         context.__dict__["step"] = steps
     return context

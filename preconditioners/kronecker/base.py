@@ -7,10 +7,10 @@ from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import fills_lines, known_to_hold, where_blocks
@@ -21,6 +21,8 @@ from eigengraft.step_context import StepContext
 from ..algebra.products import ProductDtype
 from ..base import Stage, Traits
 from ..cadence import Cadence, Every
+from ..roots import Basis
+from ..roots.power_qr import identity_order
 from ..statistics import Gram, Power, Statistic
 
 
@@ -40,6 +42,20 @@ class Factored(Stage):
         description="dtype of the products of blocks with the matrices; the stored matrices are not rounded",
     )
     matrix: ClassVar[Literal["root", "basis"]]
+
+    @model_validator(mode="after")
+    def _delay_fits(self) -> Self:
+        if self.every.postponed and self.statistic.sequential:
+            raise ValueError(
+                f"refresh: delay: {self.every.postponed} cannot be combined with a statistic of order gauss_seidel, "
+                "which reads the refreshed matrix of an axis in the same step; remove delay, or set order: jacobi"
+            )
+        return self
+
+    @property
+    def pending_order(self) -> bool:
+        """True if a delayed refresh keeps the order of columns too."""
+        return False
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """Return the axes of a block that have a factor."""
@@ -77,6 +93,11 @@ class Factored(Stage):
                 slot = Slot((d,), fill=1.0, role=self.matrix, frame="square", axes=(axis,))
             slots[f"{self.matrix}.{axis}"] = slot
             slots[f"failures.{axis}"] = Slot((), role="failures", dtype=torch.int32)
+            if self.every.postponed:
+                slots[_pending(self.matrix, axis)] = Slot(slot.shape, role="pending")
+                slots[_pending("result", axis)] = Slot((), role="pending", dtype=torch.int32)
+                if self.pending_order:
+                    slots[_pending("order", axis)] = Slot(slot.shape[-1:], role="pending", dtype=torch.int64)
         return slots
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -163,13 +184,55 @@ class Factored(Stage):
         """Return `value` where ok `[N]` is True, and the present matrix elsewhere."""
         return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
 
-    def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> None:
-        """Write `value` where ok `[N]` is True, and count failures elsewhere."""
+    def commit(self, state: State, axis: int, value: Tensor, ok: Tensor, tried: Tensor | None = None) -> None:
+        """Write `value` where ok `[N]` is True, and count failures elsewhere.
+
+        tried: bool `[N]`, True where a solver was run. Elsewhere nothing changes. None: it was run for all blocks.
+        """
         name, count = f"{self.matrix}.{axis}", f"failures.{axis}"
         if known_to_hold(ok):
             state[name], state[count] = value, state[count].zero_()
         else:
-            state[name], state[count] = self.accepted(state, axis, value, ok), torch.where(ok, 0, state[count] + 1)
+            failed = state[count] + (1 if tried is None else tried.int())
+            state[name], state[count] = self.accepted(state, axis, value, ok), torch.where(ok, 0, failed)
+
+    def results(self, axis: int, value: Tensor, ok: Tensor, order: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the results of a delayed refresh of one axis, by pending slot.
+
+        The slot `pending.result.<axis>` is 1 where the solver succeeded, -1 where it failed, and 0 without a result.
+
+        value: the matrix, with the shape of its slot.
+        ok: bool `[N]`, False where the solver failed.
+        order: `[N, r]`, the old column of each new column. None: columns keep their order.
+        """
+        found = {_pending(self.matrix, axis): value, _pending("result", axis): ok.int() * 2 - 1}
+        if self.pending_order:
+            found[_pending("order", axis)] = identity_order(value) if order is None else order
+        return found
+
+    def pending(self, state: State, axis: int) -> Pending:
+        """Return the pending result of one axis, and mark it as used."""
+        result = state[_pending("result", axis)]
+        ok, tried = result > 0, result != 0
+        state[_pending("result", axis)] = torch.zeros_like(result)
+        order = state[_pending("order", axis)] if self.pending_order else None
+        return Pending(Basis(state[_pending(self.matrix, axis)], order, ok), tried)
+
+
+class Pending(NamedTuple):
+    """The result of a delayed refresh of one axis.
+
+    found: the matrix, with the shape of its slot. `order` is None if the stage does not keep it.
+    tried: bool `[N]`, True where there is a result.
+    """
+
+    found: Basis
+    tried: Tensor
+
+
+def _pending(name: str, axis: int) -> str:
+    """Return the name of the pending slot of a result of one axis."""
+    return f"pending.{name}.{axis}"
 
 
 def joined(stacks: Sequence[Tensor]) -> Tensor:

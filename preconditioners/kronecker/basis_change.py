@@ -139,7 +139,7 @@ def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
     """Raise ValueError if a chain has state or signals that cannot be transported when the basis changes."""
     for here, name, slot in chain_slots(stages, (2, 2), path):
-        if slot.frame == "none" and slot.role in ("statistic", "root", "basis"):
+        if slot.frame == "none" and slot.role in ("statistic", "root", "basis", "pending"):
             raise ValueError(
                 f"{here}: '{name}' cannot be transported to a new basis; a stage with factors of its own cannot be "
                 "inside the basis of another stage, move it out of that stage"

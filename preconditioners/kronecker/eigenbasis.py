@@ -20,7 +20,8 @@ from eigengraft.step_context import StepContext
 from ..algebra.products import matrix_shape, rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
 from ..base import Inner, Stages, Traits, chain_bounds, chain_slots, run_chain
-from ..roots import BasisSolver, PowerQR
+from ..roots import Basis, BasisSolver, PowerQR
+from ..roots.base import Diagonal
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored, joined
 from .basis_change import (
@@ -155,10 +156,51 @@ class Eigenbasis(Factored):
     def _inward(self, x: Tensor, bases: Mapping[int, Tensor]) -> Tensor:
         return rotate(x, {axis: q.mT for axis, q in bases.items()}, self.precision)
 
+    @property
+    def pending_order(self) -> bool:
+        return self.transport == "permute"
+
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
-        found = self._renew(state, axes, context)
-        if self.transport != "marginals":
-            return
+        self._change_basis(state, self._solutions(state, axes, context))
+
+    def solve(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        found, axes = dict[str, Tensor](), self.factor_axes(state.block)
+        if self.statistic_frame == "basis":
+            for axis in axes:
+                p, order, ok = self._in_basis(state, axis, context)
+                found |= self.results(axis, p, ok, order)
+            return found
+        for equal in self.equal_axes(state, axes):
+            _, (q, order, ok), _ = self._computed(state, equal, context)
+            orders: Sequence[Tensor | None] = [None] * len(equal) if order is None else order.chunk(len(equal))
+            parts = zip(equal, q.chunk(len(equal)), ok.chunk(len(equal)), orders, strict=True)
+            for axis, q_axis, ok_axis, order_axis in parts:
+                found |= self.results(axis, q_axis, ok_axis, order_axis)
+        return found
+
+    def adopt(self, state: State, context: StepContext) -> None:
+        solved, turn_to = dict[int, _Solved](), self._turned if self.statistic_frame == "basis" else self._turn
+        for axis in self.factor_axes(state.block):
+            found, tried = self.pending(state, axis)
+            solved[axis] = turn_to(state, axis, found, tried), found.ok, tried, None
+        self._change_basis(state, solved)
+
+    def _change_basis(self, state: State, solved: Mapping[int, _Solved]) -> None:
+        """Transport the state of the inner chain along all solved axes together, and commit their bases."""
+        turns = {axis: turn for axis, (turn, *_) in solved.items()}
+        transport(self._inside(state.block).slots, self._inner_state(state), turns, self.transport)
+        for axis, (turn, ok, tried, _) in solved.items() if self.statistic_frame == "fixed" else ():
+            if not state.coded(f"basis.{axis}"):
+                self.commit(state, axis, turn.new, ok, tried)
+        if self.transport == "marginals":
+            self._fit(state, {axis: diagonal for axis, (*_, diagonal) in solved.items() if diagonal is not None})
+
+    def _fit(self, state: State, found: Mapping[int, Tensor]) -> None:
+        """Fit the second moments of the inner chain to the statistics.
+
+        found: diag(Q^T A Q) `[N, d]` by axis, for axes whose solver computed it as a by-product. It is NaN for blocks
+            for which the solver did not compute it.
+        """
         axes = self.factor_axes(state.block)
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
         d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
@@ -166,22 +208,36 @@ class Eigenbasis(Factored):
         scales = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
-    def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
-        """Recompute the bases of these axes, and transport the state of the inner chain along all these axes together.
-
-        Return diag(Q^T A Q) `[N, d]` by axis, for axes whose solver computed this diagonal as a by-product. The
-        diagonal is NaN for blocks for which the solver did not compute it.
-        """
-        turned = self.statistic_frame == "basis"
-        solved = {axis: self._turned(state, axis, context) for axis in axes if turned}
-        for equal in self.equal_axes(state, () if turned else axes):
+    def _solutions(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, _Solved]:
+        """Recompute the bases of these axes."""
+        if self.statistic_frame == "basis":
+            found = {axis: self._in_basis(state, axis, context) for axis in axes}
+            return {axis: (self._turned(state, axis, own), own.ok, None, None) for axis, own in found.items()}
+        solved = dict[int, _Solved]()
+        for equal in self.equal_axes(state, axes):
             solved |= zip(equal, self._solved(state, equal, context), strict=True)
-        turns = {axis: turn for axis, (turn, _, _) in solved.items()}
-        transport(self._inside(state.block).slots, self._inner_state(state), turns, self.transport)
-        for axis, (turn, ok, _) in () if turned else solved.items():
-            if not state.coded(f"basis.{axis}"):
-                self.commit(state, axis, turn.new, ok)
-        return {axis: diagonal for axis, (_, _, diagonal) in solved.items() if diagonal is not None}
+        return solved
+
+    def _computed(
+        self, state: State, axes: Sequence[int], context: StepContext
+    ) -> tuple[Tensor, Basis, Diagonal | None]:
+        """Return the old bases of axes with matrices of one shape, as one stack, and the result of the solver."""
+        unit_free = self.solver.unit_free
+        old = joined([state[f"basis.{axis}"] for axis in axes])
+        a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
+        return old, *self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
+
+    def _turn(self, state: State, axis: int, found: Basis, tried: Tensor | None) -> Turn:
+        """Return the change from the present basis of an axis to a new one that was computed before.
+
+        A basis that is stored quantized is committed at once, as in `_solved`.
+        """
+        (q, order, ok), old = found, state[f"basis.{axis}"]
+        coded = state.coded(f"basis.{axis}")
+        if coded:
+            self.commit(state, axis, q, ok, tried)
+        stored = state[f"basis.{axis}"] if coded else where_blocks(ok, q, old)
+        return Turn(stored, old, order_or_identity(order, ok))
 
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Return the new bases of axes with matrices of one shape, computed as one stack.
@@ -189,10 +245,8 @@ class Eigenbasis(Factored):
         A quantized basis is committed at once, because the change of basis must be computed from the basis that
         quantization has rounded. A basis that is not quantized is committed after the transport.
         """
-        unit_free, coded, parts = self.solver.unit_free, state.coded(f"basis.{axes[0]}"), len(axes)
-        old = joined([state[f"basis.{axis}"] for axis in axes])
-        a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
-        (q, order, ok), diagonal = self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
+        coded, parts = state.coded(f"basis.{axes[0]}"), len(axes)
+        old, (q, order, ok), diagonal = self._computed(state, axes, context)
         if coded:
             self.commit(state, axes[0], q, ok)
         stored = state[f"basis.{axes[0]}"] if coded else where_blocks(ok, q, old)
@@ -201,21 +255,25 @@ class Eigenbasis(Factored):
         if self.transport == "marginals" and diagonal is not None and not turn.stays and may_branch_on_values(q):
             same = (turn.new == q).flatten(1).all(1) if coded else ok
             diagonals = torch.where(same[:, None], diagonal(turn.rotation), math.nan).chunk(parts)
-        return list(zip(turn.chunk(parts), ok.chunk(parts), diagonals, strict=True))
+        return list(zip(turn.chunk(parts), ok.chunk(parts), [None] * parts, diagonals, strict=True))
 
-    def _turned(self, state: State, axis: int, context: StepContext) -> _Solved:
+    def _in_basis(self, state: State, axis: int, context: StepContext) -> Basis:
+        """Return P `[N, d, d]`, the eigenvectors of a statistic that is stored in the basis (`statistic_frame: basis`)."""
+        eye = identity_like(state[f"basis.{axis}"])
+        return self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
+
+    def _turned(self, state: State, axis: int, found: Basis, tried: Tensor | None = None) -> Turn:
         """Multiply the basis of an axis by P, and rotate the statistic by P. Return the change of basis.
 
-        P `[N, d, d]` are the eigenvectors of the statistic, which is stored in the basis (`statistic_frame: basis`).
+        found: P, as `_in_basis` returns it.
+        tried: bool `[N]`, True where the solver was run. None: it was run for all blocks.
         """
-        q = state[f"basis.{axis}"]
-        eye = identity_like(q)
-        p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
-        turn = Turn(where_blocks(ok, p, eye), order=order_or_identity(order, ok))
-        self.commit(state, axis, rectified(torch.bmm(q, turn.new), 1), ok)
+        (p, order, ok), q = found, state[f"basis.{axis}"]
+        turn = Turn(where_blocks(ok, p, identity_like(q)), order=order_or_identity(order, ok))
+        self.commit(state, axis, rectified(torch.bmm(q, turn.new), 1), ok, tried)
         if not turn.stays:
             self.statistic.rotate(state, axis, turn.new)
-        return turn, ok, None
+        return turn
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
@@ -295,7 +353,7 @@ class _Rotated(NamedTuple):
     rotated: Tensor
 
 
-_Solved = tuple[Turn, Tensor, Tensor | None]
-"""A triple: the change of a basis; bool `[N]`, True where the solver succeeded; diag(Q^T A Q) `[N, d]`, or None if the
-solver did not compute this diagonal.
+_Solved = tuple[Turn, Tensor, Tensor | None, Tensor | None]
+"""Four values: the change of a basis; bool `[N]`, True where the solver succeeded; bool `[N]`, True where it was run, or
+None if it was run for all blocks; diag(Q^T A Q) `[N, d]`, or None if the solver did not compute this diagonal.
 """

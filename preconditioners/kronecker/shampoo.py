@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self
 
@@ -88,12 +88,29 @@ class Shampoo(Factored):
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
+        for axis, value, ok in self._roots(state, axes, context):
+            self.commit(state, axis, value, ok)
+
+    def solve(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        found = dict[str, Tensor]()
+        for axis, value, ok in self._roots(state, self.factor_axes(state.block), context):
+            found |= self.results(axis, value, ok)
+        return found
+
+    def adopt(self, state: State, context: StepContext) -> None:
+        for axis in self.factor_axes(state.block):
+            (root, _, ok), tried = self.pending(state, axis)
+            self.commit(state, axis, root, ok, tried)
+
+    def _roots(
+        self, state: State, axes: Sequence[int], context: StepContext
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (axis, root, bool `[N]`: True where the solver succeeded) of the present estimates of axes."""
         for equal in self.equal_axes(state, axes):
             estimate = joined([self.statistic.estimate(state, axis, context) for axis in equal])
             solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
             found, parts = solve(estimate, self._exponent(state.block, equal[0])), len(equal)
-            for axis, value, ok in zip(equal, found.value.chunk(parts), found.ok.chunk(parts), strict=True):
-                self.commit(state, axis, value, ok)
+            yield from zip(equal, found.value.chunk(parts), found.ok.chunk(parts), strict=True)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)

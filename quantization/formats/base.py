@@ -164,7 +164,7 @@ class Format(Quantizer, ABC):
 
     def unsupported(self, slot: Slot) -> str | None:
         floating = slot.dtype is None or slot.dtype.is_floating_point
-        if slot.role in ("count", "failures") or not floating:
+        if slot.role in ("count", "failures", "pending") or not floating:
             return f"only slots of floating-point numbers can be quantized, got a {slot.role} of dtype {slot.dtype}"
         if math.prod(slot.shape) < self.min_elements:
             return f"at least {self.min_elements} elements (min_elements) are required, got shape {slot.shape}"

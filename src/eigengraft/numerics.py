@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -38,6 +40,28 @@ def fake_mode(x: object) -> FakeTensorMode | None:
     return own.fake_mode if isinstance(own, FakeTensor) else None
 
 
+def is_compiling() -> bool:
+    """Return True while torch compiles a graph, unless the calling thread is in `never_compiled`."""
+    return torch.compiler.is_compiling() and not getattr(_thread, "never_compiled", False)
+
+
+@contextmanager
+def never_compiled() -> Iterator[None]:
+    """Mark the calling thread as one whose work is never compiled.
+
+    torch's flag is one for all threads: without the mark, the branches of a thread would depend on whether another
+    thread compiles a model at the moment.
+    """
+    _thread.never_compiled = True
+    try:
+        yield
+    finally:
+        _thread.never_compiled = False
+
+
+_thread = threading.local()
+
+
 def has_values(x: Tensor) -> bool:
     """Return True if a tensor has numbers, which fake tensors do not have.
 
@@ -45,7 +69,7 @@ def has_values(x: Tensor) -> bool:
     """
     if isinstance(x, FakeTensor):
         return False
-    return torch.compiler.is_compiling() or active_fake_mode() is None
+    return is_compiling() or active_fake_mode() is None
 
 
 def active_fake_mode() -> FakeTensorMode | None:
@@ -97,7 +121,7 @@ def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T
 
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            if torch.compiler.is_compiling() or active_fake_mode() is not None:
+            if is_compiling() or active_fake_mode() is not None:
                 return function(*args, **kwargs)
             return kept(*args, **kwargs)  # type: ignore[arg-type]
 
@@ -125,7 +149,7 @@ def may_wait_for_values(x: Tensor) -> bool:
 
     Costly iterations use this function before they check for convergence.
     """
-    return has_values(x) and not torch.compiler.is_compiling()
+    return has_values(x) and not is_compiling()
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
@@ -544,7 +568,7 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True
-    if torch.compiler.is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
+    if is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
         return False
     for _, norms in norms_by_dtype(tensors):
         bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of the exact bound, to allow for rounding

@@ -10,12 +10,14 @@ gradient, or the rows with finite gradients.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import noise
@@ -87,7 +89,7 @@ class StateKey(NamedTuple):
         return str(self._replace(block=None, part=""))
 
 
-Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures"]
+Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures", "pending"]
 Frame = Literal["vector", "square", "row", "column", "none"]
 
 
@@ -99,7 +101,7 @@ class Slot:
     fill: initial value, or "identity" for a matrix (its first columns if it is tall).
     role: purpose of the slot, by which a recipe chooses its storage. A slot with role "failures" counts how often in a
         row a block's root or basis could not be computed. It is an int32 of shape (), which the optimizer reads after
-        refreshes.
+        refreshes. A slot with role "pending" holds a result of a delayed refresh until the refresh takes effect.
     frame: how the slot is transported when the basis of its frame changes by R = Q_old^T Q_new. "vector": rotated by R.
         "square": by the Hadamard square, v <- (R*R)^T v on each axis. "row": as "square", for a slot without the
         block's last axis. "column": as "square", for a slot without the last but one axis. "none": not changed.
@@ -215,6 +217,27 @@ class Watch(Protocol):
         """Called with the value that the running hook returned for a direction."""
 
 
+class DelayedRefreshes(Protocol):
+    """The refreshes of a stack that were asked for and whose results are not in its pending slots yet."""
+
+    def begin(
+        self, state: State, seeds: NDArray[np.int64], what: str, solve: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """Begin to compute the results of a refresh.
+
+        state: state of the rows, in whose pending slots `finish` stores the results.
+        seeds: `[n]`, seed of each block, which identifies it.
+        what: text for errors, "<stage path>: solve() at step <t>".
+        solve: function that returns the results, by name of the pending slot. It reads nothing that a step changes.
+        """
+
+    def finish(self, path: str, seeds: NDArray[np.int64]) -> None:
+        """Store the results of all refreshes of a stage that contain one of the blocks with these seeds.
+
+        path: path of the stage.
+        """
+
+
 @dataclass(frozen=True)
 class Storage:
     """Encoded slots of a stack, and the counters from which the random numbers of the selected rows are computed.
@@ -223,11 +246,13 @@ class Storage:
     counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends only
         on the seed, the step, the slot and the index in the slot. None: values are rounded to nearest.
     watch: observer of the ways in which stages use their state; None: there is none.
+    delayed: refreshes that are computed beside training; None: delayed refreshes are computed when they are asked for.
     """
 
     encoded: Mapping[str, EncodedSlot]
     counters: Callable[[], tuple[Tensor, Tensor]] | None = None
     watch: Watch | None = None
+    delayed: DelayedRefreshes | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
         """Return the storage of the rows start to stop of the selected ones."""
@@ -394,6 +419,19 @@ class State:
             rows = self.rows[start:stop]
         mask = None if self.mask is None else self.mask[start:stop]
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
+
+    def snapshot(self, names: Iterable[str]) -> Self:
+        """Return a state of the selected rows with copies of some slots, which later steps do not change.
+
+        names: names of the slots.
+        """
+        copies = {}
+        for key in (StateKey.join(self.path, name) for name in names):
+            how = self.storage.encoded.get(key)
+            for text in [key] if how is None else [StateKey.join(key, part) for part in how.names]:
+                found = self._select(self.tensors[text])
+                copies[text] = found if isinstance(self.rows, Tensor) else found.clone()
+        return type(self)(copies, self.block, self.path, storage=Storage(self.storage.encoded))
 
     def unwritten(self) -> Self:
         """Return a copy of this state whose writes are dropped. The states of stages inside it, made by `scope`, still

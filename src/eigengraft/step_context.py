@@ -41,8 +41,9 @@ class StepContext:
         rank.
     signals: the requested signals that were provided, and the totals of slots, by name.
     first: True during the first refresh of a block.
-    due: spans of these rows whose refresh is due, by the id of the stage. They are computed once for each stage and
-        step.
+    due: spans of these rows whose refresh takes effect, by the id of the stage. They are computed once for each stage
+        and step.
+    asked: spans of these rows whose refresh is asked for, by the id of the stage. Without a delay they equal `due`.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
     numbers: while a chain is traced, a function that returns the numbers that depend on the step, as 0-d tensors. None:
         the context computes them itself.
@@ -58,6 +59,9 @@ class StepContext:
     signals: Mapping[str, Tensor | float] = field(default_factory=dict)
     first: bool = False
     due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    asked: dict[int, Sequence[tuple[int, int, bool]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     sums: Callable[[Tensor], Tensor] | None = None

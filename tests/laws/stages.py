@@ -1,6 +1,6 @@
 """Rows of the stages: preconditioners, graftings, combinators."""
 
-from .makes import COARSE, EVERY, MOMENTUM, RMS, SAME_DECAY, SPREAD, basis, shampoo, unknown
+from .makes import COARSE, DELAYED, EVERY, MOMENTUM, RMS, SAME_DECAY, SPREAD, basis, shampoo, unknown
 from .rows import Fault, Row
 
 SCHEDULE = {"from": 0.8, "to": 0.95, "steps": 6}
@@ -254,6 +254,7 @@ STAGES = (
             Fault({"kind": "shampoo", "solver": "coupled_newton", "exponent": "1/100"}, "q/p"),
         ),
     ),
+    Row(shampoo(refresh=DELAYED), "delayed", degree=0),
     Row(shampoo(exponent="1/2"), "power 1/2", degree=lambda order: 1 - order),
     Row(shampoo(statistic={"kind": "gram", "beta": 1.0}), "sum", degree=0),
     Row(shampoo(statistic={"kind": "gram", "axes": {"side": "smaller"}}, exponent="1/2"), "one side", degree=0),
@@ -292,6 +293,12 @@ STAGES = (
     Row(basis(MOMENTUM, COARSE, solver="eigh", timing="current", refresh=EVERY), "eigh", rotates=True),
     Row(basis(MOMENTUM, RMS, timing="lagged", refresh=SPREAD), "lagged, spread", degree=0),
     Row(basis(MOMENTUM, RMS, timing="lagged", transport="permute"), "published", degree=0),
+    Row(basis(MOMENTUM, RMS, timing="lagged", transport="permute", refresh=DELAYED), "published, delayed", degree=0),
+    Row(
+        basis(RMS, transport="marginals", statistic=SAME_DECAY, statistic_frame="basis", refresh=DELAYED),
+        "in the basis, delayed",
+        degree=0,
+    ),
     Row(basis(RMS, transport="none", refresh=SPREAD), "none, spread", degree=0),
     Row(basis(MOMENTUM, {"kind": "adafactor", "beta": 0.9}), "factored", degree=0),
     Row(basis(MOMENTUM, RMS, transport="marginals", statistic=SAME_DECAY), "marginals", degree=0),

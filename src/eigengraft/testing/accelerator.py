@@ -14,7 +14,7 @@ A test suite without a GPU can check with it that steps stay on the device. Numb
 if the code takes the same branches. Like CUDA, the device refuses operations that mix devices. The host waits for
 values, for sizes that depend on values, and for copies from or to pageable memory. Copies on a second stream of the
 kind "cuda" run as late as the waits of the code allow. Time, the rounding of CUDA's kernels and the cost of fragmented
-memory are not simulated.
+memory are not simulated. Delayed refreshes are computed when they are due, because other threads have no stream.
 
 With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
 the block. This kind has no backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind
@@ -313,6 +313,9 @@ class _Device(TorchDispatchMode):
     def __enter__(self) -> _Device:
         with ExitStack() as stack:
             if self.place.type == "cuda":
+                from ..optimizers.stacks.delayed import SIDE_STREAMS
+
+                stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
             # the two settings make `model.to(device)` keep its parameter objects, and make the copy in

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.slow
 
 SOURCES = ("plain2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain3", "fsdp1", "fsdp2", "hsdp4")
-NAMES = ("adamw", "averaged", "queue", "quantized")
+NAMES = ("adamw", "averaged", "queue", "quantized", "delayed")
 HOSTED = ("plain2", "fsdp2", "hsdp4")
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES = {name: TRAJECTORIES[name] for name in NAMES}
-CASES["quantized"] = {**CASES["quantized"], "overrides": [*CASES["quantized"]["overrides"], *BLOCKS]}
+for _name in ("quantized", "delayed"):
+    CASES[_name] = {**CASES[_name], "overrides": [*CASES[_name]["overrides"], *BLOCKS]}
 """With a third of the blocks, whose state is many tensors."""
 FEW = {"plain1": "whole", "fsdp2": "flat", "hsdp4": "full"}
 """Where the case with the most state goes to, from fsdp3, and how it is read and loaded: nested or flattened keys, the
@@ -29,7 +30,8 @@ latter saved asynchronously; gathered by torch, or by `full_state_dict`."""
 def wanted(source: str, target: str) -> list[tuple[str, str]]:
     """(case, kind) of what is loaded."""
     few = [("quantized", FEW[target])] if source == "fsdp3" and target in FEW else []
-    return [("adamw", "tree"), ("averaged", "flat"), ("queue", "full" if target == "fsdp2" else "tree"), *few]
+    queue = "full" if target == "fsdp2" else "tree"
+    return [("adamw", "tree"), ("averaged", "flat"), ("queue", queue), ("delayed", queue), *few]
 
 
 def case(name: str, place: str, **more: Any) -> dict[str, Any]:

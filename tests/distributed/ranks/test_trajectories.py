@@ -63,6 +63,12 @@ CASES["remainders"] = {
 }
 BY_CHANCE = {"kind": "rounding", "rule": "stochastic"}
 CASES["chances"] = {"recipe": {"base": "adamw", "constraints": BY_CHANCE}, "dtype": "bfloat16"}
+CASES["delayed"] = {"recipe": "soap_fitted", "overrides": [*SOAP, "update.eigenbasis.refresh.delay=2"]}
+CASES["delayed roots"] = {
+    "recipe": "shampoo",
+    "overrides": [*SMALL, *SHAMPOO, "update.graft.direction.shampoo.refresh.delay=3"],
+    "gaps": True,
+}
 CASES["pairs"] = {"recipe": "lora_rite"}
 LEARNED = ["update.prodigy.start=0.1", "weight_decay.rate=0.5"]
 CASES["learned rate"] = {"recipe": "prodigy", "overrides": LEARNED}
@@ -80,7 +86,19 @@ CASES["groups"] = {**CASES["l2"], "groups": True}
 CASES["groups written"] = {**CASES["written"], "dtype": "float32", "groups": True}
 CASES["groups after decay"] = {"recipe": "splus", "groups": True}
 CASES["groups hyper"] = {**CASES["hyper"], "groups": True}
-GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "record", "signals", "scheduled")
+GAPPED = (
+    "soap",
+    "early",
+    "turning",
+    "shampoo",
+    "adamw",
+    "averaged",
+    "hyper",
+    "record",
+    "signals",
+    "scheduled",
+    "delayed",
+)
 GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
@@ -124,6 +142,8 @@ PLACES = {
         "written learned rate",
         "learned rate",
         "scaled blocks",
+        "delayed",
+        "delayed roots",
         *STORED,
     ],
     "fsdp2": [
@@ -134,6 +154,8 @@ PLACES = {
         "early",
         "scaled",
         "scaled blocks",
+        "delayed",
+        "delayed roots",
         *STORED,
     ],
     "plain3": ["written with gaps", *GAPS],
