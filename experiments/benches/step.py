@@ -55,9 +55,10 @@ class StepBench(Bench):
     )
     intervals: PositiveInts = Field(default=(1, 10), strict=False, description="steps between refreshes")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of parameters and gradients")
-    clock: Literal["wall", "cpu"] = Field(
+    clock: Literal["wall", "cpu", "thread"] = Field(
         default="wall",
-        description="clock: time of day, or processor time, on which other work has no influence",
+        description="clock: time of day, or processor time, on which other work has no influence: of the process, or "
+        "of the thread that calls `step`, without delayed refreshes",
     )
     warm: int = Field(default=4, ge=1, description="first rounds, in which state, roots and bases are made")
     periods: int = Field(default=3, ge=1, description="intervals measured; 10 steps at least")
@@ -90,8 +91,11 @@ class StepBench(Bench):
 
     @model_validator(mode="after")
     def _clock_fits(self) -> Self:
-        if self.clock == "cpu" and (self.threads > 1 or self.device != "cpu"):
-            raise ValueError("clock: 'cpu' adds the times of all threads; use one thread on a CPU, or clock=wall")
+        if self.clock != "wall" and (self.threads > 1 or self.device != "cpu"):
+            raise ValueError(
+                f"clock: '{self.clock}' cannot be combined with several threads or a device, because it is the "
+                "processor time of threads that share a step; use one thread on a CPU, or clock=wall"
+            )
         return self
 
     @field_validator("sets")

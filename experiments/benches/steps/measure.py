@@ -30,8 +30,12 @@ class Contender(NamedTuple):
     build: float
 
 
-CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""Clocks in seconds, by name: the time of day and the processor time."""
+CLOCKS: Mapping[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "cpu": time.process_time,
+    "thread": time.thread_time,
+}
+"""Clocks in seconds, by name: the time of day, and the processor time of the process or of the calling thread."""
 
 
 class Rounds(NamedTuple):
