@@ -258,7 +258,7 @@ class Eigenbasis(Factored):
         return list(zip(turn.chunk(parts), ok.chunk(parts), [None] * parts, diagonals, strict=True))
 
     def _in_basis(self, state: State, axis: int, context: StepContext) -> Basis:
-        """Return P `[N, d, d]`, the eigenvectors of a statistic that is stored in the basis (`statistic_frame: basis`)."""
+        """Return P `[N, d, d]`, the eigenvectors of the statistic of an axis, for `statistic_frame: basis`."""
         eye = identity_like(state[f"basis.{axis}"])
         return self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
 
@@ -354,6 +354,6 @@ class _Rotated(NamedTuple):
 
 
 _Solved = tuple[Turn, Tensor, Tensor | None, Tensor | None]
-"""Four values: the change of a basis; bool `[N]`, True where the solver succeeded; bool `[N]`, True where it was run, or
-None if it was run for all blocks; diag(Q^T A Q) `[N, d]`, or None if the solver did not compute this diagonal.
+"""Four values: the change of a basis; bool `[N]`, True where the solver succeeded; bool `[N]`, True where it was run,
+or None if it was run for all blocks; diag(Q^T A Q) `[N, d]`, or None if the solver did not compute this diagonal.
 """
