@@ -102,9 +102,7 @@ class Shampoo(Factored):
             (root, _, ok), tried = self.pending(state, axis)
             self.commit(state, axis, root, ok, tried)
 
-    def _roots(
-        self, state: State, axes: Sequence[int], context: StepContext
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _roots(self, state: State, axes: Sequence[int], context: StepContext) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (axis, root, bool `[N]`: True where the solver succeeded) of the present estimates of axes."""
         for equal in self.equal_axes(state, axes):
             estimate = joined([self.statistic.estimate(state, axis, context) for axis in equal])

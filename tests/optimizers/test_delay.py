@@ -339,6 +339,21 @@ def test_a_host_that_moves_state_between_steps_changes_no_bit() -> None:
     assert same(ours, whole)
 
 
+def test_offloaded_state_changes_no_bit(tmp_path: Path) -> None:
+    """Snapshots are made while the state is held, and pending slots stay where they are."""
+    recipe = spread("soap", 3)
+    disk = {"kind": "offload", "to": "disk", "directory": str(tmp_path), "min_elements": 1}
+    storage = {"statistic": disk, "basis": disk, BASIS: disk}
+    whole, ours = Run(recipe), Run(load_recipe(recipe, {"storage": storage}))
+    for own in (whole, ours):
+        own.step(9, gaps=True).held()
+        own.step(9, gaps=True)
+    buffers = [buffer for stack in ours.optimizer.stack_states() for buffer in stack.host_buffers]
+    names = [name for buffer in buffers for name in buffer.views(buffer.memory)]
+    assert any("factor" in name for name in names) and not any("pending" in name for name in names)
+    assert all(map(torch.equal, whole.parameters, ours.parameters))
+
+
 def test_a_thawed_parameter_leaves_refreshes_as_they_are() -> None:
     recipe = spread("soap", 4)
     runs = [Run(recipe), Run(recipe)]
