@@ -412,7 +412,8 @@ def stepped(recipe: str, watched: bool, checked: bool = False) -> tuple[Optimize
     optimizer = compose(recipe, net, lr=1e-2, checked=checked)
     hidden = net.get_parameter("0.weight")
     optimizer.provide("max_logit", lambda: {hidden: torch.zeros(1)})  # there is no attention to clip
-    optimizer.provide("hessian_diagonal", lambda: {p: torch.ones_like(p) for p in net.parameters()})
+    for signal in ("hessian_diagonal", "gradient_variance"):
+        optimizer.provide(signal, lambda: {p: torch.ones_like(p) for p in net.parameters()})
     for step in range(12):
         optimizer.zero_grad()
         net(normal(16, 6, seed=step)).square().mean().backward()
