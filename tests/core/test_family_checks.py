@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eigengraft import Signal, Slot, Stage, State, StepContext, register_signal
 from eigengraft.blocking import Matrices, ModuleFacts, View, ViewChoice
+from eigengraft.component import Component, families
 from eigengraft.experiments.training.schedule import LearningRateSchedule
 from eigengraft.numerics import finite_blocks, identity_like, symmetrized
 from eigengraft.optimizers import WeightDecay
@@ -725,3 +726,23 @@ class Unrequested(Stage):
 def test_a_signal_that_is_not_requested_is_named() -> None:
     with refused(LawError, "heat_for_test", "Request('heat_for_test')"):
         check_stage(Unrequested(), ((6, 5),))
+
+
+# The components of this file belong to their families while its tests run, and to no test of other files.
+
+FAULTY = [own for own in list(globals().values()) if isinstance(own, type) and own.__module__ == __name__]
+OWN: list[Any] = [own for own in FAULTY if issubclass(own, Component)]
+for own in OWN:
+    own.members.pop(own.model_fields["kind"].default)
+
+
+@pytest.fixture(autouse=True)
+def own_members() -> Iterator[None]:
+    known = list(families().values())
+    before = [dict(family.members) for family in known]
+    for own in OWN:
+        own.members[own.model_fields["kind"].default] = own
+    yield
+    for family, members in zip(known, before, strict=True):
+        family.members.clear()
+        family.members.update(members)
