@@ -127,6 +127,7 @@ def test_a_shipped_recipe_is_short_says_its_source_and_trains(name: str) -> None
     text = (recipe_folder() / f"{name}.yaml").read_text()
     recipe = load_recipe(name)
     assert len(text.splitlines()) <= 25 and recipe.name == name
+    assert recipe.about.count("(") == recipe.about.count(")")  # " #" would begin a comment of YAML
     assert recipe.about and (re.search(r"(19|20)\d\d", recipe.about) or name.startswith("reference/"))
     net = model()
     optimizer = eigengraft.compose(recipe, net, lr=max(recipe.lr, 1e-3))  # signs take small steps
