@@ -12,12 +12,11 @@ loaded or moved. Devices without a side stream, and fake tensors, compute result
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,49 +28,14 @@ from eigengraft.numerics import active_fake_mode, never_compiled
 from eigengraft.preconditioners.base import store_results
 from eigengraft.slots import DelayedRefreshes, State
 
+from .streams import Streams, streams_of
+
 Results = Mapping[str, Tensor]
 """Results of a refresh, by name of the pending slot."""
 
 
-class SideStream(Protocol):
-    """A queue of a device beside the one that steps use."""
-
-    def mark(self) -> Any:
-        """Return a mark of the work that the calling thread has launched so far on its present stream."""
-
-    def entered(self, begun: Any) -> AbstractContextManager[None]:
-        """Return a context in which a thread launches work on the side stream, after the work before the mark."""
-
-    def join(self, ended: Any, tensors: Iterable[Tensor]) -> None:
-        """Let the present stream wait for a mark of the side stream, and then use tensors that were made there."""
-
-
-class CudaSideStream:
-    """A side stream of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    @contextmanager
-    def entered(self, begun: Any) -> Any:
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            self.stream.wait_event(begun)
-            yield
-
-    def join(self, ended: Any, tensors: Iterable[Tensor]) -> None:
-        present = torch.cuda.current_stream(self.device)
-        present.wait_event(ended)
-        for x in tensors:
-            x.record_stream(present)
-
-
-SIDE_STREAMS: dict[str, Callable[[torch.device], SideStream]] = {"cuda": CudaSideStream}
-"""By device type, the constructor of a side stream; its argument is the device."""
+SIDE_STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": streams_of}
+"""By device type, the function that returns the streams of a device, for devices with a side stream."""
 
 
 @cache
@@ -92,8 +56,8 @@ class _Job:
     what: text for errors, "<stage path>: solve() at step <t>".
     solve: function that returns the results. The job holds it, and with it the copies that it reads, until the results
         are stored, so that a device does not reuse their memory before.
-    side: side stream on which the results are computed. None: there is none.
-    future: pair of the results and the mark of their end on the side stream.
+    side: streams of the device. The results are computed aside.
+    future: pair of the results and the mark of their end aside.
     process: number of the process whose thread runs the job.
     """
 
@@ -101,7 +65,7 @@ class _Job:
     seeds: NDArray[np.int64]
     what: str
     solve: Callable[[], Results]
-    side: SideStream | None
+    side: Streams
     future: Future[tuple[Results, Any]]
     process: int
 
@@ -116,8 +80,9 @@ class _Job:
             raise ContractError(f"{self.what}: {error}") from None
         except Exception as error:
             raise RuntimeError(f"{self.what}, a delayed refresh, raised {type(error).__name__}: {error}") from error
-        if self.side is not None and ended is not None:
-            self.side.join(ended, found.values())
+        if ended is not None:
+            self.side.wait(ended)
+            self.side.keep(found.values())
         store_results(self.state, found)
 
 
@@ -129,7 +94,7 @@ class StackRefreshes(DelayedRefreshes):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._jobs = device, list[_Job]()
-        self._side: SideStream | None = None
+        self._side: Streams | None = None
 
     @property
     def place(self) -> str:
@@ -142,15 +107,14 @@ class StackRefreshes(DelayedRefreshes):
         return f"it is computed at once, as {kind} has no side stream"
 
     def begin(self, state: State, seeds: NDArray[np.int64], what: str, solve: Callable[[], Results]) -> None:
-        on_device = self.device.type != "cpu"
-        if active_fake_mode() is not None or (on_device and self.device.type not in SIDE_STREAMS):
+        kind = self.device.type
+        if active_fake_mode() is not None or (kind != "cpu" and kind not in SIDE_STREAMS):
             store_results(state, solve())
             return
-        if on_device and self._side is None:
-            self._side = SIDE_STREAMS[self.device.type](self.device)
-        side = self._side
-        future = _worker().submit(_computed, solve, side, None if side is None else side.mark())
-        self._jobs.append(_Job(state, seeds, what, solve, side, future, os.getpid()))
+        if self._side is None:
+            self._side = Streams() if kind == "cpu" else SIDE_STREAMS[kind](self.device)
+        future = _worker().submit(_computed, solve, self._side, self._side.mark())
+        self._jobs.append(_Job(state, seeds, what, solve, self._side, future, os.getpid()))
 
     def finish(self, path: str, seeds: NDArray[np.int64]) -> None:
         self._finish([job for job in self._jobs if job.state.path == path and np.isin(job.seeds, seeds).any()])
@@ -169,8 +133,8 @@ class StackRefreshes(DelayedRefreshes):
             self._jobs.remove(job)
 
 
-def _computed(solve: Callable[[], Results], side: SideStream | None, begun: Any) -> tuple[Results, Any]:
-    """Compute results in the worker thread. Return them with a mark of their end on the side stream."""
-    with torch.no_grad(), never_compiled(), nullcontext() if side is None else side.entered(begun):
-        found = solve()
-        return found, None if side is None else side.mark()
+def _computed(solve: Callable[[], Results], side: Streams, begun: Any) -> tuple[Results, Any]:
+    """Compute results in the worker thread, after the work before a mark. Return them with a mark of their end."""
+    with torch.no_grad(), never_compiled(), side.aside():
+        side.wait(begun)
+        return solve(), side.mark()

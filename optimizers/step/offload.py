@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from eigengraft.quantization.offload import HostBuffer
 
 from ..stacks.stack import StackState
+from ..stacks.streams import streams_of
 
 Group = Sequence[StackState]
 """Stacks that step together."""
@@ -263,57 +264,6 @@ class _Piece:
         """Make the stack use the tensors in the buffer, or those in host memory."""
         self._own.tensors.update(self._here if on_device else self._there)
         self._own.__dict__.pop("entries", None)  # a cached property of the tensors
-
-
-class Streams:
-    """The order of work on a device without streams, where the host waits for every copy. Marks are None.
-
-    concurrent: True if copies run beside the program.
-    """
-
-    concurrent = False
-
-    def aside(self) -> Any:
-        """Return a context in which operations run beside those of the caller's stream."""
-        return nullcontext()
-
-    def mark(self) -> Any:
-        """Return a mark that stands for all work on the present stream so far."""
-
-    def wait(self, mark: Any) -> None:
-        """Let the present stream wait for a mark. The host does not wait."""
-
-    def synchronize(self, mark: Any) -> None:
-        """Let the host wait for a mark."""
-
-
-class DeviceStreams(Streams):
-    """Streams and events of a device whose module of torch has them, such as CUDA."""
-
-    concurrent = True
-
-    def __init__(self, device: torch.device, module: Any) -> None:
-        self._device, self._module, self._stream = device, module, module.Stream(device)
-
-    def aside(self) -> Any:
-        return self._module.stream(self._stream)
-
-    def mark(self) -> Any:
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        return event
-
-    def wait(self, mark: Any) -> None:
-        self._module.current_stream(self._device).wait_event(mark)
-
-    def synchronize(self, mark: Any) -> None:
-        mark.synchronize()
-
-
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device, or an order without streams if the device has none."""
-    module = torch.get_device_module(device)
-    return DeviceStreams(device, module) if hasattr(module, "Stream") else Streams()
 
 
 def _host_buffers(group: Group) -> list[HostBuffer]:

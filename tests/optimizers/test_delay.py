@@ -23,6 +23,7 @@ from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block, safe_ratio
 from eigengraft.optimizers.stacks import delayed
 from eigengraft.optimizers.stacks.delayed import StackRefreshes
+from eigengraft.optimizers.stacks.streams import Streams
 from eigengraft.optimizers.step import execution, traced
 from eigengraft.preconditioners import Every, Shampoo
 from eigengraft.slots import State
@@ -500,13 +501,13 @@ def test_a_failed_decomposition_is_counted_when_the_refresh_takes_effect(monkeyp
 # devices
 
 
-class Queue:
+class Queue(Streams):
     """A stand-in for a side stream of the simulated accelerator: it runs work in a worker thread, and writes a log."""
 
     log: list[tuple[str, str]]
 
     def __init__(self, device: torch.device, log: list[tuple[str, str]], mode: Any) -> None:
-        self.device, self.log, self.mode, self.marks = device, log, mode, 0
+        self.device, self.log, self.mode, self.marks, self.joined = device, log, mode, 0, 0
 
     def _note(self, what: str) -> None:
         self.log.append((what, threading.current_thread().name.partition("-")[0]))
@@ -517,17 +518,21 @@ class Queue:
         return self.marks
 
     @contextmanager
-    def entered(self, begun: int) -> Iterator[None]:
-        self._note(f"wait {begun}")
+    def aside(self) -> Iterator[None]:
         torch.utils._python_dispatch.TorchDispatchMode.__enter__(self.mode)
         try:
             yield
         finally:
             torch.utils._python_dispatch.TorchDispatchMode.__exit__(self.mode, None, None, None)
 
-    def join(self, ended: int, tensors: Any) -> None:
+    def wait(self, mark: int) -> None:
+        self._note(f"wait {mark}")
+        if threading.current_thread() is threading.main_thread():
+            self.joined = mark
+
+    def keep(self, tensors: Any) -> None:
         assert all(x.device == self.device for x in tensors)
-        self._note(f"join {ended}")
+        self._note(f"keep {self.joined}")
 
 
 def test_a_device_computes_on_a_side_stream() -> None:
@@ -550,17 +555,18 @@ def test_a_device_computes_on_a_side_stream() -> None:
         ours = trained(device.device)
         jobs = [f"{what} {n}" for job in range(2) for what, n in _protocol(job)]
         assert [what for what, _ in log][: len(jobs)] == jobs
-        assert {thread for what, thread in log if what.startswith("wait")} == {"eigengraft"}
-        assert {thread for what, thread in log if what.startswith("join")} == {"MainThread"}
+        waits = {(int(what.split()[1]) % 2, thread) for what, thread in log if what.startswith("wait")}
+        assert waits == {(1, "eigengraft"), (0, "MainThread")}
+        assert {thread for what, thread in log if what.startswith("keep")} == {"MainThread"}
     log.clear()
     with accelerator("cuda") as device:  # without a side stream, results at once
         assert all(map(torch.equal, ours, trained(device.device))) and not log
 
 
 def _protocol(job: int) -> list[tuple[str, int]]:
-    """What a job does: the host marks the copies, the worker waits for them and marks its end, the host joins it."""
+    """What a job does: the host marks the copies, the worker waits for these and marks its end, the host joins it."""
     first = 2 * job + 1
-    return [("mark", first), ("wait", first), ("mark", first + 1), ("join", first + 1)]
+    return [("mark", first), ("wait", first), ("mark", first + 1), ("wait", first + 1), ("keep", first + 1)]
 
 
 def test_a_stage_of_an_outsider_may_be_delayed(registry: None) -> None:

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft import Optimizer, RecipeError, Stage, compose, load_recipe
 from eigengraft.optimizers.plan.plan import plan
+from eigengraft.optimizers.stacks.streams import Streams
 from eigengraft.optimizers.step import traced
-from eigengraft.optimizers.step.offload import CopiedState, OffloadedState, Streams
+from eigengraft.optimizers.step.offload import CopiedState, OffloadedState
 from eigengraft.quantization import Offload
 from eigengraft.quantization.offload import in_memory
 from eigengraft.slots import Slot
