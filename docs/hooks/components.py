@@ -79,7 +79,7 @@ ON_PAGE_PYTHON = ("Slot", "StepContext", "Inner", "Traits")
 
 
 def contract_section(name: str, family: type[Component]) -> list[str]:
-    """What a member of the family defines, from the class, and the worked file of the family if there is one."""
+    """Return the text on members of one's own: the contract of the class, and the worked file if the family has one."""
     base, kind = family.__name__, 'kind: Literal["mine"] = "mine"'
     parts = ["## A member of your own { #own }"]
     parts.append(

@@ -15,7 +15,7 @@ from eigengraft.numerics import compute_dtype
 from ..optimizer import Optimizer
 from .arguments import require_optimizer
 from .gradient_sums import GradientSums
-from .layer_grams import ParamPlace, parameter_at, places
+from .layer_grams import ParamPlace, parameter_at, places, remove_hooks
 
 VARIANCE = "gradient_variance"
 
@@ -68,12 +68,12 @@ class _Variance:
         for place in known:
             hook = partial(self._add, place)
             self._handles.append(parameter_at(optimizer, place).register_hook(hook))  # type: ignore[no-untyped-call]
-        weakref.finalize(optimizer, _remove, self._handles)
+        weakref.finalize(optimizer, remove_hooks, self._handles)
         optimizer.provide(VARIANCE, self._take)
 
     def remove(self) -> None:
         """Remove the hooks. From now on the optimizer does not get the signal."""
-        _remove(self._handles)
+        remove_hooks(self._handles)
         self._sums.clear()
 
     def _add(self, place: ParamPlace, gradient: Tensor) -> None:
@@ -100,8 +100,3 @@ class _Variance:
                 total = total * factor.square().to(total.device)
             made[parameter] = (total - parameter.grad.detach().to(total.dtype).square()).clamp_min(0)
         return made or None
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -66,7 +66,7 @@ class LayerGrams:
         self._places: WeakKeyDictionary[nn.Module, ParamPlace] = WeakKeyDictionary()
         self._due: set[ParamPlace] | None = None
         self._handles: list[Any] = [optimizer.register_load_state_dict_post_hook(self._forget)]
-        weakref.finalize(optimizer, _remove, self._handles)
+        weakref.finalize(optimizer, remove_hooks, self._handles)
 
     def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         """Register a hook at each layer whose update requests the signal, unless another object has done so.
@@ -86,7 +86,7 @@ class LayerGrams:
 
     def remove(self) -> None:
         """Remove the hooks and drop all rows. Later steps that need the signal raise an error."""
-        _remove(self._handles)
+        remove_hooks(self._handles)
         self._sums.clear()
 
     def _is_watched(self, module: nn.Module) -> bool:
@@ -205,7 +205,8 @@ def _multiplies(module: nn.Module) -> bool:
     return weight.ndim == 2
 
 
-def _remove(handles: list[Any]) -> None:
+def remove_hooks(handles: list[Any]) -> None:
+    """Remove hooks by their handles."""
     for handle in handles:
         handle.remove()
 

@@ -38,9 +38,9 @@ class PairedParameter:
     step: Step | None = None
 
     def full(self, mine: Tensor, what: str) -> Tensor:
-        """Return the full tensor of which `mine` is this rank's shard. All ranks that share the parameter must call it.
+        """Return the full tensor from the shards of all ranks that share the parameter. All of them must call it.
 
-        mine: shard of a tensor with the sharding of the parameter.
+        mine: this rank's shard of a tensor with the sharding of the parameter.
         what: name of the collective, for messages.
         """
         if self.param_set is None:

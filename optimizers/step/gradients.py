@@ -94,7 +94,7 @@ class LossScale:
 class GivenGradients:
     """The inputs of the check: gradients of P parameters, and numbers that must be the same on all ranks.
 
-    gradients: by position, the entries of each gradient that this rank holds, of which it may update only a part.
+    gradients: by position, the entries of each gradient that this rank holds. The rank may update only a part of them.
         None: the parameter has no gradient.
     present: `[P]` on the host, True for parameters that have a gradient on this rank.
     linear: `[P]`, True for parameters whose updates square no gradient.

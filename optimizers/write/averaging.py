@@ -133,7 +133,7 @@ def blend(
 ) -> None:
     """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
-    weights: n numbers, of which most are equal.
+    weights: n numbers. Equal ones need one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
     if not targets:
@@ -156,7 +156,7 @@ def accumulate(
 ) -> None:
     """Change n targets in place:  target <- target + weight value.
 
-    weights: n numbers or 0-d tensors, of which most are equal.
+    weights: n numbers or 0-d tensors. Equal ones need one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
     for weight, indices in _equal(weights):
@@ -314,7 +314,7 @@ class LAWA(Averaging):
         counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
         queues = batch.slots["queue"]
         # summed in a fixed order: `mean` adds in an order that depends on the shape, which differs between shards
-        sums = torch._foreach_mul([queue[0] for queue in queues], 1.0)  # copies, in one kernel
+        sums = copies([queue[0] for queue in queues], queues[0].dtype)
         for place in range(1, max(counts)):
             more = [at for at, count in enumerate(counts) if count > place]
             torch._foreach_add_([sums[at] for at in more], [queues[at][place] for at in more])
@@ -366,7 +366,7 @@ class BaseAndAverage(Averaging, ABC):
         if isinstance(mixing, Tensor):
             self._step_on_device(batch, update, mixing)
         else:
-            old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
+            old = copies(z, z[0].dtype)
             update(z)
             blend(y, old, mixing, batch.mask)
             accumulate(y, torch._foreach_sub(list(z), old), [1 - mu * (1 - c) for c in mixing])

@@ -40,10 +40,7 @@ def k_maxwell(
     Raises:
         ValueError: The ages are not in order, or a mean age needs a weight below 0.
     """
-    youngest, oldest = ages
-    if count < 2 or not 0 < youngest < oldest:
-        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
-    spaced = [youngest * (oldest / youngest) ** (k / (count - 1)) for k in range(count)]
+    spaced, oldest = _log_spaced(count, ages), ages[1]
 
     def weights(mean_age: float) -> list[float]:
         c = (oldest - mean_age) / sum(k * (oldest - age) for k, age in enumerate(spaced, start=1))
@@ -158,12 +155,9 @@ def maximum_entropy(
     Raises:
         ValueError: The ages are not in order, or no positive weights have the statistics.
     """
-    youngest, oldest = ages
-    if count < 2 or not 0 < youngest < oldest:
-        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
-    spaced = np.geomspace(youngest, oldest, count)
+    spaced = np.array(_log_spaced(count, ages))
     betas = spaced / (spaced + 1)
-    long = np.arange(int(20 * oldest))[:, None]  # the slowest mean gives 2e-9 of its weight to older gradients
+    long = np.arange(int(20 * ages[1]))[:, None]  # the slowest mean gives 2e-9 of its weight to older gradients
     kernels = (1 - betas) * betas**long
     exact = np.vstack([np.ones(count), spaced])
     system = np.block([[kernels.T @ kernels, exact.T], [exact, np.zeros((2, 2))]])
@@ -174,6 +168,14 @@ def maximum_entropy(
         return [float(weight) for weight in np.linalg.solve(system, wanted)[:count]]
 
     return _annealed(betas.tolist(), weights(start), weights(end), beta, begin)
+
+
+def _log_spaced(count: int, ages: tuple[float, float]) -> list[float]:
+    """Return log-spaced mean ages from the youngest to the oldest. Raise ValueError if they are not in order."""
+    youngest, oldest = ages
+    if count < 2 or not 0 < youngest < oldest:
+        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
+    return [youngest * (oldest / youngest) ** (k / (count - 1)) for k in range(count)]
 
 
 def _annealed(

@@ -1,6 +1,6 @@
 """Inverse roots by the coupled Newton iteration: matrix products only (Iannazzo 2006; Higham 2008, section 7.3).
 
-A coupled iteration updates two or three matrices together, of which one tends to I. `Coupled` runs such iterations and
+A coupled iteration updates two or three matrices together. One of them tends to I. `Coupled` runs such iterations and
 decides when each matrix stops.
 """
 

@@ -471,6 +471,8 @@ def subtract_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return copies of tensors in one dtype, made in few kernels."""
+    if all(x.dtype is dtype for x in tensors):
+        return list(torch._foreach_mul(list(tensors), 1.0))  # one call, and no allocation for each tensor by the host
     made = [torch.empty_like(x, dtype=dtype) for x in tensors]
     torch._foreach_copy_(made, list(tensors))
     return made
@@ -521,7 +523,7 @@ def over_stacks(function: Callable[..., Tensor], *columns: Sequence[Tensor] | Te
 def stacked_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors. They are the rows of one stack if all shapes and dtypes are equal."""
     alike = len({(x.shape, x.dtype) for x in tensors}) == 1
-    return StackRows(torch.stack(list(tensors))) if alike else list(torch._foreach_mul(list(tensors), 1.0))
+    return StackRows(torch.stack(list(tensors))) if alike else copies(tensors, tensors[0].dtype)
 
 
 def _chosen(numbers: Tensor, indices: list[int]) -> Tensor:

@@ -392,7 +392,7 @@ class State:
 
     @property
     def blocks(self) -> int:
-        """Number N of blocks of the whole stack, of which some rows may be selected."""
+        """Number N of blocks of the whole stack, also if only some rows are selected."""
         return len(next(iter(self.tensors.values())))
 
     def _select(self, tensor: Tensor) -> Tensor:

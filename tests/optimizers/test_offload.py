@@ -502,7 +502,7 @@ class Clocks(Streams):
         self.accesses.append((name, self.time[name], before, tensor.untyped_storage().data_ptr(), writes))
 
     def races(self) -> int:
-        """Count pairs of accesses to one memory, of which one writes, whose later one does not wait for the earlier."""
+        """Count pairs of accesses to one memory with a write among them, the later of which does not wait."""
         found = 0
         for later, (_, _, known, memory, writes) in enumerate(self.accesses):
             for name, number, _, other, wrote in self.accesses[:later]:

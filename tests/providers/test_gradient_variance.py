@@ -36,7 +36,7 @@ def watched() -> tuple[nn.Parameter, Optimizer]:
 
 
 def variance(some: Sequence[Tensor]) -> Tensor:
-    """Of the gradients of the mean losses, of which each part is one over their number."""
+    """Return the variance of the gradients of the mean losses. Each part is one of them divided by their number."""
     return (len(some) * torch.stack(list(some))).var(0, correction=0)
 
 

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.numerics import copies
 from eigengraft.slots import Slot
 
 from ..averaging import EMA, Averaging, IterateBatch, accumulate, blend
@@ -119,7 +120,7 @@ class Anchored(Averaging):
         batch.show_y()
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        below = replace(batch, parameters=torch._foreach_mul(list(batch.y), 1.0), mask=None)  # a copy
+        below = replace(batch, parameters=copies(batch.y, batch.y[0].dtype), mask=None)
         self._shift(below, back=True)
         return self.inner.evaluated(below)
 
