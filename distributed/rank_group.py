@@ -90,6 +90,11 @@ class RankGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._mesh: DeviceMesh | None = None
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the group, as numbers of the default process group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return the ranks as a device mesh of one axis."""
         if self._mesh is None:

@@ -11,6 +11,7 @@ from .models import compose as compose
 from .models import gauss_newton_bartlett as gauss_newton_bartlett
 from .models import grouped as grouped
 from .models import hutchinson as hutchinson
+from .models import release as release
 from .models import submodel as submodel
 from .models import watch_gradient_variance as watch_gradient_variance
 from .models import watch_inputs as watch_inputs

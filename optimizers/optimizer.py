@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.component import plain
@@ -36,7 +38,7 @@ from .recipe.routing import DescribedParameters, ParamInfo
 from .signals import Given, SignalSource, Steps, with_partners
 from .state.param_sets import ParamSets
 from .step.gradients import LossScale
-from .step.step import prepare
+from .step.step import ParamSet, prepare
 from .write.averaging import Mode
 from .write.closures import Passes, require_closure, require_no_calls
 from .write.rounding import RoundingWatch
@@ -237,11 +239,14 @@ class Optimizer(Reporting):
             return self._step(given)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if self.iterate != "train":
-            held = "the parameters hold the evaluated iterate, and steps need the training iterate"
-            raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
+        self._require_training_iterate()
         loss_scale = LossScale.of(self) if {"grad_scale", "found_inf"} & vars(self).keys() else None
         if loss_scale is not None:
+            if self.released is not None and self.released.stepped:
+                raise RuntimeError(
+                    "release: parameters have stepped with gradients that a GradScaler has not divided by its scale; "
+                    "train in bfloat16, which needs no scaler, or step without release"
+                )
             require_no_calls(closure, self._calls_again)
             if loss_scale.stops:
                 return None
@@ -252,20 +257,20 @@ class Optimizer(Reporting):
         start = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
-        if self._model is not None and any(p.grad is None and p.requires_grad for p in parameters):
+        begun = None if self.released is None else self.released.finish()
+        if self._model is not None and begun is None and any(p.grad is None and p.requires_grad for p in parameters):
             self._model.check(self.param_groups)
-        self._adopt_changes(thorough=False)
-        self.param_sets.require_values()
-        if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
-            warn_of_options(self.param_groups, self.recipe)
-        self.param_sets.thaw(self.state, "train")
-        if self.param_sets.schedules.by_path:
-            self.param_sets.schedules.follow(self.param_sets)
-        hypers = [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
+        hypers, taken = (self.begin_step(), None) if begun is None else begun
+        if begun is not None:
+            self.param_sets.thaw(self.state, "train")
         ready: Steps = prepare(self.param_sets, hypers, loss_scale)
+        signals = self.param_sets.signals
         if self.param_sets.asks_signals:
-            signals = self.param_sets.signals
-            ready = with_partners(signals.listeners.asked, self.param_sets.rows(), signals.take(ready))
+            signals.collect([parameter for param_set in self.param_sets for parameter in param_set.parameters])
+        if self.param_sets.spikes is not None and parameters:
+            ready = self.param_sets.spikes.apply(ready, signals.loss(parameters[0]))
+        if self.param_sets.asks_signals:
+            ready = with_partners(signals.listeners.asked, self.param_sets.rows(), signals.take(ready, taken))
         for group, hyper in zip(self.param_groups, hypers, strict=True):
             if hyper.peak_lr != group["peak_lr"]:
                 self._keep_peak(group, hyper)
@@ -279,6 +284,42 @@ class Optimizer(Reporting):
             self._rounding = self._rounding or RoundingWatch()
             self._watches_rounding = not self._rounding.check(self)
         return loss
+
+    def _require_training_iterate(self) -> None:
+        if self.iterate != "train":
+            held = "the parameters hold the evaluated iterate, and steps need the training iterate"
+            raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
+
+    def begin_step(self) -> list[Hyper]:
+        """Adopt changes that other code made since the last step, and return the values of the param groups."""
+        self._require_training_iterate()
+        self.param_sets.consolidated = None
+        self._adopt_changes(thorough=False)
+        self.param_sets.require_values()
+        if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
+            warn_of_options(self.param_groups, self.recipe)
+        self.param_sets.thaw(self.state, "train")
+        if self.param_sets.schedules.by_path:
+            self.param_sets.schedules.follow(self.param_sets)
+        return self.hypers()
+
+    def hypers(self) -> list[Hyper]:
+        """Return the present values of the param groups."""
+        return [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
+
+    def step_some(self, param_set: ParamSet, hypers: Sequence[Hyper], taken: int, only: NDArray[np.bool_]) -> None:
+        """Update some parameters of a set, in a step that `step` ends.
+
+        hypers: values of the param groups.
+        taken: number of steps before this one.
+        only: `[P]`, True for the parameters to update.
+        """
+        ready: Steps = prepare([param_set], hypers, only=only)
+        if self.param_sets.asks_signals:
+            ready = self.param_sets.signals.take(ready, taken)
+        for _, inputs in ready:
+            if inputs is not None:
+                param_set.step(inputs)
 
     @property
     def _calls_again(self) -> str | None:
@@ -374,6 +415,7 @@ class Optimizer(Reporting):
         self.param_sets.resolve_deferred()
         if thorough:
             self.param_sets.finish_refreshes()
+            self.param_sets.store_spikes(self.param_groups)
 
     @isolated
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,19 @@ from .recipe.routing import ParamInfo, describe_named, describe_unnamed
 from .write.closures import SCALE
 from .write.write import is_number, number
 
-_KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
+_KEYS = (
+    "params",
+    "param_names",
+    "lr",
+    "weight_decay",
+    "name",
+    "initial_lr",
+    "peak_lr",
+    "recipe",
+    "iterate",
+    "spikes",
+    SCALE,
+)
 _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
 """Keys of a param group that a user writes. A key that is similar to one of these is reported as a misspelling."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")

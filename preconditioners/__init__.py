@@ -57,6 +57,7 @@ from .elementwise.momentum_weights import k_maxwell as k_maxwell
 from .elementwise.momentum_weights import maximum_entropy as maximum_entropy
 from .elementwise.scale import ClipNorm as ClipNorm
 from .elementwise.scale import ClipRMS as ClipRMS
+from .elementwise.scale import ClipRunningNorm as ClipRunningNorm
 from .elementwise.scale import Normalize as Normalize
 from .elementwise.scale import Scale as Scale
 from .elementwise.standardize import Sinkhorn as Sinkhorn

@@ -77,7 +77,9 @@ STAGES = (
         ("sign", "gradient_sign", "normalize", "standardize", "center", "scale", "relative_step", "prodigy", "trust"),
     ),
     Purpose(
-        "Clips and masks", "where single gradients are far too large or disagree", ("clip_norm", "clip_rms", "cautious")
+        "Clips and masks",
+        "where single gradients are far too large or disagree",
+        ("clip_norm", "clip_running_norm", "clip_rms", "cautious"),
     ),
     Purpose("Decay in a chain", "where later stages should see the decay as part of the direction", ("aligned_decay",)),
     Purpose(

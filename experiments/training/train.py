@@ -219,7 +219,9 @@ class Trainer:
         self.last_loss = median(self.window.losses)
         self._read_clipped()
         if self.ranks.first:
-            layers = self.layers.row(self._measured(self.step))
+            layers = dict(self.layers.row(self._measured(self.step)))
+            if (counts := self.optimizer.spikes) is not None:
+                layers["spikes"] = counts.spikes
             self.directory.append(self.window.row(self.step, lr, self.seconds, self.work, metrics, layers))
         self.window = MetricsWindow()
 

@@ -87,6 +87,7 @@ class LoadPlan:
         for group in optimizer.param_groups:
             group.setdefault("iterate", "train")
             group["recipe"] = optimizer.recipe.to_json()
+        optimizer.param_sets.read_spikes(optimizer.param_groups)
         for batch, (param_sets, values) in enumerate(self.batches):
             optimizer.param_sets.install(batch, param_sets, self.state, self.mode, values)
 

@@ -55,5 +55,6 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
     wanted = {id(p) for group in groups for p in group["params"] if own_state(saved["state"].get(p))}
     for batch in range(len(param_sets.batches)):
         param_sets.install(batch, param_sets.build(batch, wanted), state, groups[0]["iterate"], saved["state"])
+    param_sets.read_spikes(groups)
     for param_set in param_sets:
         param_set.skipped.update({name: n for name, n in saved["skipped"].items() if name in param_set.names})

@@ -34,11 +34,15 @@ class Watched(Protocol):
     """An optimizer whose steps can be watched.
 
     watched_rows: measurements of the last watched step.
+    released: the release of gradients during backward. None: `step` updates all parameters.
     """
 
     param_sets: ParamSets
     param_groups: list[dict[str, Any]]
     watched_rows: tuple[Measurement, ...]
+
+    @property
+    def released(self) -> object | None: ...
 
     def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
 
@@ -48,6 +52,11 @@ class Watched(Protocol):
 def watch_next_step(optimizer: Watched) -> None:
     """Measure the next step of an optimizer, and store the measurements in its `watched_rows`."""
     _require_numbers(optimizer.param_sets, "watch_next_step")
+    if optimizer.released is not None:
+        raise ValueError(
+            "watch_next_step: parameters step during backward (eigengraft.release), before a watched step begins; call "
+            "remove() of the release for the steps that you watch"
+        )
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))
         for param_set in optimizer.param_sets
@@ -91,10 +100,23 @@ def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection
         ]
         group = param_set.rank_group
         rows += own if group is None else chain.from_iterable(group.all_gather_object(own, "inspect"))
+    if param_sets.spikes is not None:
+        counts = param_sets.spikes.window.counts()._asdict()
+        rows += [Measurement("", None, "", "", _SPIKES[name], (float(x), 1.0, 1.0)) for name, x in counts.items()]
     names = (name for param_set in param_sets for name in param_set.names)
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: place for place, name in enumerate(("", *names))}
     rows.sort(key=lambda row: (places[row.parameter], -1 if row.block is None else row.block, row.stage))
     return Inspection.joined(rows)
+
+
+_SPIKES = {
+    "spikes": "spikes",
+    "entered": "spike_values",
+    "mean": "spike_mean",
+    "deviation": "spike_deviation",
+    "bound": "spike_bound",
+}
+"""Measures of the spike check in the table, by field of `SpikeCounts`. Their rows belong to no parameter."""
 
 
 def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:

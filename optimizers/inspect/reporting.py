@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ from ..stacks.placement import width_factors
 from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
+from ..step.spikes import SpikeCounts
 from ..step.step import ParamSet
 from ..write.averaging import Mode
+from ..write.write import Hyper
 from .inspect import Watched, inspect, watch_next_step
 from .table import Inspection, Measurement
 
@@ -214,16 +216,29 @@ def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
                 yield from _in_bfloat16(one, f"{path}{inner}.")
 
 
+class Released(Protocol):
+    """A step that backward has begun: `eigengraft.release` makes it."""
+
+    @property
+    def stepped(self) -> Sequence[str]:
+        """Names of the parameters that have stepped."""
+
+    def finish(self) -> tuple[list[Hyper], int] | None:
+        """End the step. Return its values of param groups and the number of steps before it; None: there is none."""
+
+
 class Reporting(torch.optim.Optimizer):
     """The methods by which an optimizer reports about itself. No method changes a trajectory.
 
     watched_rows: measurements of the step that was watched last.
+    released: the release of gradients during backward. None: `step` updates all parameters.
     """
 
     recipe: Recipe
     param_sets: ParamSets
     state: defaultdict[Tensor, Any]
     watched_rows: tuple[Measurement, ...] = ()
+    released: Released | None = None
 
     def _adopt_changes(self, thorough: bool = True) -> None:
         """Apply changes that a host made to parameters and state. Every report that reads state calls this first."""
@@ -263,6 +278,15 @@ class Reporting(torch.optim.Optimizer):
     def skipped(self) -> Counter[str]:
         """Return for each parameter, by name, how many updates were skipped because its gradient was not finite."""
         return self.param_sets.skipped()
+
+    @property
+    @isolated
+    def spikes(self) -> SpikeCounts | None:
+        """Return how many steps were spikes, and the mean, deviation and bound of the window.
+
+        None: the recipe has no `failure.spike`. On a device the host waits for the numbers.
+        """
+        return None if self.param_sets.spikes is None else self.param_sets.spikes.window.counts()
 
     def routing_table(self) -> list[RoutedParameter]:
         """Return the route of each parameter, with the reason, in the order of the param groups."""
@@ -408,6 +432,8 @@ class Reporting(torch.optim.Optimizer):
             lines.append(f"  fused: steps of {count} parameters by torch's kernel of Adam")
         lines += (f"  {line}" for each in sets if each.graphs is not None for line in each.graphs.lines())
         lines += (f"  {line}" for line in (*self.solver_choices(), *self.delays()))
+        if sets.spikes is not None and (found := self.spikes) is not None:
+            lines.append(f"  spikes: {sets.spikes.rule.describe(*found)}")
         for path, value in sets.schedules.values(steps_taken(sets)).items():
             lines.append(f"  {path}: {value:g}, scheduled")
         moved = "".join(f", {size} of them on {place}" for place, size in self.offloaded_bytes().items())

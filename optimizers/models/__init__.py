@@ -11,3 +11,5 @@ from .layer_grams import watch_inputs as watch_inputs
 from .layer_grams import watch_output_gradients as watch_output_gradients
 from .logits import MaxLogits as MaxLogits
 from .logits import watch_logits as watch_logits
+from .release import Release as Release
+from .release import release as release

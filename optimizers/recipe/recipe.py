@@ -216,6 +216,18 @@ class Recipe(UpdateRule):
                     f"graph: true cannot be combined with the `delay: {cadence.postponed}` of {path}, because another "
                     "thread must not use the device while a graph is captured; remove one of the two"
                 )
+        if (spike := self.failure.spike) is not None:
+            conflicts = {
+                "line_search": (self.line_search is not None, "which chooses the step by its losses"),
+                "graph": (self.graph and spike.then == "scale", "which reads the learning rate from the host"),
+                "distribution.overlap_backward": (
+                    self.distribution.overlap_backward and spike.then == "clip",
+                    "which sends gradients before their norm is known",
+                ),
+            }
+            for name, (holds, why) in conflicts.items():
+                if holds:
+                    raise ValueError(f"failure.spike (then: {spike.then}) cannot be combined with {name}, {why}")
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:

@@ -9,13 +9,12 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix
 from eigengraft.errors import name_some
-from eigengraft.numerics import kept_on_device, local
+from eigengraft.numerics import local
 from eigengraft.schedules import component_at, schedules, value_at
 from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
 from eigengraft.slots import StateKey
@@ -23,6 +22,7 @@ from eigengraft.slots import StateKey
 from ..recipe.recipe import Recipe, Route, slot_keys
 from ..recipe.routing import ParamInfo
 from ..step.exchange import Step
+from ..step.spikes import gradient_norm
 from ..step.step import ParamSet
 from ..write import Constraint
 from .gathered import GatheredSignals, SignalCall, gather_signals
@@ -42,6 +42,8 @@ class Listeners:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._rules = recipe, recipe.rules()
         self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
+        if recipe.failure.spike is not None and recipe.failure.spike.measure == "loss":
+            self.asking.setdefault("loss", "failure.spike")
         bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
         self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
         self.asked = {where: asking(listeners(rule, where)) for where, rule in self._rules.items()}
@@ -355,18 +357,29 @@ class Signals:
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
         """Return True if steps of parameter sets use any signal or sum of slots that is not computed for each stack."""
-        return not self.listeners.asking.keys() <= PER_STACK or any(map(self._total_keys, param_sets))
+        return not self.listeners.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
-    def take(self, steps: Sequence[tuple[ParamSet, Step | None]]) -> list[tuple[ParamSet, Step | None]]:
-        """Return the steps with their signals. Raise ValueError on all ranks if a required signal is missing."""
-        parameters = [parameter for param_set, _ in steps for parameter in param_set.parameters]
+    def collect(self, parameters: Sequence[Tensor]) -> None:
+        """Call the functions that return values in every step, and store their values. It is called before `take`."""
         for name, sources in self.provided.sources.items():
             for given in [source() for source in sources]:
                 if given is not None:
                     self.provide(name, given, parameters)
+
+    def loss(self, parameter: Tensor) -> Tensor | None:
+        """Return the loss that was provided for the next step. None: there is none. parameter: any parameter."""
+        return self.provided.get(known_signals()["loss"], parameter)
+
+    def take(
+        self, steps: Sequence[tuple[ParamSet, Step | None]], taken: int | None = None
+    ) -> list[tuple[ParamSet, Step | None]]:
+        """Return the steps with their signals. Raise ValueError on all ranks if a required signal is missing.
+
+        taken: number of steps before this one. None: the largest step count of the parameters.
+        """
         self.first_step.follow(param_set for param_set, _ in steps)
         ready = [(param_set, step) for param_set, step in steps if step is not None]
-        shared = dict(self._of_all(ready))
+        shared = dict(self._of_all(ready, taken))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
         self.first_step.close(self.provided.clear())
         made = {name for _, step in found if step is not None for name in step.outputs}
@@ -392,15 +405,17 @@ class Signals:
             ]
             clip = "clip gradients before step() by their norm over all stages, as docs/guide/distributed.md shows"
             paths |= {path: f"; {clip}, or {remedy}" for path in asked if path is not None}
-            totals = self._total_keys(param_set).items()
+            totals = self.totals(param_set).items()
             paths |= {StateKey.parse(key).stage: f"; {remedy}" for key, path in totals if path in elsewhere}
+        if (spike := self.recipe.failure.spike) is not None and spike.measure == "gradient_norm":
+            paths["failure.spike"] = f"; compare losses, with failure.spike.measure=loss, or {remedy}"
         for path, what in paths.items():
             raise ValueError(
                 f"{path}: it needs a sum over all parameters of the model, but {len(others)} of them belong to other "
                 f"optimizers (submodel){what}"
             )
 
-    def _total_keys(self, param_set: ParamSet) -> Mapping[str, str]:
+    def totals(self, param_set: ParamSet) -> Mapping[str, str]:
         """Return each key of a slot whose sum over all blocks and ranks a stage reads, with the path of its update."""
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
@@ -410,18 +425,19 @@ class Signals:
             self._totals[param_set] = dict(sorted(found.items()))
         return self._totals[param_set]
 
-    def _of_all(self, ready: Sequence[tuple[ParamSet, Step]]) -> Iterator[tuple[str, Tensor | float]]:
+    def _of_all(
+        self, ready: Sequence[tuple[ParamSet, Step]], taken: int | None
+    ) -> Iterator[tuple[str, Tensor | float]]:
         """Yield (name, number) of the signals and sums of slots that have one number for all parameters together."""
         if ready and "step_fraction" in self.listeners.asking:
             assert self.recipe.total_steps is not None
-            taken = steps_taken(param_set for param_set, _ in ready)
+            taken = steps_taken(param_set for param_set, _ in ready) if taken is None else taken
             yield "step_fraction", (taken + 1) / self.recipe.total_steps
         if ready and "gradient_norm" in self.listeners.asking:
-            squares = [_used_squares(step) for _, step in ready]
-            yield "gradient_norm", torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+            yield "gradient_norm", gradient_norm([step for _, step in ready])
         totals: dict[str, Tensor] = {}
         for param_set, _ in ready:
-            for key, total in _slot_totals(param_set, list(self._total_keys(param_set))).items():
+            for key, total in _slot_totals(param_set, list(self.totals(param_set))).items():
                 totals[key] = totals[key] + total.to(totals[key].device) if key in totals else total
         yield from totals.items()
 
@@ -504,14 +520,6 @@ def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> Side
         return SideMatrix.of(value, spec.shape, spec.matrices, SIDES[known_signals()[name].extent])
     except ValueError as error:
         raise ValueError(f"provide: '{name}' of {spec.name}: {error}") from None
-
-
-def _used_squares(step: Step) -> Tensor:
-    """Return the sum of squares of all gradients that the step uses."""
-    squares = step.survey.squares
-    used = kept_on_device(step.active.astype(np.int64), squares.device) != 0
-    used = used if step.mask is None else used & step.mask
-    return torch.where(used, squares, 0.0).sum()
 
 
 def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:

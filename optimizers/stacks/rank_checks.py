@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -295,6 +296,10 @@ class RankSurvey:
     def device(self) -> torch.device:
         """Device of the sums."""
         return self.squares.device
+
+    def scaled(self, factor: float | Tensor) -> Self:
+        """Return the facts about the same gradients, after they were multiplied by a number in place."""
+        return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:
         """Return `[P]`, True for parameters that have a gradient on all ranks. The host reads the sums.

@@ -23,6 +23,7 @@ from ..signals import Signals
 from ..signals.signals import Schedules
 from ..stacks.assignment import Assignments
 from ..stacks.placement import ParamSpec
+from ..step.spikes import SpikeCheck, require_same_ranks
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 from .shown_state import ShownState, fill, host_changes, own_state, refuse, show
@@ -45,6 +46,7 @@ class ParamSets:
     built: for each batch, its parameter sets, as `build` makes them.
     signals: signals that stages request.
     schedules: scheduled fields of stages.
+    spikes: the check of losses or gradient norms. None: the recipe has none.
     asks_signals: True if a step needs any signal.
     consolidated: the state that `consolidate` has gathered; None if it was not called, or if the state has changed
         since.
@@ -61,6 +63,7 @@ class ParamSets:
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
+        self.spikes = None if recipe.failure.spike is None else SpikeCheck(recipe.failure.spike)
         self._assignments = Assignments(recipe, others)
 
     def __iter__(self) -> Iterator[ParamSet]:
@@ -116,6 +119,8 @@ class ParamSets:
         last, trained = len(self.batches) - 1, {id(p) for group in groups for p in group["params"] if p.requires_grad}
         param_sets = self.build(last, trained)
         self.signals.require_all_parameters(param_sets, self.others)
+        if self.spikes is not None:
+            require_same_ranks([*self, *param_sets])
         self.install(last, param_sets, state, groups[index]["iterate"])
         for param_set in chain.from_iterable(
             self.built[:last]
@@ -243,6 +248,8 @@ class ParamSets:
         for batch in range(len(self.batches)):
             parameters = [p for index in self.groups_of(batch) for p in self.parameters[index]]
             if any(id(p) in thawed for p in parameters):
+                for old in self.built[batch]:
+                    old.resolve_deferred()
                 owned = {p: state[p] for one in self.built[batch] for p in one.parameters}
                 wanted = {id(p) for p in parameters if p in owned or id(p) in thawed}
                 self.install(batch, self.build(batch, wanted), state, mode, owned)
@@ -302,6 +309,18 @@ class ParamSets:
         """Store the results of all delayed refreshes that are under way in their pending slots."""
         for param_set in self:
             param_set.finish_refreshes()
+
+    def store_spikes(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Store the window of the spike check in the param groups, for a checkpoint."""
+        if self.spikes is not None:
+            text = self.spikes.window.to_text()
+            for group in groups:
+                group["spikes"] = text
+
+    def read_spikes(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the window of the spike check that is stored in the param groups."""
+        if self.spikes is not None:
+            self.spikes.window.read(next((group["spikes"] for group in groups if "spikes" in group), None))
 
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
         """Write the iterate of a mode (training or evaluation) into all parameters."""

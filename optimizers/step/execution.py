@@ -29,6 +29,7 @@ from ..write.write import StepRates, WeightDecay
 from .capture import CAPTURED_SIGNALS, CAPTURERS
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
+from .gradients import leaves_masks
 from .program import StackStep, move
 from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, WriteNumbers, program_of
 
@@ -74,6 +75,11 @@ class Execution:
     def __post_init__(self) -> None:
         if self.chunks or self.entries or self.blocks is not None or self.uncompiled is not None:
             object.__setattr__(self, "plain", False)
+
+    @property
+    def by_parameter(self) -> bool:
+        """True if every parameter is updated by itself, so that its bits do not depend on others in the stack."""
+        return self.adam is not None or (self.chunks and not self.entries)
 
     @property
     def compiled(self) -> bool:
@@ -258,7 +264,9 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Entry
     """
     axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
     kind, schedules = (axes, keys, stack.dtype, stored, stack.device), ScheduledNumbers.of(own.rule, recipe.total_steps)
-    return EntryProgram(own.rule, own.path, _decay(own, recipe), *kind, schedules, recipe.failure.leaves_masks)
+    return EntryProgram(
+        own.rule, own.path, _decay(own, recipe), *kind, schedules, leaves_masks(recipe.failure, stack.device)
+    )
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
@@ -282,7 +290,7 @@ def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
         signals,
         ScheduledNumbers.of(own.rule, recipe.total_steps),
         parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
-        recipe.failure.leaves_masks,
+        leaves_masks(recipe.failure, stack.device),
     )
 
 

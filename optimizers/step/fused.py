@@ -33,6 +33,7 @@ from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import Rates
 from .exchange import Step
+from .gradients import leaves_masks
 
 VECTOR = 64
 """Unit, in entries, in which tensors are cut on a CPU. A CPU's kernel rounds all entries of a tensor alike if their
@@ -124,8 +125,7 @@ def not_fused(
         "its weight decay is cautious": decay.cautious,
         "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
         "its state is coded, or more than two moments": own.tensors.keys() != {*_slots(own, *moments)},
-        "the device alone knows which gradients are usable": failure.detect == "device"
-        and failure.nonfinite != "ignore",
+        "the device alone knows which gradients are usable": leaves_masks(failure, device),
         "fake tensors have no numbers to compute with": active_fake_mode() is not None
         or any(fake_mode(x) is not None for x in own.tensors.values()),
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,12 @@ from ..stacks.rank_checks import RankSurvey
 from ..stacks.stack import StackState
 from ..write.failure import Failure
 from ..write.write import Rates
+
+
+def leaves_masks(failure: Failure, device: torch.device) -> bool:
+    """Return True if steps on a device have masks that the host does not read."""
+    skips = failure.spike is not None and failure.spike.then == "skip" and device.type != "cpu"
+    return skips or (failure.detect == "device" and failure.nonfinite != "ignore")
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class GivenGradients:
     steps: largest number of steps of a parameter before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
     gathered: gradients of stacks `[N, *block]`, by number of the stack. A survey adds those that it gathers.
+    more: True if other gradients of the same step are checked later.
     """
 
     gradients: Sequence[Tensor | None]
@@ -111,6 +118,7 @@ class GivenGradients:
     steps: int
     allowed: Tensor | None = None
     gathered: dict[int, Tensor] = field(default_factory=dict)
+    more: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,13 +175,18 @@ class LocalSurvey:
     def squares(self) -> Tensor:
         """`[P]` float64 on the device, sum of squares of each gradient. It is 0 for a parameter without a gradient."""
         gradients = self.given.gradients
-        norms = torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
         here = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
-        if here:
-            found = torch._foreach_norm([gradient for _, gradient in here], 2, dtype=torch.float64)
-            at = kept_on_device(np.array([place for place, _ in here], dtype=np.int64), norms.device)
-            norms.index_copy_(0, at, torch.stack(found))
-        return norms.square()
+        if not here:
+            return torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
+        found = torch.stack(torch._foreach_norm([gradient for _, gradient in here], 2, dtype=torch.float64)).square()
+        if len(here) == len(gradients):
+            return found
+        places = kept_on_device(np.array([place for place, _ in here], dtype=np.int64), self.device)
+        return found.new_zeros(len(gradients)).index_copy_(0, places, found)
+
+    def scaled(self, factor: float | Tensor) -> Self:
+        """Return the facts about the same gradients, after they were multiplied by a number in place."""
+        return self
 
 
 GradientSurvey = LocalSurvey | RankSurvey
@@ -227,8 +240,10 @@ class FiniteCheck:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
         self._on_host = failure.detect != "device"
-        self._deferred: tuple[list[int], HostCopy] | None = None
-        self._stalled = 0
+        self._deferred: list[tuple[list[int], HostCopy]] = []
+        self._stopped: tuple[list[int], HostCopy] | None = None
+        self._stalled, self._checked = 0, 0
+        self._faults: list[tuple[int, Tensor | None]] = []
 
     def begin(self, given: GivenGradients) -> GradientCheck:
         """Begin a check, and change nothing.
@@ -259,33 +274,40 @@ class FiniteCheck:
         """
         positions, present, given = check.positions, check.present, check.given
         if check.usable is None and (given.allowed is None or not positions):
-            self._stalled *= not positions  # usable gradients reset the number; a step without gradients keeps it
+            self._count(len(positions), [], given.gradients, given.more)
             return present, None
         if check.answers is None:  # the host never reads the answer of a scaler alone
             return present, self._defer(positions, check.usable, given.allowed, len(present))
         found, stopped = _split(answers, len(positions))
         if stopped:
             return np.zeros_like(present), None
-        bad = self._count(positions, found, given.gradients)
+        bad = self._count(len(positions), _unusable(positions, found), given.gradients, given.more)
         self.raise_nonfinite(bad, "nothing was changed", given.gradients)
         present[bad] = False
         return present, None
 
     def _count(
-        self, positions: list[int], found: Sequence[bool], gradients: Sequence[Tensor | None] | None = None
+        self, checked: int, bad: list[int], gradients: Sequence[Tensor | None] | None = None, more: bool = False
     ) -> list[int]:
         """Count unusable gradients by name of the parameter, and return their positions.
 
-        found: for each position, True if its gradient is usable.
+        checked: number of gradients that were checked.
+        bad: positions of the unusable gradients.
         gradients: gradients by position of the parameter. None: they do not exist any more.
+        more: True if other gradients of the same step are counted later.
         """
-        bad = [position for position, good in zip(positions, found, strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
-        self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
+        self._checked += checked
+        self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]
+        if more or not self._checked:  # a step without gradients does not count
+            return bad
+        self._stalled = self._stalled + 1 if len(self._faults) == self._checked else 0
+        faults, self._faults, self._checked = self._faults, [], 0
         if self._stalled == STALLED:
-            fault = _fault(None if gradients is None else gradients[bad[0]])
+            first, gradient = faults[0]
+            fault = _fault(gradient)
             warn_user(
-                f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
+                f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[first]}, "
                 f"among others, with {fault}); nothing is updated any more. With failure.nonfinite=raise the first is "
                 "an error"
             )
@@ -298,16 +320,29 @@ class FiniteCheck:
     def resolve_deferred(self) -> tuple[list[int], list[int]]:
         """Return (positions that the last step did not update, positions of unusable gradients of the last step).
 
-        This call counts the unusable gradients. The two lists differ if the scaler of the loss stopped the step.
+        This call counts the unusable gradients. The two lists differ if the scaler of the loss, or a spike, stopped the
+        step.
         """
-        if self._deferred is None:
-            return [], []
-        (positions, answers), self._deferred = self._deferred, None
-        found, stopped = _split(_values(answers.wait()), len(positions))
-        if stopped:
-            return positions, []
-        bad = self._count(positions, found)
-        return bad, bad
+        halted, bad = list[int](), list[int]()
+        if self._stopped is not None:
+            (positions, allowed), self._stopped = self._stopped, None
+            halted = [] if all(_values(allowed.wait())) else positions
+        deferred, self._deferred = self._deferred, []
+        for number, (positions, answers) in enumerate(deferred, 1):
+            found, stopped = _split(_values(answers.wait()), len(positions))
+            if stopped:
+                return positions, []
+            bad += self._count(len(positions), _unusable(positions, found), more=number < len(deferred))
+        return halted or bad, bad
+
+    def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
+        """Return the mask `[P]` of a step that a number on the device may stop, and begin to copy it to the host.
+
+        active, mask: result of `check`.
+        allowed: 0-d boolean on the device, False if the step must change nothing.
+        """
+        self._stopped = (np.flatnonzero(active).tolist(), HostCopy(allowed.view(1)))
+        return allowed.expand(len(active)).clone() if mask is None else mask & allowed
 
     def raise_nonfinite(
         self, bad: Sequence[int], outcome: str, gradients: Sequence[Tensor | None] | None = None
@@ -331,7 +366,7 @@ class FiniteCheck:
         if usable is None:
             assert allowed is not None
             usable = torch.ones(len(positions), dtype=torch.bool, device=allowed.device)
-        self._deferred = (positions, HostCopy(_with(usable, allowed)))
+        self._deferred.append((positions, HostCopy(_with(usable, allowed))))
         usable = usable if allowed is None else usable & allowed
         if len(positions) == total:
             return usable
@@ -366,6 +401,11 @@ def _values(answers: Tensor) -> list[bool]:
 def _split(answers: Sequence[bool], count: int) -> tuple[Sequence[bool], bool]:
     """Return (answers for `count` gradients, True if the scaler stopped the step), of the values of `_with`."""
     return answers[:count], not all(answers[count:])
+
+
+def _unusable(positions: Sequence[int], found: Sequence[bool]) -> list[int]:
+    """Return the positions of gradients that are not usable. found: True for each position with a usable gradient."""
+    return [position for position, good in zip(positions, found, strict=True) if not good]
 
 
 def _fault(gradient: Tensor | None) -> str:

@@ -50,6 +50,7 @@ class ParamSet:
         view of its item.
     stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index in this list.
     block_groups: blocks that ranks exchange. The list is empty without a rank group.
+    together: stacks in lists of stacks that share sums over parameters.
     executions: for each stack, the way in which its steps run.
     graphs: captured steps of stacks. None: the recipe captures no steps.
     iterates: state of the averaging and of constraints.
@@ -82,10 +83,10 @@ class ParamSet:
         for number, own in enumerate(self.stack_states):
             own.number = number
         spans = any(own.spans for own in self.stack_states)
-        self._together = sharing_sums(self.stack_states) if spans else [[own] for own in self.stack_states]
+        self.together = sharing_sums(self.stack_states) if spans else [[own] for own in self.stack_states]
         offloads = any(own.host_buffers for own in self.stack_states)
-        self.offloaded = OffloadedState(self._together, specs[0].device) if offloads else None
-        shared = {own.number for together in self._together if len(together) > 1 for own in together}
+        self.offloaded = OffloadedState(self.together, specs[0].device) if offloads else None
+        shared = {own.number for together in self.together if len(together) > 1 for own in together}
         self.executions = [
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
             for own in self.stack_states
@@ -93,7 +94,7 @@ class ParamSet:
         hows = zip(self.stack_states, self.executions, strict=True)
         programs, fused = {own.number: how.blocks or how.uncompiled for own, how in hows}, set[int]()
         fused.update(own.number for own in self.stack_states if self.execution(own).adam is not None)
-        self.graphs = Graphs(self._together, recipe, programs, fused, self._run) if recipe.graph else None
+        self.graphs = Graphs(self.together, recipe, programs, fused, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.rules.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
@@ -206,18 +207,25 @@ class ParamSet:
         rank = self.rank_group.rank
         return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
-    def check_gradients(self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None) -> GradientCheck:
+    def check_gradients(
+        self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None, only: NDArray[np.bool_] | None = None
+    ) -> GradientCheck:
         """Begin the check of the gradients of a step.
 
         Nothing changes but gradients, which are divided by the scale of the loss. Raises the errors of
         `FiniteCheck.begin`.
 
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
+        only: `[P]`, True for the parameters that this part of a step updates. None: it updates all that are left.
         """
         self.local[:] = self._local(self.parameters)
-        found = [parameter.grad for parameter in self.parameters]
+        found = [p.grad if only is None or only[at] else None for at, p in enumerate(self.parameters)]
         if self.rank_group is not None or any_dtensors(found):
-            found = local_gradients(self.names, self.parameters, self.rank_group)
+            places = range(len(found)) if only is None else np.flatnonzero(only).tolist()
+            own_names, parameters = [self.names[at] for at in places], [self.parameters[at] for at in places]
+            held = local_gradients(own_names, parameters, self.rank_group)
+            for at, gradient in zip(places, held, strict=True):
+                found[at] = gradient
         if self._complex:
             found = [None if gradient is None else as_pairs(gradient) for gradient in found]
         allowed = None
@@ -227,7 +235,9 @@ class ParamSet:
         present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
         own = {group: hypers[group] for group in self._known_groups}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
-        given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()), allowed)
+        given = GivenGradients(
+            found, present, self._linear, rates, int(self.step_counts.max()), allowed, more=only is not None
+        )
         return self.finite_check.begin(given)
 
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
@@ -254,7 +264,7 @@ class ParamSet:
             self.iterates.signals = step.outputs
             self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
-        groups: Sequence[Sequence[StackState]] = self._together
+        groups: Sequence[Sequence[StackState]] = self.together
         if self.graphs is not None:
             groups = self.graphs.run(step, moved, self.step_counts, self.local)
         if groups or self.graphs is None:
@@ -396,7 +406,10 @@ class ParamSet:
 
 
 def prepare(
-    param_sets: Iterable[ParamSet], hypers: Sequence[Hyper], loss_scale: LossScale | None = None
+    param_sets: Iterable[ParamSet],
+    hypers: Sequence[Hyper],
+    loss_scale: LossScale | None = None,
+    only: NDArray[np.bool_] | None = None,
 ) -> list[tuple[ParamSet, Step | None]]:
     """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
 
@@ -405,7 +418,9 @@ def prepare(
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
+    only: `[P]`, True for the parameters of a single set that this part of a step updates. None: it updates all that are
+        left.
     """
-    checks = [(param_set, param_set.check_gradients(hypers, loss_scale)) for param_set in param_sets]
+    checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
     answers = read_answers([check for _, check in checks])
     return [(param_set, param_set.inputs(check, own)) for (param_set, check), own in zip(checks, answers, strict=True)]

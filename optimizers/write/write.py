@@ -243,6 +243,7 @@ class Rates:
     groups: `[P]`, index of the param group of each parameter.
     by_value: True to treat groups with equal values as one group. False for ranks that sum over the same parameters:
         values may differ between ranks until they are checked, and all ranks must form the same groups.
+    factor: factor of the step of all parameters, which multiplies the learning rates after alpha was computed.
     """
 
     decay: WeightDecay
@@ -250,6 +251,7 @@ class Rates:
     hypers: Mapping[int, Hyper]
     groups: NDArray[np.int64]
     by_value: bool = True
+    factor: float | Tensor = 1.0
     _scales: dict[tuple[str, int], StepRates] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -279,7 +281,9 @@ class Rates:
             hyper, (ratio, own) = self.hypers[group], self.routes.get(path, (1.0, None))
             decay, rate = (self.decay, hyper.weight_decay) if own is None else (own, own.rate)
             alpha = decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio)
-            self._scales[path, group] = StepRates(hyper.lr * ratio, alpha, decay, rate)
+            lr = hyper.lr * ratio
+            lr = lr if isinstance(self.factor, float) and self.factor == 1 else lr * self.factor
+            self._scales[path, group] = StepRates(lr, alpha, decay, rate)
         return self._scales[path, group]
 
     def lr(self, path: str, positions: NDArray[np.int64]) -> float | Tensor:

@@ -215,6 +215,19 @@ STAGES = (
         ),
     ),
     Row({"kind": "clip_norm", "per": "parameter"}, "whole"),
+    Row(
+        {"kind": "clip_running_norm", "start": 1, "per": "block"},
+        degree=1,
+        rotates=True,
+        faults=(
+            unknown("clip_running_norm"),
+            Fault({"kind": "clip_running_norm", "factor": 0.0}, "factor", 0),
+            Fault({"kind": "clip_running_norm", "beta": 1.0}, "beta", 1),
+            Fault({"kind": "clip_running_norm", "start": 0}, "start", 1),
+            Fault({"kind": "clip_running_norm", "per": "model"}, "per", "block", "parameter", "model"),
+        ),
+    ),
+    Row({"kind": "clip_running_norm", "start": 2}, "whole", degree=1),
     Row({"kind": "clip_norm", "per": "model", "max_norm": 0.1}, "of the model", degree=1, rotates=True),
     Row({"kind": "center"}, degree=1, faults=(unknown("center"),)),
     Row(

@@ -77,6 +77,7 @@ RECIPES: dict[str, Any] = {
     },
     "masks": {"base": "adamw", "failure": {"detect": "device"}},
     "blocks": {"base": "adamw", "blocking": {"size": 4}},
+    "spikes": {"base": "muon", "failure": {"spike": {"window": 4, "sigmas": 1.0}}},
 }
 
 

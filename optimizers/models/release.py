@@ -1,0 +1,315 @@
+"""Gradient release: parameters step during backward, as soon as their gradients are complete, which frees these.
+
+A *unit* is what steps together: one parameter where each parameter is updated by itself (Adam's fused kernel, chunks),
+else all parameters that share stacks, because a stack is computed at once. So each parameter has the bits that an
+ordinary step would give it. Rates, schedules and step counts are those of one step, which `optimizer.step()` ends.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from eigengraft.errors import name_some
+from eigengraft.numerics import is_dtensor
+
+from ..isolation import isolation, kept_from_compiler
+from ..optimizer import Optimizer
+from ..signals.signals import PER_STACK, steps_taken
+from ..stacks.stack import connected
+from ..step.step import ParamSet
+from ..write.write import Hyper
+from .arguments import require_watchable
+
+RELEASED_SIGNALS = PER_STACK | {"parameter", "step_fraction"}
+"""Signals that are known before backward has ended. An update that requests another signal cannot be released."""
+
+
+@kept_from_compiler
+def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
+    """Step parameters during backward as soon as their gradients are complete, and free these gradients.
+
+    Each parameter gets the bits of an ordinary step. After backward, `optimizer.step()` updates the parameters that are
+    left, and ends the step. The learning rate must be set before backward. Code between backward and `step()` finds no
+    gradients of released parameters: norms and clipping belong into the recipe. `accumulate()` of the result is the
+    context for micro-batches before the last one.
+
+        released = eigengraft.release(model, optimizer)
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+
+    Args:
+        model: the model. Under `fully_shard`, shard it before composing the optimizer.
+        optimizer: optimizer of parameters of the model.
+        parts: complete gradients are kept until they are 1 / `parts` of the bytes of all gradients, so that a backward
+            makes few steps of many parameters. 1: nothing steps before `optimizer.step()`.
+
+    Returns:
+        The release, with the context `accumulate()`, and `remove()`, which ends it.
+
+    Raises:
+        TypeError: the arguments are no model and optimizer.
+        ValueError: the recipe or the layout of parameters cannot be released. The error names each reason.
+    """
+    require_watchable("release", optimizer, model)
+    if parts < 1:
+        raise ValueError(f"release: parts must be at least 1, got {parts}")
+    if optimizer.released is not None:
+        raise ValueError("release: the optimizer is released already; call remove() of the first release before")
+    found = Release(optimizer, parts, any(isinstance(own, DistributedDataParallel) for own in model.modules()))
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    hooked = [parameter for parameter in model.parameters() if id(parameter) in held and parameter.requires_grad]
+    if not hooked:
+        raise ValueError(
+            "release: the model has no trained parameter of the optimizer; pass the model that it was made for"
+        )
+    found.hook(hooked)
+    optimizer.released = found
+    return found
+
+
+@dataclass
+class _Unit:
+    """Parameters of one parameter set that step together.
+
+    param_set: the parameter set.
+    positions: positions of the parameters.
+    size: bytes of their gradients on all ranks.
+    missing: number of gradients that are not complete in the present step.
+    """
+
+    param_set: ParamSet
+    positions: list[int]
+    size: int
+    missing: int = 0
+
+
+@dataclass
+class _Step:
+    """A step that has begun in backward.
+
+    hypers: values of the param groups, which all parameters of the step use.
+    taken: number of steps before this one.
+    units: the unit of each parameter, and its position, by id of the parameter.
+    complete: ids of the parameters with complete gradients.
+    stepped: names of parameters that were updated.
+    pending: complete units that have not stepped.
+    """
+
+    hypers: list[Hyper]
+    taken: int
+    units: dict[int, tuple[_Unit, int]]
+    complete: set[int] = field(default_factory=set)
+    stepped: list[str] = field(default_factory=list)
+    pending: list[_Unit] = field(default_factory=list)
+
+
+class Release:
+    """The release of an optimizer's gradients. `release` makes it."""
+
+    def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
+        """averaged: True if the model averages gradients after they are complete."""
+        self._optimizer, self._parts, self._averaged = weakref.ref(optimizer), parts, averaged
+        self._handles: list[RemovableHandle] = []
+        self._accumulates = False
+        self._step: _Step | None = None
+        self._known: list[ParamSet] = []
+        self._made: list[_Unit] = []
+        self._units(optimizer)
+
+    def hook(self, parameters: Sequence[Tensor]) -> None:
+        """Register the hook of each parameter."""
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Only add gradients in this context, for the micro-batches before the last one of a step."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def remove(self) -> None:
+        """End the release. Gradients that are complete stay until the next `optimizer.step()`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if (optimizer := self._optimizer()) is not None and self._step is None:
+            optimizer.released = None
+
+    @property
+    def begun(self) -> bool:
+        """True if backward has begun a step that `optimizer.step()` did not end."""
+        return self._step is not None
+
+    def note(self, parameter: Tensor) -> None:
+        """Record that backward has completed the gradient of a parameter, and step the units that are due."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._accumulates:
+            return
+        with isolation(optimizer):
+            step = self._step = self._step or self._begin(optimizer)
+            if id(parameter) not in step.units:  # it has no state, and steps with the rest
+                return
+            unit, position = step.units[id(parameter)]
+            if id(parameter) in step.complete:
+                raise RuntimeError(
+                    f"release: {unit.param_set.names[position]} has a second gradient before step(), after its first "
+                    "one was released; run all but the last backward of a step within `accumulate()` of the release, "
+                    "and call optimizer.step() after each step"
+                )
+            step.complete.add(id(parameter))
+            unit.missing -= 1
+            if unit.missing == 0:
+                step.pending.append(unit)
+                total = sum(own.size for own in self._made)
+                if sum(own.size for own in step.pending) * self._parts >= total and self._parts > 1:
+                    self._flush(optimizer, step)
+
+    def finish(self) -> tuple[list[Hyper], int] | None:
+        """End the step in backward, and return its values of param groups and the number of steps before it.
+
+        None: backward has begun no step. Raises RuntimeError if a value of a param group was changed since.
+        """
+        if self._step is None:
+            return None
+        optimizer, (step, self._step) = self._optimizer(), (self._step, None)
+        assert optimizer is not None
+        now = optimizer.hypers()
+        changed = [
+            str(at) for at, (one, two) in enumerate(zip(step.hypers, now, strict=False)) if rates_differ(one, two)
+        ]
+        if step.stepped and (changed or len(now) < len(step.hypers)):
+            raise RuntimeError(
+                f"release: lr or weight_decay of param group {', '.join(changed)} changed between backward and step(), "
+                f"after {name_some(step.stepped, 1)} stepped with the values before; set them before backward"
+            )
+        if not self._handles:
+            optimizer.released = None
+        return (step.hypers + now[len(step.hypers) :], step.taken) if step.stepped else None
+
+    @property
+    def stepped(self) -> Sequence[str]:
+        """Names of the parameters that have stepped in the present backward."""
+        return () if self._step is None else self._step.stepped
+
+    def _begin(self, optimizer: Optimizer) -> _Step:
+        hypers = optimizer.begin_step()
+        units = self._units(optimizer)
+        for unit in units:
+            unit.missing = sum(unit.param_set.parameters[at].requires_grad for at in unit.positions)
+        places = {id(own.param_set.parameters[at]): (own, at) for own in units for at in own.positions}
+        return _Step(hypers, steps_taken(optimizer.param_sets), places)
+
+    def _units(self, optimizer: Optimizer) -> list[_Unit]:
+        """Return the units of all parameter sets. They are made again if parameter sets were built again.
+
+        Raises ValueError if the parameter sets cannot be released.
+        """
+        param_sets = list(optimizer.param_sets)
+        if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):
+            require_releasable(optimizer, self._averaged)
+            self._known = param_sets
+            self._made = [unit for own in param_sets for unit in _units_of(own)]
+        return self._made
+
+    def _flush(self, optimizer: Optimizer, step: _Step) -> None:
+        """Step the pending units, and free their gradients."""
+        chosen: dict[ParamSet, NDArray[np.bool_]] = {}
+        for unit in step.pending:
+            only = chosen.setdefault(unit.param_set, np.zeros(len(unit.param_set.specs), dtype=np.bool_))
+            only[unit.positions] = True
+        step.pending.clear()
+        for param_set, only in chosen.items():
+            optimizer.step_some(param_set, step.hypers, step.taken, only)
+            for at in np.flatnonzero(only).tolist():
+                param_set.parameters[at].grad = None
+                step.stepped.append(param_set.names[at])
+
+
+def rates_differ(one: Hyper, two: Hyper) -> bool:
+    """Return True if the host knows that two values of a param group differ."""
+    if isinstance(one.lr, Tensor) or isinstance(two.lr, Tensor):
+        return one.lr is not two.lr or one.weight_decay != two.weight_decay
+    return (one.lr, one.weight_decay) != (two.lr, two.weight_decay)
+
+
+def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
+    """Yield the units of a parameter set: the parameters connected by stacks that are not computed row by row."""
+    sets: list[set[int]] = [{at} for at in range(len(param_set.specs))]
+    for group in param_set.together:
+        shared = [
+            own
+            for own in group
+            if len(group) > 1 or own.watched or own.host_buffers or not param_set.execution(own).by_parameter
+        ]
+        sets.append({at for own in shared for at in own.stack.param_ids.tolist()})
+    sets = [own for own in sets if own]
+    for component in connected(sets):
+        positions = sorted(set().union(*(sets[index] for index in component)))
+        specs = [param_set.specs[at] for at in positions]
+        yield _Unit(param_set, positions, sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs))
+
+
+def require_releasable(optimizer: Optimizer, averaged: bool) -> None:
+    """Raise ValueError, with all reasons, if steps of an optimizer need all gradients together.
+
+    averaged: True if the model averages gradients over ranks after they are complete.
+    """
+    reasons = [f"{path} ({why})" for path, why in _reasons(optimizer, averaged)]
+    if reasons:
+        raise ValueError(
+            f"release: parameters cannot step during backward with {'; '.join(reasons)}; change these parts of the "
+            "recipe, or step without release"
+        )
+
+
+def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) for all parts of an optimizer that need all gradients of a step together."""
+    recipe, signals = optimizer.recipe, optimizer.param_sets.signals
+    fields = {
+        "sam": (recipe.sam is not None, "it computes the gradients of a step twice"),
+        "line_search": (recipe.line_search is not None, "it tries steps of all parameters together"),
+        "graph": (recipe.graph, "a captured step has all gradients"),
+        "failure.nonfinite=raise": (recipe.failure.nonfinite == "raise", "other parameters may have stepped before"),
+        "failure.spike": (recipe.failure.spike is not None, "it decides with the loss or norm of all gradients"),
+        "distribution.overlap_backward": (recipe.distribution.overlap_backward, "it sends gradients until the step"),
+    }
+    yield from ((path, why) for path, (holds, why) in fields.items() if holds)
+    for name, path in signals.listeners.asking.items():
+        if name not in RELEASED_SIGNALS:
+            yield path, f"its signal '{name}' is known after backward"
+    for param_set in optimizer.param_sets:
+        for key, path in signals.totals(param_set).items():
+            yield key, f"it is summed over all parameters of {path or 'the update'}"
+        plain = [n for n, p in zip(param_set.names, param_set.parameters, strict=True) if not is_dtensor(p)]
+        if param_set.rank_group is not None and plain:
+            yield plain[0], "a plain tensor on several ranks, whose gradients are averaged after backward"
+            break
+    if averaged:
+        yield "DistributedDataParallel", "it averages gradients after they are complete; use fully_shard"
+
+
+def _hook(released: weakref.ref[Release]) -> Callable[[Tensor], None]:
+    """Return the hook that torch calls when a gradient is complete. It does nothing after the release was deleted."""
+
+    @kept_from_compiler
+    def complete(parameter: Tensor) -> None:
+        found = released()
+        if found is not None:
+            found.note(parameter)
+
+    return complete

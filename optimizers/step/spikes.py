@@ -1,0 +1,240 @@
+"""Spikes: steps whose loss or gradient norm is far above that of the steps before, found on the device without a wait.
+
+The window of values, the counts and the decision are tensors on the device of the parameters. On a CPU the host reads
+the decision, so that a step without a spike has the bits of a step without this check. On a device the host reads
+nothing in the step: the decision is a mask, or a factor that is 1 without a spike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.numerics import has_values, kept_on_device, may_branch_on_values, number_like
+
+from ..write.failure import Spike
+from .exchange import Step
+from .step import ParamSet
+
+ReadySteps = Sequence[tuple[ParamSet, Step | None]]
+"""Parameter sets with the inputs of their step. None: the step updates no parameter of the set."""
+
+
+class SpikeCounts(NamedTuple):
+    """The present numbers of a spike check.
+
+    spikes: number of spikes so far.
+    entered: number of values that have entered the window so far.
+    mean, deviation: mean and standard deviation of the values in the window.
+    bound: the largest value that is no spike. inf: the window has too few values.
+    """
+
+    spikes: int
+    entered: int
+    mean: float
+    deviation: float
+    bound: float
+
+
+class SpikeWindow:
+    """The last finite values of a measure, and the decision whether one more value is a spike.
+
+    rule: the rule that decides.
+    values: `[window]` float64 on the device, a ring buffer. Places without a value are 0.
+    entered: 0-d int64 on the device, number of values that have entered. The next place is `entered` mod `window`.
+    spikes: 0-d int64 on the device, number of spikes.
+    """
+
+    def __init__(self, rule: Spike) -> None:
+        self.rule = rule
+        self._place(torch.zeros(rule.window, dtype=torch.float64, device="cpu"), 0, 0)
+
+    def _place(self, values: Tensor, entered: int, spikes: int) -> None:
+        self.values, self._places = values, torch.arange(self.rule.window, dtype=torch.int64, device="cpu")
+        self.entered, self.spikes = (torch.full((), n, dtype=torch.int64, device="cpu") for n in (entered, spikes))
+
+    def to(self, device: torch.device) -> None:
+        """Move the window to a device, if it is on another one."""
+        if self.values.device != device:
+            for name in ("values", "_places", "entered", "spikes"):
+                setattr(self, name, getattr(self, name).to(device))
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (mean, standard deviation, bound), 0-d each. The bound is inf if the window has too few values.
+
+        The numbers are computed relative to one of the values, so that equal values have the deviation 0 exactly.
+        """
+        count = self.entered.clamp(max=self.rule.window)
+        held, base = self._places < count, self.values[0]
+        gaps = torch.where(held, self.values - base, 0.0)
+        mean = gaps.sum() / count.clamp(min=1)
+        squares = torch.where(held, (gaps - mean).square(), 0.0).sum()
+        deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+        bound = base + (mean + self.rule.sigmas * deviation)
+        return base + mean, deviation, torch.where(count >= self.rule.needed, bound, torch.inf)
+
+    def observe(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a value. Return (True if it is a spike, bound / value or 1), both 0-d.
+
+        value: 0-d float64. nan: there is no value in this step. inf is a spike, with the factor 0.
+        """
+        mean, deviation, bound = self.statistics()
+        spike = value > bound
+        entering = torch.where(spike, mean + min(self.rule.sigmas, self.rule.entering) * deviation, value)
+        here = (self._places == self.entered % self.rule.window) & entering.isfinite()
+        self.values.copy_(torch.where(here, entering, self.values))
+        self.entered.add_(entering.isfinite())
+        self.spikes.add_(spike)
+        return spike, torch.where(spike, bound / value, 1.0).clamp(0.0, 1.0)
+
+    def counts(self) -> SpikeCounts:
+        """Return the present numbers. The host waits for the device."""
+        mean, deviation, bound = torch.stack(self.statistics()).tolist()
+        return SpikeCounts(int(self.spikes), int(self.entered), mean, deviation, bound)
+
+    def to_text(self) -> str:
+        """Return the window and the counts as JSON, for a checkpoint. The host waits for the device."""
+        entered, spikes = int(self.entered), int(self.spikes)
+        numbers = {"measure": self.rule.measure, "entered": entered, "spikes": spikes}
+        return json.dumps({**numbers, "values": self.values[:entered].tolist()})
+
+    def read(self, text: str | None) -> None:
+        """Continue with the window of a checkpoint. None, or a window of another measure: begin with an empty window.
+
+        If the window of the checkpoint has another length, its latest values are used.
+        """
+        saved = {} if text is None else json.loads(text)
+        if saved.get("measure") != self.rule.measure:
+            saved = {"values": [], "entered": 0, "spikes": 0}
+        kept, entered, window = saved["values"], saved["entered"], self.rule.window
+        if len(kept) != min(entered, window):
+            oldest = entered % len(kept)
+            kept = [*kept[oldest:], *kept[:oldest]][-window:]
+            entered = len(kept)
+        values = torch.tensor(kept + [0.0] * (window - len(kept)), dtype=torch.float64, device="cpu")
+        self._place(values, entered, saved["spikes"])
+
+
+class SpikeCheck:
+    """The spike check of an optimizer.
+
+    window: the values of earlier steps.
+    """
+
+    def __init__(self, rule: Spike) -> None:
+        self.window = SpikeWindow(rule)
+
+    @property
+    def rule(self) -> Spike:
+        """The rule of the recipe."""
+        return self.window.rule
+
+    def apply(self, ready: ReadySteps, loss: Tensor | float | None) -> ReadySteps:
+        """Return the steps of all parameter sets as the rule changes them. All ranks call it.
+
+        Steps that update no parameter are not compared.
+
+        loss: the loss of this step. None: this rank has none.
+
+        Raises ValueError if the rule compares losses and a rank has none. On a device only that rank raises.
+        """
+        steps = [step for _, step in ready if step is not None]
+        if not steps or not has_values(ready[0][0].parameters[0]):
+            return ready
+        device = steps[0].survey.device
+        self.window.to(device)
+        value = self._loss(ready, loss, device) if self.rule.measure == "loss" else gradient_norm(steps)
+        masks = [_of_active(step, step.mask) for step in steps if step.mask is not None]
+        if len(masks) == len(steps):  # a step without a usable gradient has no value
+            used = torch.stack([mask.any().to(device) for mask in masks]).any()
+            value = torch.where(used, value, torch.nan)
+        spike, factor = self.window.observe(value)
+        if not may_branch_on_values(spike):
+            return [(own, step and self._changed(own, step, spike, factor)) for own, step in ready]
+        if not spike:
+            return ready
+        if self.rule.then == "skip":
+            return [(own, None) for own, _ in ready]
+        return [(own, step and self._changed(own, step, spike, float(factor))) for own, step in ready]
+
+    def _loss(self, ready: ReadySteps, loss: Tensor | float | None, device: torch.device) -> Tensor:
+        """Return the mean of the loss over the ranks that share parameters, 0-d float64."""
+        zero, ranks = torch.zeros((), dtype=torch.float64, device=device), ranks_of([own for own, _ in ready])
+        value = zero if loss is None else number_like(loss, zero).detach().reshape(())
+        both = torch.stack([value, zero if loss is not None else zero + 1])
+        if ranks is not None:
+            ranks.synchronize("loss of the spike check", device=device)
+            both = ranks.all_reduce(both, "loss of the spike check") / ranks.size
+        value, absent = both.unbind()
+        if loss is None or (may_branch_on_values(absent) and bool(absent)):
+            where = "" if loss is None else " on another rank"
+            raise ValueError(
+                f"failure.spike: the signal 'loss' is required in every step, got none{where}; provide it with "
+                "optimizer.provide('loss', loss) before the step, or with a closure that returns it, or compare "
+                "gradients with failure.spike.measure=gradient_norm"
+            )
+        return torch.where(absent == 0, value, torch.nan)
+
+    def _changed(self, param_set: ParamSet, step: Step, spike: Tensor, factor: float | Tensor) -> Step:
+        """Return the step of a parameter set as the rule changes it."""
+        if self.rule.then == "skip":
+            return replace(step, mask=param_set.finite_check.stop(step.active, step.mask, ~spike))
+        if self.rule.then == "scale":
+            return replace(step, rates=replace(step.rates, factor=factor))
+        gradients = _scale(step.gradients, factor)
+        return replace(step, survey=step.survey.scaled(factor), gradients=gradients, gathered={})
+
+
+def _scale(gradients: Sequence[Tensor | None], factor: float | Tensor) -> Sequence[Tensor | None]:
+    """Multiply gradients by a number in place, and return them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not None:
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), scaled in kinds.items():
+        torch._foreach_mul_(scaled, factor.to(device) if isinstance(factor, Tensor) else factor)
+    return gradients
+
+
+def gradient_norm(steps: Sequence[Step]) -> Tensor:
+    """Return the norm of all gradients that steps use, 0-d float64."""
+    squares = [_used_squares(step) for step in steps]
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+
+
+def _used_squares(step: Step) -> Tensor:
+    """Return the sum of squares of all gradients that the step uses."""
+    squares = step.survey.squares
+    squares = squares if step.mask is None else torch.where(step.mask, squares, 0.0)
+    if not step.active.all():
+        squares = squares.index_fill(0, kept_on_device(np.flatnonzero(~step.active), squares.device), 0.0)
+    return squares.sum()
+
+
+def _of_active(step: Step, values: Tensor) -> Tensor:
+    """Return the values of active parameters. values: `[P]`."""
+    return values if step.active.all() else values[kept_on_device(np.flatnonzero(step.active), values.device)]
+
+
+def ranks_of(param_sets: Sequence[ParamSet]) -> RankGroup | None:
+    """Return the largest group of ranks that share parameters. None: this process shares none."""
+    groups = [own.rank_group.all_ranks for own in param_sets if own.rank_group is not None]
+    return max(groups, key=lambda group: group.size, default=None)
+
+
+def require_same_ranks(param_sets: Sequence[ParamSet]) -> None:
+    """Raise ValueError if parameters are shared by different ranks, which could decide differently about a spike."""
+    groups = {None if own.rank_group is None else own.rank_group.all_ranks.members: own for own in param_sets}
+    if len(groups) > 1:
+        names = " and ".join(own.names[0] for own in [*groups.values()][:2])
+        raise ValueError(
+            f"failure.spike: {names} are shared by different ranks, which could decide differently about a step; "
+            "remove failure.spike, or make one optimizer for each group of ranks"
+        )

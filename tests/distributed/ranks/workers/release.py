@@ -1,0 +1,71 @@
+"""Gradient release under FSDP2: gradients of shards are released during backward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import eigengraft
+
+from .models import LENGTH, TOKENS, Model, model
+from .trajectories import values
+
+STEPS = 5
+
+
+def run(job: dict[str, str]) -> dict[str, Any]:
+    """job: {name: recipe}."""
+    found: dict[str, Any] = {"refused": refused()}
+    for name, recipe in job.items():
+        found[name] = {"plain": follow(recipe, False), "released": follow(recipe, True)}
+    return found
+
+
+def shards() -> Model:
+    """A model whose layers are sharded one by one, so that their gradients are complete one after the other."""
+    module = model()
+    for layer in (module.conv, module.qkv, module.out, module.up, module.down, module):
+        fully_shard(layer)
+    return module
+
+
+def follow(recipe: str, released: bool) -> dict[str, Any]:
+    """Parameters after some steps of two micro-batches each, and how many parameters stepped during backward."""
+    module = shards()
+    optimizer = eigengraft.compose(recipe, module, lr=0.02, weight_decay=0.1)
+    release = eigengraft.release(module, optimizer) if released else None
+    stepped = 0
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        for last in (False, True):
+            tokens = torch.randint(0, TOKENS, (4, LENGTH), generator=generator)
+            with release.accumulate() if release is not None and not last else nullcontext():
+                nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()).backward()
+        stepped += 0 if release is None else len(release.stepped)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "parameters": values(module),
+        "stepped": stepped,
+        "steps": [int(x["step"]) for x in optimizer.state.values()],
+    }
+
+
+def refused() -> list[str]:
+    """What is said of models whose gradients are averaged after they are complete."""
+    said = []
+    for wrapped in (False, True):
+        module: nn.Module = model()
+        optimizer = eigengraft.compose("adamw", module)
+        if wrapped:
+            module = nn.parallel.DistributedDataParallel(module)
+        try:
+            eigengraft.release(module, optimizer)
+        except ValueError as error:
+            said.append(str(error))
+    return said
