@@ -54,7 +54,7 @@ class Traits:
 
     Every default is safe: it is correct for any stage, and at most slower. The engine calls `traits(block)` once for
     each shape and caches the result. The first six fields must not depend on the shape, because the engine reads them
-    from `traits(())`.
+    from `traits(())`, the traits for the empty shape.
 
     signals: signals that the stage requests beside the gradient.
     lagged: True if the stage applies its state to a gradient before it learns from that gradient. A step then runs
@@ -129,7 +129,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     slots(block) -> {name: Slot}                at construction  the state of a block
     inner(block) -> {name: Inner}               at construction  Inner(chain, block that it sees): the chains inside
-    traits(block) -> Traits                     at construction  facts for the engine; also asked with the block ()
+    traits(block) -> Traits                     at construction  facts for the engine; also called for the block ()
     cadence() -> Cadence | None                 every step       when refresh is due, as Every(steps=10); None: never
     observe(state, gradient, context)           every step       cheap: update the statistics that refresh reads
     refresh(state, gradient, context)           when due         expensive, on any contiguous slice [n, *block]
@@ -145,11 +145,12 @@ class Stage(Schedulable, ABC, family="stage"):
     blocks have different offsets.
 
     Delay. With `Every(steps=10, delay=3)` a refresh at t takes effect at t + 3. A stage that supports this splits its
-    refresh: `solve` reads a copy of the state of t and returns a tensor for each slot of role "pending", and `adopt`
-    writes the other slots at t + 3 from these and from the state of that time. Both run on any contiguous slice.
-    `solve` may run in another thread, and has no signals. Blocks without a result, as after loading another cadence,
-    have the initial values in their pending slots; `adopt` resets these slots, and leaves such blocks as they are. The
-    first refresh of a block is never delayed. Declare pending slots only if `cadence().postponed` is not 0.
+    refresh: `solve` reads a copy of the state of t and returns a tensor for each slot of role "pending". At t + 3
+    `adopt` writes the other slots, from the pending slots and the state of that time, and resets the pending slots to
+    their initial values. Both run on any contiguous slice. `solve` may run in another thread, and has no signals. A
+    block has no result, for example, after a checkpoint was loaded with another cadence. Its pending slots then have
+    their initial values, and `adopt` must leave the block as it is. The first refresh of a block is never delayed.
+    Declare pending slots only if `cadence().postponed` is not 0.
 
     State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is the initial value: a number, or
     "identity" for a matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis",
@@ -265,7 +266,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     def adopt(self, state: State, context: StepContext) -> None:
         """Let a delayed refresh take effect: write roots, bases and transported moments from the pending slots, and
-        reset these slots. Called on any contiguous slice of the stack.
+        reset the pending slots. Called on any contiguous slice of the stack.
         """
 
     @abstractmethod
@@ -352,8 +353,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def asked(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the stack whose refresh is asked for in this step. first: True at
-        the first refresh of these blocks, which is never delayed.
+        """Return the spans (start, stop, first) of the stack whose refresh is due in this step.
+
+        first: True at the first refresh of these blocks. Any other refresh begins in this step and, with a delay, takes
+            effect in a later step.
         """
         if id(self) not in context.asked:
             context.asked[id(self)] = self._spans(context)
@@ -361,8 +364,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the stack whose refresh takes effect in this step. Without a delay
-        these are the spans of `asked`.
+        """Return the spans (start, stop, first) of the stack whose refresh takes effect in this step.
+
+        With a delay of k updates these are the refreshes that began k updates ago, and first refreshes, which are never
+        delayed. Without a delay they are the spans of `asked`.
         """
         if id(self) not in context.due:
             cadence, found = self.cadence(), self.asked(context)
@@ -379,7 +384,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def refreshes(self, context: StepContext) -> bool:
-        """Return True if a refresh of any block is asked for in this step, or takes effect."""
+        """Return True if in this step a refresh of any block is due, or a delayed refresh takes effect."""
         return bool(self.due(context) or self.asked(context))
 
     @final
@@ -408,11 +413,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Let lagged stages observe and refresh from a first gradient. No other state is written, and no parameter
-        changes.
+        """Let lagged stages observe and refresh from a first gradient: this stage, and the stages inside it. No other
+        state is written, and no parameter changes.
 
-        Lagged stages inside this stage receive the gradient because `apply` of this stage is called. The result of this
-        call, and the state that it writes, are dropped.
+        `apply` of this stage is called if there are lagged stages inside, because it passes the gradient on to them.
+        The direction that `apply` returns, and the state of this stage that it writes, are dropped.
         """
         if self.cached_traits().lagged:
             self._observe_and_refresh(state, gradient, direction, context)
@@ -440,7 +445,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _adopt(self, rows: State, x: Tensor, context: StepContext) -> None:
-        """Let a delayed refresh of some rows take effect. x: tensor that the stage learns from."""
+        """Let a delayed refresh of some rows take effect.
+
+        x: tensor that `refresh` would receive; checked mode requires that it is not written to.
+        """
         if rows.storage.delayed is not None:
             rows.storage.delayed.finish(rows.path, context.seeds)
         if rows.storage.watch is None:
@@ -450,7 +458,9 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _begin(self, rows: State, context: StepContext) -> None:
-        """Begin a delayed refresh of some rows, from a copy of their present state."""
+        """Begin a delayed refresh of some rows, from a copy of their present state. If refreshes are not computed
+        beside training, compute the results at once and store them in the pending slots.
+        """
         pending = {name: slot.role == "pending" for name, slot in self.slots(rows.block).items()}
         kept = rows.snapshot(name for name, is_result in pending.items() if not is_result)
         solve = partial(
@@ -463,7 +473,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _solve_checked(self, kept: State, context: StepContext, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the results of `solve`. names: names of the pending slots, which the results must have."""
+        """Call `solve` and return its results. Raise ContractError unless there is a result for each pending slot.
+
+        kept: copy of the state at the beginning of the refresh.
+        names: names of the pending slots.
+        """
         found = self.solve(kept, context)
         if sorted(found) != sorted(names):
             raise ContractError(f"the pending slots {sorted(names)} are required, got {sorted(found)}")
@@ -471,7 +485,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
 
 def store_results(rows: State, found: Mapping[str, Tensor]) -> None:
-    """Store the results of a delayed refresh in the pending slots of its rows. found: results by name of the slot."""
+    """Store the results of a delayed refresh of some rows in the pending slots of these rows.
+
+    found: the results, by name of the pending slot.
+    """
     for name, value in found.items():
         rows[name] = value
 

@@ -21,16 +21,19 @@ array.
 """
 
 _PHASES = np.array([0.0, 0.5])
-"""Two phases, half a period apart: a cadence that spreads refreshes has different steps for them."""
+"""Two phases, half a period apart. A cadence spreads refreshes if blocks with these phases are due at different steps.
+"""
 ROUNDED = 1e-9
-"""Tolerance of a phase, in steps, because in floating point n * (k / n) may be slightly less than k."""
+"""Number of steps that is added to the product of a phase and a period before the product is rounded down. In floating
+point n * (k / n) may be slightly less than k.
+"""
 
 
 class Cadence(Component, ABC, family="cadence"):
     """The rule that decides which blocks of a stack are due for a refresh.
 
-    A member defines `due_again`; `due` adds the first refresh of each block. It decides on the host, from numbers that
-    are on the host, before the hooks of a step run: the steps, phases and seeds of the context.
+    A member defines `due_again`; `due` adds the first refresh of each block. The decision is made on the host, before
+    the hooks of a step run, from numbers that are on the host: the steps, phases and seeds of the context.
     """
 
     number: ClassVar[tuple[str, str] | None] = ("every", "steps")
@@ -90,10 +93,11 @@ class Cadence(Component, ABC, family="cadence"):
         return step >= self.first_due(earliest)
 
     def waves(self, refreshes: float) -> int | None:
-        """Return the number of waves, which divide a period into equal parts. None: one wave for each step of the
-        period. Called when phases are assigned to blocks.
+        """Return the number of waves in a period. A wave is the set of blocks that are due in the same step, and the
+        waves divide a period into equal parts. None: there is one wave for each step of the period. Called when phases
+        are assigned to blocks.
 
-        refreshes: work of all refreshes of a period, in units of the costliest refresh.
+        refreshes: cost of all refreshes of a period, in units of the costliest refresh.
         """
         return None
 
@@ -121,14 +125,15 @@ class Cadence(Component, ABC, family="cadence"):
 class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
-    t is the number of the block's own step. A wave is a set of blocks that are due in the same step. With `stagger:
-    cost` the phases spread the blocks over the interval in waves of equal work. There are as many waves as possible if
-    each has at least the work of `min_wave_work` of the costliest blocks. With `stagger: none` all blocks are due at
-    once, as in the published codes. Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave
-    has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
+    t is the number of the block's own step. A wave is the set of blocks that are due in the same step. With `stagger:
+    cost` the phases spread the blocks over the interval in waves of about equal work. The number of waves is as large
+    as possible, as long as the mean work of a wave is at least `min_wave_work` times the work of the costliest block.
+    Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave has fewer blocks than there are
+    ranks. With `min_wave_work: 1` all steps cost about the same. With `stagger: none` all blocks are due at once, as in
+    the published codes.
 
-    With `delay: k` a refresh that is due at t reads the state of update t and takes effect at update t + k. In between
-    it is computed beside training, if the device can. The first refresh of a block takes effect at once.
+    With `delay: k` a refresh that is due at t reads the state of update t and takes effect at update t + k. Until then
+    it is computed beside training, if the device can do so. The first refresh of a block takes effect at once.
     """
 
     kind: Literal["every"] = "every"
@@ -184,9 +189,8 @@ class Every(Cadence):
         return self._place(phases).astype(np.int64)
 
     def _place(self, phase: _Numbers) -> _Numbers:
-        """Return the step of a period, a whole number, in which blocks with this phase are due.
-
-        For an array of phases the result is an array.
+        """Return the step of a period, 0 .. period - 1, in which blocks with this phase are due. For an array of phases
+        the result is an array.
         """
         spread = phase if self.stagger == "cost" else phase * 0
         return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
@@ -215,7 +219,11 @@ class Every(Cadence):
 
 
 def _spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """Yield runs of equal nonzero codes as (start, stop, code == 2)."""
+    """Yield each run of equal codes except 0 as (start, stop, first).
+
+    codes: `[N]`, 0 for blocks that are not due, 2 for blocks at their first refresh, and 1 for all other due blocks.
+        `first` is True for the code 2.
+    """
     edges = np.flatnonzero(np.diff(codes)) + 1
     for start, stop in zip([0, *edges], [*edges, len(codes)], strict=True):
         if codes[start]:

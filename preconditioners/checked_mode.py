@@ -24,7 +24,7 @@ from eigengraft.step_context import StepContext
 
 
 class Hooks(Protocol):
-    """The hooks of a stage that change state or a direction."""
+    """The hooks of a stage that run in every step or refresh: `observe`, `refresh` and `apply`."""
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
 
@@ -34,7 +34,7 @@ class Hooks(Protocol):
 
 
 class StageHooks(Hooks, Protocol):
-    """The hooks of a stage, with the one that lets a delayed refresh take effect."""
+    """The hooks in `Hooks`, and the hook `adopt`, which lets a delayed refresh take effect."""
 
     def adopt(self, state: State, context: StepContext) -> None: ...
 
@@ -56,7 +56,7 @@ class Call:
 
 
 class Checks(Watch):
-    """The watch that checks the stages of one stack.
+    """The checks of the stages of one stack, which are notified when a hook runs, loads a slot or writes a slot.
 
     declared: the declared slots by "<stage path>/<slot>".
     written: keys of the slots that have been written back so far.
@@ -98,9 +98,10 @@ class Checks(Watch):
 
     @contextmanager
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
-        """Check one call of a hook, which runs in this context.
+        """Check one call of a hook. The hook must run inside the context manager that this method returns.
 
-        Raise ContractError if the hook writes to an input, or changes state without writing it back.
+        When the context ends, raise ContractError if the hook wrote to an input, or changed state without writing it
+        back.
         """
         versions = {name: tensor._version for name, tensor in inputs.items()}
         call = Call(what, _fine(inputs, state.mask))
@@ -157,7 +158,7 @@ class Checks(Watch):
 
 
 class CheckedHooks:
-    """The hooks of a stage. Each call runs inside the checks of the stack."""
+    """The hooks of a stage, where each call is checked by the watch of the stack."""
 
     def __init__(self, stage: StageHooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
@@ -183,7 +184,10 @@ class CheckedHooks:
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
-    """Raise ContractError if an input was written to, which is the case if its count of writes is not in `versions`."""
+    """Raise ContractError if an input was written to since its writes were counted.
+
+    versions: by name of the input, the tensor's count of writes before the hook ran.
+    """
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:
             raise ContractError(

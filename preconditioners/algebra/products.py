@@ -125,9 +125,8 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of last axes, with few entries, that `_cycled` should move to the end together.
-
-    Return None if `_cycled` is not faster for these products.
+    """Return the number of last axes that `_cycled` should multiply and move to the end together, because they have few
+    entries. Return None if `_cycled` is not faster for these products.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):

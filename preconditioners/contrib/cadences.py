@@ -15,7 +15,9 @@ from eigengraft.step_context import StepContext
 from ..cadence import Cadence
 
 DRAWS = 1 << 32
-"""Number of the first stream of random numbers that decide on refreshes, far from the numbers of stages' streams."""
+"""Number of the first stream of random numbers that decide on refreshes; the field `seed` is added to it. The number is
+far from the numbers of the streams from which stages draw.
+"""
 
 
 class Probability(Cadence):

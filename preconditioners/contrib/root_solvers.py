@@ -32,7 +32,9 @@ class InfinityBound(EigenvalueBound):
 
 
 class TraceBound(EigenvalueBound):
-    """tr A, the sum of the eigenvalues: a bound only for positive semi-definite A, at most rank times the largest."""
+    """tr A, the sum of the eigenvalues: a bound only for positive semi-definite A, and at most rank(A) times the
+    largest eigenvalue.
+    """
 
     kind: Literal["trace"] = "trace"
 
@@ -41,7 +43,7 @@ class TraceBound(EigenvalueBound):
 
 
 def _pair(value: Any) -> Any:
-    """Return a list, as YAML reads the interval, as a tuple. Return any other value unchanged."""
+    """Convert the interval to a tuple if it is a list, which is how YAML reads it. Return any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -98,9 +100,8 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """Return the size of the identity of order d by `scaling`: the most that a ridge of 1 adds to the size.
-
-        The size is computed on the CPU.
+        """Return the size that `scaling` gives to the identity of order d. A ridge of 1 adds at most this number to the
+        size of a matrix. The number is computed on the CPU.
         """
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 

@@ -18,9 +18,9 @@ from ..base import Stage, Traits
 class GradientDifference(Stage):
     """d + gamma b / (1 - b) (d - d_last),  d_last the direction d of the last step, 0 at first
 
-    b is `beta`, and d is usually the gradient: the stage reduces its variance by the gradient of the last step.
-    MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) has this stage in `before` of a `transform`, followed
-    by clipping to norm 1, a momentum with decay b and any second moments.
+    b is `beta`, and d is usually the gradient. The stage uses the gradient of the last step to reduce the variance of
+    d. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) has this stage in `before` of a `transform`,
+    followed by clipping to norm 1, a momentum with decay b and any second moments.
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"

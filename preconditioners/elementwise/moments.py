@@ -20,12 +20,13 @@ from ..algebra.exponents import Exponents, exponent_of
 from ..base import FirstMoment, SecondMoment, Stage, Traits
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
-"""Slot of the product b_1 ... b_t of a scheduled decay, in place of b^t."""
+"""Slot for the product b_1 ... b_t of the decays of steps 1 to t. It is used in place of b^t if the decay is scheduled.
+"""
 
 _ROOT = Fraction(1, 2)
 """Default exponent e of `rms`."""
 _MEAN_OVER = {"row": -1, "column": -2}
-"""Axis over which squares are averaged, by the field `per`."""
+"""Axis over which squares are averaged, by value of the field `per`."""
 
 
 class Momentum(Stage):
@@ -78,7 +79,10 @@ class Momentum(Stage):
         return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
-        """Return the result with `beta3`, and update the mean m."""
+        """Return the new direction with the decay `beta3`, and update the mean m in its slot.
+
+        m: the mean before this step.
+        """
         out = torch.lerp(m, direction, 1 - beta3)
         m.lerp_(direction, 1 - self.beta)
         state["m"] = m
@@ -92,7 +96,9 @@ class Momentum(Stage):
 
 
 def _multiplied(state: State, beta: float) -> Tensor:
-    """Multiply the stored product of the decays of all steps by `beta`, and return the new product `[N]`."""
+    """Multiply the product of all earlier decays, which is stored in the slot `product`, by `beta`. Return the new
+    product `[N]`.
+    """
     product = state["product"] * beta
     state["product"] = product
     return product

@@ -119,7 +119,9 @@ def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[n
 _NEWTON_STEPS = 200
 """Largest number of Newton steps. About ten steps suffice for statistics that positive weights can have."""
 _DUAL_TOLERANCE = 1e-12
-"""Largest error of a statistic, in units of the range of its feature. float64 reaches about 1e-15."""
+"""Largest accepted error of a mean of (-1)^age, age or log(1 + age) under the weights, divided by the range of the
+averaged numbers. float64 reaches about 1e-15.
+"""
 
 
 def maximum_entropy(

@@ -54,7 +54,9 @@ class Factored(Stage):
 
     @property
     def pending_order(self) -> bool:
-        """True if a delayed refresh keeps the order of columns too."""
+        """True if the results of a delayed refresh include the order of the columns, for which a pending slot is then
+        declared.
+        """
         return False
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +68,9 @@ class Factored(Stage):
         return d
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        """Return a value that is equal for axes whose matrices one call of the solver may compute."""
+        """Return a value by which axes are grouped. One call of the solver may compute the matrices of axes with equal
+        values.
+        """
         return None
 
     @abstractmethod
@@ -75,7 +79,8 @@ class Factored(Stage):
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A^exponent, where A is the statistic of an axis, as a product of matrices that this stage can compute.
+        """Return A^exponent, where A is the statistic of an axis, as a product of matrices that follow from the slots
+        of this stage.
 
         estimate: the present estimate of A.
         """
@@ -142,7 +147,7 @@ class Factored(Stage):
     ) -> None:
         """Accumulate the contributions of x to the statistics of some axes.
 
-        axes: the axes.
+        axes: the axes whose statistics are updated.
         observed: other axes whose statistics already contain the contribution of this step.
         """
 
@@ -166,9 +171,10 @@ class Factored(Stage):
         """Return the axes in groups. A solver receives the matrices of a group as one stack.
 
         Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
-        matrices together are no larger than the blocks, so that the stack needs no more memory than other parts of a
-        step. The blocks that are not due count too if the matrices fill cache lines. The last bits of products of other
-        matrices depend on their address.
+        their matrices together are no larger than the blocks, so that the stack needs no more memory than other parts
+        of a step. For matrices that fill cache lines, all blocks of the stack count as "the blocks". For other matrices
+        only the blocks that are refreshed now count, so that the groups do not depend on the number of these blocks.
+        The last bits of products of such matrices depend on their address, which differs between groups.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -181,13 +187,19 @@ class Factored(Stage):
         return list(found.values())
 
     def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """Return `value` where ok `[N]` is True, and the present matrix elsewhere."""
+        """Return the new matrix where ok `[N]` is True, and the present matrix elsewhere.
+
+        value: the new matrices, with the shape of the slot.
+        """
         return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
 
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor, tried: Tensor | None = None) -> None:
-        """Write `value` where ok `[N]` is True, and count failures elsewhere.
+        """Write the new matrix of an axis where ok `[N]` is True, and reset the count of failures there. Elsewhere the
+        matrix stays, and the count increases by 1.
 
-        tried: bool `[N]`, True where a solver was run. Elsewhere nothing changes. None: it was run for all blocks.
+        value: the new matrices, with the shape of the slot.
+        tried: bool `[N]`, True where a solver was run. Where it was not run, nothing changes. None: it was run for all
+            blocks.
         """
         name, count = f"{self.matrix}.{axis}", f"failures.{axis}"
         if known_to_hold(ok):
@@ -211,7 +223,9 @@ class Factored(Stage):
         return found
 
     def pending(self, state: State, axis: int) -> Pending:
-        """Return the pending result of one axis, and mark it as used."""
+        """Return the pending result of one axis. The slot `pending.result.<axis>` becomes 0, so that the result is used
+        only once.
+        """
         result = state[_pending("result", axis)]
         ok, tried = result > 0, result != 0
         state[_pending("result", axis)] = torch.zeros_like(result)
@@ -222,7 +236,8 @@ class Factored(Stage):
 class Pending(NamedTuple):
     """The result of a delayed refresh of one axis.
 
-    found: the matrix, with the shape of its slot. `order` is None if the stage does not keep it.
+    found: the matrix, as `q` in the shape of its slot, with `ok`. `order` is None if the stage has no pending slot for
+        it.
     tried: bool `[N]`, True where there is a result.
     """
 
@@ -231,7 +246,7 @@ class Pending(NamedTuple):
 
 
 def _pending(name: str, axis: int) -> str:
-    """Return the name of the pending slot of a result of one axis."""
+    """Return the name of the pending slot for one result of an axis, such as its root."""
     return f"pending.{name}.{axis}"
 
 

@@ -75,9 +75,8 @@ class Turn:
         return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
-        """Return R^T x along an axis, computed as Q_new^T (Q_old x).
-
-        Return None if it takes fewer operations to compute R and multiply x by R^T.
+        """Return R^T x along an axis without computing R, as Q_new^T (Q_old x). Return None if R is given, or if it
+        takes fewer operations to compute R and multiply x by R^T.
         """
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
@@ -203,9 +202,9 @@ def fit_second_moments(
     weights: w_j by axis of the block. Empty: the statistics are not whitened.
 
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
-    y^T / mean(x) with vectors x and y. If the marginals of both vectors are known, each vector is replaced by the
-    geometric mean of its present value and its known value. A change of an entry of v is contained in both vectors, and
-    would otherwise count twice.
+    y^T / mean(x) with vectors x and y. If the marginals of both vectors are known, a full correction of both would
+    apply the same correction to v twice. Each vector is therefore replaced by the geometric mean of its present value
+    and its known value.
 
     Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
     for every first moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v
@@ -341,7 +340,9 @@ def fit_(
 
 
 def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: float) -> dict[int, Tensor]:
-    """Return `_factor` of each axis. Axes of one length are computed as one tensor."""
+    """Return by axis the factor (d_i / s_i)^power that `_factor` computes. Axes of equal length are computed as one
+    tensor.
+    """
     lengths: dict[int, list[int]] = {}
     for axis, d in marginals.items():
         lengths.setdefault(d.shape[-1], []).append(axis)

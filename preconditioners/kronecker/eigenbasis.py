@@ -186,7 +186,9 @@ class Eigenbasis(Factored):
         self._change_basis(state, solved)
 
     def _change_basis(self, state: State, solved: Mapping[int, _Solved]) -> None:
-        """Transport the state of the inner chain along all solved axes together, and commit their bases."""
+        """Transport the state of the inner chain along all axes in `solved` together, then write the new bases to their
+        slots.
+        """
         turns = {axis: turn for axis, (turn, *_) in solved.items()}
         transport(self._inside(state.block).slots, self._inner_state(state), turns, self.transport)
         for axis, (turn, ok, tried, _) in solved.items() if self.statistic_frame == "fixed" else ():
@@ -209,7 +211,9 @@ class Eigenbasis(Factored):
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _solutions(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, _Solved]:
-        """Recompute the bases of these axes."""
+        """Compute the new bases of these axes. Return for each axis the change of basis, and for which blocks the
+        solver succeeded.
+        """
         if self.statistic_frame == "basis":
             found = {axis: self._in_basis(state, axis, context) for axis in axes}
             return {axis: (self._turned(state, axis, own), own.ok, None, None) for axis, own in found.items()}
@@ -228,9 +232,10 @@ class Eigenbasis(Factored):
         return old, *self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
 
     def _turn(self, state: State, axis: int, found: Basis, tried: Tensor | None) -> Turn:
-        """Return the change from the present basis of an axis to a new one that was computed before.
+        """Return the change from the present basis of an axis to a new basis that a delayed refresh has computed.
 
-        A basis that is stored quantized is committed at once, as in `_solved`.
+        If bases are stored quantized, the new basis is written to its slot at once, and the change is computed from the
+        quantized basis, as in `_solved`.
         """
         (q, order, ok), old = found, state[f"basis.{axis}"]
         coded = state.coded(f"basis.{axis}")
@@ -240,10 +245,10 @@ class Eigenbasis(Factored):
         return Turn(stored, old, order_or_identity(order, ok))
 
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
-        """Return the new bases of axes with matrices of one shape, computed as one stack.
+        """Return the changes to the new bases of axes with matrices of one shape, which are computed as one stack.
 
-        A quantized basis is committed at once, because the change of basis must be computed from the basis that
-        quantization has rounded. A basis that is not quantized is committed after the transport.
+        A quantized basis is written to its slot at once, because the change of basis must be computed from the basis
+        that quantization has rounded. A basis that is not quantized is written after the transport.
         """
         coded, parts = state.coded(f"basis.{axes[0]}"), len(axes)
         old, (q, order, ok), diagonal = self._computed(state, axes, context)

@@ -70,7 +70,7 @@ class Shampoo(Factored):
                 self._require_power(power, exponent)
 
     def _require_power(self, p: Fraction, exponent: Fraction) -> None:
-        """Raise ValueError if A^p is neither a whole power of a factor A nor one of its root A^(-exponent)."""
+        """Raise ValueError if A^p is neither a whole power of the factor A nor a whole power of its root A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
                 f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
@@ -84,7 +84,8 @@ class Shampoo(Factored):
         return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        # a square of side 4 k fills cache lines; the last bits of products of others depend on their place in a stack
+        # Matrices of side 4 k fill cache lines. Other matrices are solved axis by axis, because the last bits of their
+        # products depend on their index in a stack.
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
@@ -103,7 +104,9 @@ class Shampoo(Factored):
             self.commit(state, axis, root, ok, tried)
 
     def _roots(self, state: State, axes: Sequence[int], context: StepContext) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (axis, root, bool `[N]`: True where the solver succeeded) of the present estimates of axes."""
+        """Yield (axis, root, ok) for the present estimates of the statistics of these axes. ok: bool `[N]`, True where
+        the solver succeeded.
+        """
         for equal in self.equal_axes(state, axes):
             estimate = joined([self.statistic.estimate(state, axis, context) for axis in equal])
             solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
@@ -118,7 +121,7 @@ class Shampoo(Factored):
         scaled = estimate / per_block(unit, estimate)
         if exponent == 0:
             return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), has_data(estimate))
-        # True where the root is computed from data
+        # True where A has data and its root has been computed from them
         known = has_data(estimate) & (root != identity_like(root)).flatten(1).any(-1)
         base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
         times = int(exponent if exponent > 0 else -exponent / own)

@@ -56,7 +56,9 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "cubic": ((1.5, -0.5, 0.0),),
 }
 """Published coefficients by name, one triple for each step. If there are more steps than triples, the last triple
-repeats. If there are fewer steps than triples, an error is raised, except where the list below says otherwise.
+repeats. If there are fewer steps than triples, an error is raised, except where the list below says otherwise. A step
+with a margin of 1.01 computes its polynomial at X / 1.01, so that the singular values that the polynomial receives are
+at most 1, also after rounding errors.
 
 jordan: steepest slope at zero (Jordan et al. 2024, Muon). Five steps map singular values in [0.01, 1] to [0.68, 1.13].
 you: one triple for each step (You Jiacheng 2025, in modded-nanogpt). Five steps map singular values to [0.98, 1.03].

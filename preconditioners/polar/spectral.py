@@ -49,7 +49,7 @@ class PolarSolver(Schedulable, ABC, family="polar_solver"):
 def newton_schulz_operations(steps: int, m: int, n: int) -> float:
     """Return the number of floating-point operations of Newton-Schulz for a matrix [m, n].
 
-    Each step has three products, whose cost depends on the shorter side twice.
+    Each step is counted as three products of 2 a^2 b operations, where a is the shorter side and b the longer side.
     """
     return 6.0 * steps * min(m, n) * m * n
 

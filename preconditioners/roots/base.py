@@ -15,7 +15,7 @@ from eigengraft.schedules import Schedulable
 
 
 class _RootTensors(NamedTuple):
-    """The fields of `Root`, all of them given."""
+    """The fields of `Root` as a named tuple in which all of them are required. `Root` adds the default values."""
 
     value: Tensor
     ok: Tensor
@@ -55,7 +55,7 @@ class Root(_RootTensors):
 
 
 class _BasisTensors(NamedTuple):
-    """The fields of `Basis`, all of them given."""
+    """The fields of `Basis` as a named tuple in which all of them are required. `Basis` adds the default values."""
 
     q: Tensor
     order: Tensor | None
@@ -140,7 +140,8 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
 
 
 _LONGER_THAN_ANY_AXIS = 1 << 30
-"""Length that no axis of a parameter reaches. A solver keeps all columns if it does so even for an axis of this length.
+"""Length that no axis of a parameter reaches. A solver that computes all columns even for this length always keeps all
+columns.
 """
 
 

@@ -127,15 +127,17 @@ def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """Return the columns of x `[N, d, r]` in the order `[N, r]`.
+    """Return x `[N, d, r]` with its columns in another order. If the columns of x are contiguous in memory, the columns
+    of the result are contiguous, too.
 
-    If the columns of x are contiguous in memory, the columns of the result are contiguous, too.
+    order: `[N, r]`, the old index of each column.
     """
     return reordered(x.mT, 0, order).mT if x.mT.is_contiguous() else reordered(x, 1, order)
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
-    """Return the orthonormal factor of qr(aq), with signs for which no column has a negative product with that of q.
+    """Return the orthonormal factor of qr(aq). The signs are chosen so that no column has a negative product with the
+    column of q that has the same index.
 
     aq is scaled first, so that the QR neither over- nor underflows for any size of A.
 

@@ -21,13 +21,13 @@ from .statistic import Contribution, Powers, Statistic
 
 
 class Bregman(Statistic):
-    """O_L = G R^(q-1) G^T / Tr(R^q),  O_R = G^T L^(q-1) G / Tr(L^q);  any order: G is whitened on all other axes.
+    """O_L = G R^(q-1) G^T / Tr(R^q),  O_R = G^T L^(q-1) G / Tr(L^q);  in general G is whitened on all other axes.
 
     O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector,
     and L x R is the Kronecker product. Fixed points minimize a trace-power Bregman divergence between E[g g^T] and L x
-    R (Liu et al. 2026), which is the Frobenius divergence for q = 2, von Neumann's for q = 1 (L x R is then Shampoo's L
-    x R / trace), the square root's for q = 1/2 (the objective of PSGD-Kron), and Kullback and Leibler's for q = 0
-    (KL-Shampoo, Lin et al. 2025, arXiv:2509.03378).
+    R (Liu et al. 2026). For q = 2 this is the Frobenius divergence. For q = 1 it is von Neumann's, and L x R is then
+    Shampoo's L x R / trace. For q = 1/2 it is the divergence of the square root, the objective of PSGD-Kron. For q = 0
+    it is Kullback and Leibler's (KL-Shampoo, Lin et al. 2025, arXiv:2509.03378).
 
     Powers of R are computed from the tensors that the stage stores: inverse roots (`shampoo`), or a basis Q with the
     eigenvalues diag(Q^T R Q) (`eigenbasis`). With `order: jacobi` the contributions to all factors are computed from
