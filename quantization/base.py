@@ -62,7 +62,11 @@ class Quantizer(Component, ABC, family="quantizer"):
         return None
 
     def require_codec(self, field: str) -> None:
-        """Raise ValueError if this quantizer, in a field of another one, says where tensors are stored."""
+        """Raise ValueError if this quantizer, as the inner quantizer of another one, says in which memory tensors are
+        stored.
+
+        field: path of the field that holds this quantizer, for the error.
+        """
         if self.location is not None:
             kind = getattr(self, "kind", type(self).__name__)
             raise ValueError(
@@ -157,7 +161,9 @@ def _can_store(quantizer: Quantizer) -> str:
 
 
 def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer that encodes a slot. None: the slot is stored as it is, wherever that is."""
+    """Return the quantizer that encodes a slot. None: the slot is stored unencoded, in the memory that `choose`
+    returns.
+    """
     found = choose(storage, key, slot)
     return None if found is None else found.codec
 
@@ -167,9 +173,9 @@ def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quant
     slot is stored as it is on its device.
 
     A quantizer that cannot store the slot is ignored if it is chosen by path or role, and an error if it is chosen by
-    the slot's key. Sensitive slots, such as the second moments of a graft's magnitude, are never quantized by role.
-    They set the size of every update, and quantizing them does harm (DALL-E mini's study). A storage that encodes
-    nothing applies to them too.
+    the slot's key. Sensitive slots, such as the second moments of a graft's magnitude, are never quantized because of
+    their role. They set the size of every update, and quantizing them does harm (DALL-E mini's study). If the entry for
+    a role only chooses the memory and encodes nothing, it applies to sensitive slots, too.
     """
     for where in (key.name, key.stage):
         if where in storage:

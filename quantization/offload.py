@@ -1,8 +1,8 @@
 """State that does not fit on its device: slots whose tensors are stored in host memory or in a file between steps.
 
 `Offload` is the declaration in a recipe. `HostBuffer` is the memory: one piece for the offloaded tensors of a stack, so
-that they are copied to a device and back by one call. A step brings the tensors in and takes them back
-(`optimizers/step/offload.py`). No number depends on where a slot is stored.
+that they are copied to a device and back by one call. A step copies the tensors to the device before it computes the
+stack, and back afterwards (`optimizers/step/offload.py`). The numbers of a run do not depend on where slots are stored.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from .base import Location, Quantizer
 
 
 class Offload(Quantizer):
-    """The slot itself, or its tensors in an inner format, in pinned host memory or in a memory-mapped file.
+    """Storage in pinned host memory or in a memory-mapped file, for a slot itself or for its tensors in an inner
+    format.
 
-    Before the program of a stack runs, its slots are copied to the device, while the stack before it computes.
-    Afterwards they are copied back. So the device holds the state of at most two stacks. On a CPU, slots in a file are
-    read ahead, and their pages leave the memory of the process after the program.
+    The slots of a stack are copied to the device while the previous stack is computed. They are copied back after the
+    stack was computed, so that the device holds the state of at most two stacks. On a CPU, slots in a file are read
+    ahead, and their pages are removed from the memory of the process after the stack was computed.
     """
 
     kind: Literal["offload"] = "offload"
@@ -90,7 +91,7 @@ class Offload(Quantizer):
 
 
 def available(location: Location | None, device: torch.device) -> Location | None:
-    """Return the location, or None if it has no effect for slots of a device.
+    """Return the location, or None if it has no effect for slots on this device.
 
     Tensors on a CPU are in host memory already. Tensors on the meta device, and fake tensors, have no memory.
     """
@@ -144,7 +145,10 @@ class HostBuffer:
         self._process = os.getpid()
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of the buffer in other memory of its size, uint8 `[n]` on any device, by name."""
+        """Return tensors over other memory, with the names, shapes and dtypes of the buffer's tensors.
+
+        memory: uint8 `[n]` on any device, of the size of the buffer.
+        """
         return dict(self._views(memory))
 
     def _views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +162,9 @@ class HostBuffer:
         return self.location.to == "disk"
 
     def require_own_process(self) -> None:
-        """Raise RuntimeError in a process that was forked from the one that made a file: both would write the file."""
+        """Raise RuntimeError if the buffer is a file, and this process was forked from the process that made the file.
+        Both processes would write to the file.
+        """
         if self.is_file and self._process != os.getpid():
             raise RuntimeError(
                 f"storage: the file of offloaded state belongs to process {self._process}, from which process "
@@ -180,7 +186,8 @@ class HostBuffer:
 
 
 def _mapped(size: int, directory: str) -> Tensor:
-    """Return zeros, uint8 `[size]`, in a mapped file without a name, which is gone when its last tensor is.
+    """Return zeros, uint8 `[size]`, in a memory-mapped file. The file has no name, and disappears with the last tensor
+    that uses it.
 
     Room for the file is reserved at once. Otherwise a full disk would end the process when a page is written.
     """

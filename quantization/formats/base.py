@@ -35,7 +35,9 @@ def block_count(n: int, size: int) -> int:
 
 
 def block_views(x: Tensor, size: int) -> list[Tensor]:
-    """Return views `[..., k, width]` of x `[..., n]`: the full blocks, and the shorter last block, if there are any."""
+    """Return views `[..., k, width]` of x `[..., n]`: one view of all full blocks, and one view of the last block if it
+    is shorter.
+    """
     n = x.shape[-1]
     if n <= size:
         return [x.unsqueeze(-2)]
@@ -69,7 +71,13 @@ def multiply_blocks_(x: Tensor, scales: Tensor, size: int) -> Tensor:
 
 
 def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Return work(x, s) for each block of x `[..., n]` and its scale s `[..., b]`, as a new contiguous tensor."""
+    """Apply a function to each block of x `[..., n]` and the scale of the block. Return the results as a new contiguous
+    tensor in the shape of x.
+
+    work: function of blocks `[..., k, width]` and their scales `[..., k, 1]` that returns a tensor in the shape of the
+        blocks.
+    scales: `[..., b]`.
+    """
     views = block_views(x, size)
     if len(views) == 1:
         return work(views[0], scales[..., None]).flatten(-2)
@@ -84,7 +92,7 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 def even_width(n: int, size: int) -> int:
     """Return B if a row of n numbers consists of full blocks and B is even, else n.
 
-    A row of n numbers can then be processed as several rows of that width.
+    A row can be processed as several rows of this width: then no block is cut, and no byte has codes of two such rows.
 
     size: B.
     """
@@ -92,9 +100,12 @@ def even_width(n: int, size: int) -> int:
 
 
 def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
-    """Write work(x, s, out=...) for each block of x `[..., n]` and its scale s `[..., b]` to `out`, and return `out`.
+    """Apply a function to each block of x `[..., n]` and the scale of the block. Write the results to `out`, and return
+    `out`.
 
     A traced program cannot use this function, because it writes to views.
+
+    work: as in `map_blocks`, with a parameter `out` for the tensor that the results are written to.
     """
     if x.shape[-1] <= size:
         return work(x, scales, out=out)
@@ -236,9 +247,10 @@ class Blockwise(Format, ABC):
         return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
-        """Return the codes of z = rows times factors.
+        """Return the codes of z, which is `rows` `[..., n]` with each block multiplied by its factor.
 
-        The codes are computed in pieces that stay in a CPU's cache until they are written.
+        z and its codes are computed for a few rows at a time, so that this part of z stays in a CPU's cache until its
+        codes are written.
 
         factors: span / s for each block.
         """

@@ -166,10 +166,11 @@ class Codebook:
 
 
 def _found(y: Tensor, steps: Tensor) -> Tensor:
-    """Return the codes of y as int32 in a shared buffer, by one look-up with the upper half of the bits of y.
+    """Return the codes of y as int32, in a buffer that the next call overwrites.
 
-    The bits of y are read as an integer, and k is its absolute value, which is monotonic in y on either side of 0. (For
-    y = -0, k would be 2^31, which wraps around.) An entry of the table plus k has the code in its upper half.
+    The bits of y are read as a signed integer, and k is its absolute value, which increases with y on either side of 0.
+    (For y = -0, k would be 2^31, which wraps around.) The upper half of the bits chooses an entry of a table. The upper
+    half of the entry plus k is the code.
 
     steps: the table, as `_steps` returns it.
     """
@@ -193,13 +194,18 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return the table of `_found`, int32 `[2^15 + 1]`.
+    """Return the table by which `_found` computes the codes of float32 in (-2, 2), int32 `[2^15 + 1]`.
 
-    An entry (cell) belongs to the floats whose bits have the same upper half. There is at most one midpoint of levels
-    among these floats, so midpoints must differ by at least 2^-7 of their size. Cell h < 2^14 belongs to the floats >=
-    0 with upper half h, from k = h 2^16 on. Cell h > 2^14 belongs to floats < 0, up to k = h 2^16.
+    k is the absolute value of the bits of a float, read as a signed integer. A cell is the set of floats whose bits
+    have the same upper half, and h is the absolute value of this upper half. Entry h of the table is 2^16 c - s, where
+    c is the code of the largest float of cell h, and s is the smallest k of the cell with this code. The upper half of
+    the sum of entry and k is then the code: c for k >= s, and c - 1 for k < s. A cell must therefore not contain two
+    midpoints between levels. This is the case if midpoints differ by at least 2^-7 of their size.
 
-    Legend: o is an integer that increases with the float: o = k for floats >= 0, o = k - 2^31 for floats below 0.
+    Floats >= 0 have h < 2^14, and their cell has k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and
+    their cell has k = h 2^16 - 65535, ..., h 2^16.
+
+    Legend: o is k for floats >= 0, and k - 2^31 for floats below 0. It increases with the float, also across 0.
     """
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)  # o
