@@ -20,8 +20,8 @@ def consolidate_on_save(accelerator: Accelerator, *optimizers: Any) -> Removable
 
     Args:
         accelerator: the accelerator.
-        optimizers: the optimizers. If none is given, all that the accelerator has prepared. Optimizers of other
-            libraries are skipped.
+        optimizers: the optimizers. If none are given, all optimizers that the accelerator has prepared are used.
+            Optimizers of other libraries are skipped.
 
     Returns:
         A handle whose `remove()` undoes the registration.

@@ -22,9 +22,11 @@ from eigengraft import compose
 
 RECIPE = Path(__file__).with_name("recipe.json")
 OF_LOOP = frozenset({"learning_rate", "weight_decay", "warmup_factor", "grad_clip", "dropout_rate", "label_smoothing"})
-"""Hyperparameters of the training loop. All others belong to the recipe."""
+"""Names of the hyperparameters that the training loop uses. All other hyperparameters are overrides of the recipe."""
 LOCAL = {"distribution.mode": "local"}
-"""Every rank updates all parameters: AlgoPerf saves the optimizer on the first rank alone, without a call on others."""
+"""Override by which every rank updates all parameters and holds their state. AlgoPerf saves the optimizer on the first
+rank alone, and other ranks could not send state that they owned.
+"""
 BATCH_SIZES = {
     "criteo1tb": 262_144,
     "fastmri": 32,

@@ -43,7 +43,8 @@ class Solver(BaseSolver):
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.train_dataloader, self.model = train_dataloader, model.to(device=device)
         self.model.device = device  # loaders of the benchmark read it
-        # solvers that run one after another receive the same model, so that its first weights are kept in it
+        # all solvers of a run receive the same model, one after another: its initial weights are stored as an attribute
+        # of the model, and every solver starts from them
         first = {name: value.detach().clone() for name, value in model.state_dict().items()}
         self.initial = vars(model).setdefault("_first_weights", first)
 
@@ -88,7 +89,7 @@ class Solver(BaseSolver):
             optimizer.train()
 
     def get_result(self) -> dict[str, Any]:
-        """Return the model and the process group, from which the objective computes the validation loss."""
+        """Return the model and the process group, which the objective uses to compute the validation loss."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {"model": self.model, "dist": self.dist}
