@@ -1,7 +1,7 @@
 """Optimizers composed from interchangeable parts: declare a recipe, get a `torch.optim.Optimizer`.
 
 The library, and torch with it, is imported when a public name is read for the first time. The help of the command line
-reads none, and is therefore fast.
+reads no public name, and is therefore fast.
 """
 
 from importlib import import_module

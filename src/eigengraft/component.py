@@ -49,16 +49,19 @@ def plain(value: Any) -> Any:
 
 
 _IN_SCHEMA = ContextVar("in_schema", default=False)
-"""True while a JSON schema is made from docstrings. Docstrings with lists of fields are made from the schema."""
+"""True while a JSON schema is made from docstrings. `__doc__` then leaves out the list of fields, because this list is
+itself made from the schema.
+"""
 
 
 class ComponentType(ModelMetaclass):
-    # The class of components: how a component is called, and how `help`, `dir` and completion show it.
+    # The metaclass of components. It checks calls of a component, and makes the texts that `help`, `dir` and completion
+    # show.
 
     if not TYPE_CHECKING:  # type checkers read the fields instead
 
         def __call__(cls, *values: object, **fields: object) -> Any:
-            """Return an instance. Raise RecipeError for invalid fields, and TypeError for values without names."""
+            """Return an instance. Raise RecipeError for invalid fields, and TypeError for positional arguments."""
             if values:
                 named = next((name for name in cls.model_fields if name not in ("kind", "name")), "name")
                 raise TypeError(
@@ -90,7 +93,7 @@ class ComponentType(ModelMetaclass):
 
 
 _HIDDEN = frozenset(dir(BaseModel)) | {"members", "family_name", "elsewhere", "number", "_pydantic_signature"}
-"""Names that `dir` and `help` leave out: those of pydantic's models, and class variables of the registry."""
+"""Names that `dir` and `help` leave out: attributes of pydantic's models, and class variables of the registry."""
 
 
 _VALIDATION = ConfigDict(
@@ -102,11 +105,11 @@ _VALIDATION = ConfigDict(
     validate_by_alias=True,
     serialize_by_alias=True,
 )
-"""Settings of validation, apart from those that type checkers should know.
+"""Settings of validation that type checkers should not know. They are not literals in a class, because pydantic's
+plugin for mypy reads literals.
 
-pydantic's plugin for mypy reads the settings that are written as literals in a class. With `strict` it would demand the
-type of the attribute in a call, where a component also accepts kinds, mappings, lists and schedules. With
-`validate_by_name` it would refuse the aliases, which are the names in YAML.
+With `strict` the plugin would demand the type of the attribute in a call, where a component also accepts kinds,
+mappings, lists and schedules. With `validate_by_name` it would refuse the aliases, which are the names in YAML.
 """
 
 
@@ -281,7 +284,12 @@ class Component(BaseModel, metaclass=ComponentType):
 
 
 def _same(value: Any, data: Any, default: Any) -> bool:
-    """Return True if a field has its default. The first number of a schedule is not the field's value."""
+    """Return True if a field has its default. A field with a schedule has not, even if the schedule begins with the
+    default.
+
+    value: the attribute, which is the first number if the field has a schedule.
+    data: the value as plain data, which is a mapping or a list if the field has a schedule.
+    """
     return bool(value == default) and not (isinstance(default, float) and isinstance(data, (dict, list)))
 
 
@@ -429,7 +437,7 @@ def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> st
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the paths of a field in the components that the fields of a component hold by default."""
+    """Yield the dotted path of every field `name` of the components that are the defaults of a component's fields."""
     for field, info in cls.model_fields.items():
         if isinstance(info.default, BaseModel):
             own = type(info.default)
@@ -439,7 +447,8 @@ def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
 def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
     """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names."""
     faults = error.errors()
-    # a tuple without its wrong items is then also too short
+    # wrong items of a tuple are not counted, so that pydantic may report the tuple as too short as well; this second
+    # fault is left out
     inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     return list(dict.fromkeys(_fault(detail, data, where) for detail in faults))
@@ -464,14 +473,17 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     field, whole = message.partition(": ")[0], isinstance(got, Mapping)
     if whole and field in got:
         got, whole = got[field], False
-    # a message that names a field says what is wrong with it: no value twice, and no whole component after it
+    # the value is left out if the message begins with a field and contains the value already, or if the value would be
+    # a component with all its fields
     said = _names_field(message) and (whole or short(got).lower() in message.lower())
     said = said or ", got " in message
     return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")
 
 
 def located(path: str, message: str) -> str:
-    """The message under a path; where it names a field of what is there (`beta: ...`), that is part of the path."""
+    """Return a message with its path in front. If the message begins with a field, as `beta: ...`, the field becomes
+    the last part of the path.
+    """
     if _names_field(message):
         return message if path == message.partition(": ")[0] or not path else f"{path}.{message}"
     return f"{path or 'recipe'}: {message}"

@@ -30,7 +30,7 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: It
     """Return the part of an error that asks for the nearest of some known names, or "" if no name is near.
 
     cutoff: least similarity of a near name, from 0 to 1, as in `difflib.get_close_matches`.
-    first: names that the caller takes to be meant. The error asks for the first of these names, if there is one.
+    first: names that the caller prefers to near names. If there are any, the error asks for the first of them.
     """
     near = [*first, *difflib.get_close_matches(name, [*known], 1, cutoff)]
     return f", did you mean '{near[0]}'?" if near else ""

@@ -479,7 +479,9 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 class StackRows(list[Tensor]):
-    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` uses the tensor instead of a copy."""
+    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` uses the tensor itself and makes no copy
+    of the rows.
+    """
 
     def __init__(self, stack: Tensor) -> None:
         super().__init__(stack.unbind(0))
@@ -487,9 +489,12 @@ class StackRows(list[Tensor]):
 
 
 def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield (indices, one stack for each column) for the rows of a table whose tensors have equal shapes and dtypes.
+    """Yield (indices, stacks) for each group of rows of a table whose tensors have equal shapes and dtypes.
 
-    On a CPU, each row of large tensors is a stack of its own, without a copy.
+    indices: indices of the rows of the group.
+    stacks: for each column, one stack of the column's tensors in these rows.
+
+    On a CPU, each row of large tensors is a group of its own, and is not copied.
 
     columns: n tensors for the n rows, of which stacks `[m, *shape]` are made, or a tensor `[n]` with a number for each
         row, of which a tensor `[m, 1, ...]` is made that broadcasts against the stack of the first column.
@@ -509,9 +514,11 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
 
 
 def over_stacks(function: Callable[..., Tensor], *columns: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """Return function(*row) for each of n rows of columns, in few kernels: it is called with `equal_stacks` of them.
+    """Return function(*row) for each of the n rows of a table, in few kernels. The function is called only once for all
+    rows whose tensors have equal shapes and dtypes, with the stacks that `equal_stacks` yields.
 
     function: function of tensors `[m, ...]` that computes each row independently.
+    columns: as in `equal_stacks`.
     """
     found = [(indices, function(*stacks)) for indices, stacks in equal_stacks(*columns)]
     if len(found) == 1:
@@ -527,7 +534,7 @@ def stacked_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _chosen(numbers: Tensor, indices: list[int]) -> Tensor:
-    """Return the numbers with these ascending indices, of a tensor `[n]`."""
+    """Return the entries of a tensor `[n]` at the given indices, which are in ascending order."""
     if len(indices) == len(numbers):
         return numbers
     if len(indices) == 1:
@@ -620,7 +627,9 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 _SAFE = 2.9
-"""Value of the bound on |V|_2^2 below which V is not scaled. It is less than 3 to allow for rounding errors."""
+"""Value below which the bound on |V|_2^2 must be if `rectified` does not scale V down. It is less than 3 to allow for
+rounding errors.
+"""
 
 
 def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:

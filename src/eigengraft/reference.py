@@ -47,8 +47,8 @@ def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
 
     A line of the list has the values that the field accepts, its default and its meaning.
 
-    kinds: kinds of the members, if the class is a family. They are listed in place of fields, after the signatures of
-        what a member defines.
+    kinds: kinds of the members, if the class is a family. The docstring then has no list of fields, but the signatures
+        of the methods that a member defines, and these kinds.
     """
     parts = [summary(cls)]
     if kinds:

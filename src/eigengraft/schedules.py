@@ -211,10 +211,8 @@ def component_at(component: C, step: int, total_steps: int | None) -> C:
 
 
 def with_numbers(component: C, number: Callable[[Schedule], Any]) -> C:
-    """Return a component whose scheduled numbers, and those of components inside it, are replaced by numbers from
-    `number`.
-
-    A component without schedules is returned as it is.
+    """Return a component in which every scheduled number is replaced by a number from `number`, also in the components
+    inside it. A component without schedules is returned as it is.
 
     number: function that returns the value for a schedule. It is called in the same order for equal components.
     """

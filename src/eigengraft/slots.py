@@ -187,8 +187,9 @@ class EncodedSlot:
 
 
 class Watch(Protocol):
-    """An observer of the ways in which stages use their state, such as checked mode
-    (`preconditioners.checked_mode`)."""
+    """An observer that is notified when stages load and write slots and when their hooks run, such as the checks of
+    checked mode (`preconditioners.checked_mode`).
+    """
 
     def loaded(self, key: str, value: Tensor) -> None:
         """Called after a slot was loaded. key: "<stage path>/<slot>"."""
@@ -218,7 +219,7 @@ class Watch(Protocol):
 
 
 class DelayedRefreshes(Protocol):
-    """The refreshes of a stack that were asked for and whose results are not in its pending slots yet."""
+    """The delayed refreshes of a stack that have begun, and whose results are not in its pending slots yet."""
 
     def begin(
         self, state: State, seeds: NDArray[np.int64], what: str, solve: Callable[[], Mapping[str, Tensor]]
@@ -245,8 +246,9 @@ class Storage:
     encoded: the encoded slots, by key.
     counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends only
         on the seed, the step, the slot and the index in the slot. None: values are rounded to nearest.
-    watch: observer of the ways in which stages use their state; None: there is none.
-    delayed: refreshes that are computed beside training; None: delayed refreshes are computed when they are asked for.
+    watch: observer that is notified when stages load and write slots; None: there is none.
+    delayed: delayed refreshes that are computed beside training; None: the results of a delayed refresh are computed at
+        once when it is due.
     """
 
     encoded: Mapping[str, EncodedSlot]

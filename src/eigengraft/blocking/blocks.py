@@ -55,9 +55,10 @@ class Box:
 
 
 def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
-    """Yield (axes of a shape, axes of its merged shape) that have the same entries; one of both is a single axis.
+    """Yield (axes of a shape, axes of its merged shape) for each group of axes that hold the same entries.
 
-    Several axes were merged into one, or one was divided into several. An axis of length 1 belongs to a neighbour.
+    One of the two ranges is a single axis: either several axes of the shape were merged into one, or one was divided
+    into several. An axis of length 1 is in the group of a neighbouring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -107,11 +108,12 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of entries of a block that is also a box in the parameter.
+    """A box of entries of a block that is also a box of entries of the parameter. All blocks of a grid have the same
+    pieces.
 
-    start: first index of the piece of the first block, along each axis of the parameter.
+    start: where the piece of the first block begins in the parameter, along each axis of the parameter.
     lengths: lengths along the axes of the parameter.
-    offset: first index of the piece in its block, along each axis of the block.
+    offset: where the piece begins in its block, along each axis of the block.
     """
 
     start: Numbers
@@ -174,17 +176,21 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return for each piece a view `[*count, *lengths]` of x, with that piece of all blocks. x has the shape
-        `merged`.
+        """Return for each piece a view `[*count, *lengths]` of x, which contains this piece of every block.
 
         The lengths are in the order of `joined`; axes that are not in `joined` are left out.
+
+        x: the parameter, or a tensor of its size, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return the pieces of blocks `[n, *shape]`, in the shapes that `in_parameter` returns.
+        """Return for each piece a tensor that contains this piece of every block, in the shape that `in_parameter`
+        returns.
 
         The results are views if `blocks` is contiguous.
+
+        blocks: `[n, *shape]`.
         """
         return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
 
@@ -288,9 +294,10 @@ def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
 def divided_grids(
     shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers], size: int | None
 ) -> Iterator[BlockGrid]:
-    """Yield the grids of the blocks of all matrices of a parameter. Each matrix is merged and cut like a parameter.
+    """Yield the grids of the blocks of every matrix of a parameter. Each matrix is merged by `merge` and cut into
+    blocks of `size`, as a parameter of its shape is.
 
-    Keys count sections, then the matrices of a section, then the blocks of a matrix in row-major order.
+    Keys number the blocks by section, then by matrix in a section, then row-major in a matrix.
 
     merge: function from the shape of a matrix to its merged shape.
     size: longest axis of a block; None: matrices are not cut.
@@ -312,10 +319,10 @@ def divided_grids(
 
 
 def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
-    """Yield the equal matrices of each section.
+    """Yield for each section its matrices, which are equal and evenly spaced.
 
-    Axes are those of the parameter. If the matrices have groups, the divided axis counts as two: groups, and entries of
-    a group.
+    Axes are numbered as in the parameter. If the matrices have groups, the axis that is divided into sections counts as
+    two axes: groups, and entries of a group.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -336,7 +343,13 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
 
 
 def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
-    """Yield the tiles of one axis of a block. Equal tiles are one result if they are evenly spaced along one axis."""
+    """Yield the tiles along one axis of the blocks. Equal tiles that are evenly spaced along one axis of the parameter
+    are yielded together, as one `Tiles`.
+
+    spans: spans of the parameter that the axis is flattened from.
+    side: length of a tile. The last tile may be shorter.
+    equal: the matrices that are cut.
+    """
     lengths = tuple(span.length for span in spans)
     for first, count, start, length in equal_runs(math.prod(lengths), side):
         even = len(spans) == 1 and spans[0].axis not in equal.lattice
@@ -357,10 +370,11 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return the grid of the chosen tiles of equal matrices.
+    """Return the grid of the blocks that have the chosen tiles along their axes, in all of the equal matrices.
 
     factored: shape of the parameter, with one axis divided into groups if the matrices have groups.
-    joined: spans of axes of the parameter that each axis of a block is made of.
+    equal: the matrices that are cut.
+    joined: for each axis of a block, the spans of the parameter that it is flattened from.
     chosen: the tiles along each axis of a block.
     tiles: number of tiles along each axis of a matrix.
     before: number of keys and number of matrices that earlier sections have used.
@@ -384,7 +398,11 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the piece of the first block that is the given box along each of its axes."""
+    """Return the piece of the first block that has the given box along each axis of the block.
+
+    order: number of axes of the parameter.
+    boxes: for each axis of the block, one of the `boxes` of its tiles.
+    """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)
     return Piece(start, lengths, tuple(offset for offset, _ in boxes))

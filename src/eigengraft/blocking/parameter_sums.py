@@ -1,9 +1,10 @@
 """Sums over the blocks of parameters, for `context.parameter_sum`, also if the blocks are in several stacks.
 
 The chain of a stack is a plain function. If all blocks of its parameters are in the stack, a sum is an `index_add`.
-Stacks that share parameters run concurrently, each in a greenlet of this thread. A call of a sum switches to the
-caller. When every stack has reached its sum, the caller adds the numbers of all stacks and switches back. Threads would
-need locks for that. With generators, every function between the step and the sum would have to be one.
+Stacks that share parameters run concurrently, each in a greenlet of this thread. When a stack needs a sum, it switches
+to the caller. When every stack has reached its sum, the caller adds the numbers of all stacks and switches back.
+Threads would need locks for that. With generators, every function between the step and the sum would have to be a
+generator.
 
 A context manager must not be open across a sum: other stacks run before the sum returns.
 """
@@ -63,7 +64,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
 
 
 def _end(workers: Sequence[greenlet]) -> None:
-    """End the runs that wait at a sum after an exception."""
+    """End the computations that still wait for a sum, after an exception in one of them."""
     for worker in workers:
         if worker and not worker.dead:
             worker.throw()

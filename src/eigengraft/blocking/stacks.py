@@ -116,25 +116,27 @@ class Stack:
 
     @cached_property
     def matrix_ids(self) -> NDArray[np.int64]:
-        """`[N]`, a number for the matrix that each block belongs to. It differs between parameters, and between the
-        matrices of one view.
+        """`[N]`, a number for the matrix that each block belongs to. All matrices of all parameters have different
+        numbers.
         """
         return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
 
     def select(self, active: NDArray[np.bool_]) -> Stack:
         """Return the stack of the blocks of active parameters.
 
-        active: `[P]`, whether each parameter is active, by position.
+        active: bool `[P]`, True for each active parameter, by position.
         """
         grids = tuple((param_id, grid) for param_id, grid in self.grids if active[param_id])
         return Stack(self.block, self.dtype, self.device, grids)
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the blocks of tensors, given by the position of their parameter, as `[N, *block]`.
+        """Return the blocks of tensors as `[N, *block]`.
 
         If the stack has a single block, the result may be a view of its tensor: do not write to the result. A tensor at
-            an unaligned address is copied. The views of buckets that `DistributedDataParallel(...,
-            gradient_as_bucket_view=True)` puts into `grad` can be such tensors.
+        an unaligned address is copied, so that products are rounded as for other tensors. The views of buckets that
+        `DistributedDataParallel(..., gradient_as_bucket_view=True)` puts into `grad` can be such tensors.
+
+        tensors: tensors in the shapes of the parameters, by position.
         """
         if self.of_parameters:
             held = (tensors[param_id] for param_id in self.positions)
@@ -187,8 +189,8 @@ class SideMatrix:
     """A matrix over the inputs, or over the outputs, of one parameter.
 
     value: `[n, n]`, or `[*batch, n, n]`.
-    index: a view in the shape of the parameter. It has for each entry of the parameter the row of `value` as `[B n, n]`
-        that belongs to the entry's input or output.
+    index: a view in the shape of the parameter. For each entry of the parameter it has the number of the entry's input
+        (or output), counted over all matrices of the parameter. In `value` as `[B n, n]` this is the number of a row.
     side: inputs or outputs.
     """
 

@@ -40,7 +40,7 @@ the factor `[m, r]`).
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a product B A, with A `[r, n]` of inputs and B `[m, r]` of outputs.
+    """One factor of a product B A. A `[r, n]` multiplies the n inputs, and B `[m, r]` computes the m outputs.
 
     side: "inputs" for A, "outputs" for B.
     partner: qualified name of the other factor.
@@ -277,9 +277,9 @@ class Batches(View):
     """A rule for tensors of three or more axes: the last two axes are matrices, the others number a batch of matrices.
 
     Weights of convolutions are one tensor, which `blocking` merges. A convolution is recognised by its module. If only
-    a shape is known, a tensor whose axes after the second are at most 16 long counts as a convolution. Stages that need
-    matrices refuse a shape that may be either: three axes with a short last axis, or more than three axes of which one
-    after the second is long.
+    a shape is known, a tensor whose axes after the second are at most 16 long counts as a convolution. Two kinds of
+    shapes may be either: three axes with a last axis of at most 16, and more than three axes with an axis above 16
+    after the second one. Stages that need matrices refuse these shapes if the module is not known.
     """
 
     kind: Literal["batches"] = "batches"
@@ -415,7 +415,7 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
 
 
 FoundMatrices = Iterator[tuple[Tensor, Matrices, str]]
-"""Iterator of (parameter, its matrices, description)."""
+"""Iterator of (parameter, its matrices, description of the layout that was recognised)."""
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -614,9 +614,10 @@ def _published(path: str, module: nn.Module) -> FoundMatrices:
 
 
 def _reached(module: nn.Module, name: object) -> object:
-    """Return the attribute at a dotted path, or the parameter that it is computed from; None if there is none.
+    """Return the attribute of a module at a dotted path, or, if a parametrization computes it, the parameter that it is
+    computed from; None if there is neither.
 
-    Attributes are read by name, because wrappers of modules forward them.
+    Attributes are read by getattr, because wrapped modules pass attribute access on to the module inside.
     """
     found: object = module
     *path, last = str(name).split(".")
@@ -637,7 +638,8 @@ def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
 def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
     """Return the `id`s of the parameters that are convolved with their inputs.
 
-    They are all parameters of convolutions, and tensors of four or more axes with small kernels in other modules.
+    These are all parameters of convolutions. In other modules they are the tensors of four or more axes with small
+    kernels.
     """
     found = set()
     for path, module in modules.items():

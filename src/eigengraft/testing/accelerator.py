@@ -159,7 +159,7 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # forwarded explicitly, because backward runs in another thread, in which the mode is not active
+        # called explicitly, because backward runs in another thread, in which the dispatch mode is not active
         return _entered().__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -214,12 +214,14 @@ class _Memory:
 class _Stream:
     """A replacement of `torch.cuda.Stream`. Copies on a stream other than the first one run as late as possible.
 
-    They run when the host, or another stream, waits for an event behind them. So code that forgets to wait reads old
-    numbers. Everything else runs at once.
+    A copy runs when the host, or another stream, waits for an event that was recorded after it. Code that forgets to
+    wait therefore reads old numbers. All other work runs at once.
     """
 
     present = local()
-    """`stream`: the present stream of the thread, if it is not the first one."""
+    """Thread-local object. Its attribute `stream` is the present stream of the thread, and is missing if this is the
+    first stream.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
@@ -263,7 +265,9 @@ _Stream.first = _Stream()
 
 
 class _Event:
-    """A replacement of `torch.cuda.Event`. It counts a wait of the host only for work of the innermost block."""
+    """A replacement of `torch.cuda.Event`. A wait of the host is counted only if the event was recorded in the
+    innermost block.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._section: DeviceCounts | None = None

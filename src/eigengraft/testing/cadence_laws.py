@@ -131,7 +131,7 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
 
 
 def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> None:
-    """A block is due at the same steps if it is asked for twice, in a slice of the stack, or in a stack whose other
+    """A block is due at the same steps if `due` is called twice, for a slice of the stack, or for a stack whose other
     blocks are at other steps.
     """
     together = dict(case.history(1))

@@ -52,13 +52,13 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def now(cls) -> RandomStates:
-        """Return the present states."""
+        """Return the present states of the three generators."""
         numpy: Any = np.random.get_state()
         keys, *rest = numpy[1:]
         return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
 
     def drawn_from(self) -> str | None:
-        """Return the generator whose state has changed since, as text; None if there is none."""
+        """Return, as text, a generator whose state has changed since these states were recorded; None if there is none."""
         now = RandomStates.now()
         names = ("torch's global generator", "NumPy's global generator", "the global generator of Python's `random`")
         return next((name for name, old, new in zip(names, self, now, strict=True) if old != new), None)
@@ -75,8 +75,10 @@ class OperationWatch(TorchDispatchMode):
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """component: the component; lines of its own class are named, if there are any.
-        blocks: length of the stack axis; 0: mixing operations are not recorded.
+        """Prepare a watch; operations are recorded inside `with`.
+
+        component: the component; lines of its own class are named, if there are any.
+        blocks: length of the stack axis; 0: operations that mix blocks are not recorded.
         inputs: tensors that must not be written to, by name.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,8 +108,9 @@ class OperationWatch(TorchDispatchMode):
     def _record(self, found: list[str], operation: str) -> None:
         """Add an operation and the line of the component that caused it.
 
-        Operations of the law itself are left out, and mixes inside functions of the library that a component of
-        another package calls, such as `finite_blocks`, which returns the same for a block in every stack.
+        Operations of the law itself are left out. Mixes inside functions of this library are left out too if a
+        component of another package calls them. For example, `finite_blocks` returns the same for a block in every
+        stack.
         """
         calls = list(_calls())
         if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):
@@ -173,7 +176,7 @@ def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callabl
 
 
 def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch:
-    """Run a function under a watch and return the watch. Exceptions end the run."""
+    """Run a function under a watch, and return the watch. An exception of the function ends it, and is not raised."""
     try:
         with watch:
             run()

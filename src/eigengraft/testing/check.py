@@ -274,7 +274,7 @@ def check_schedule(schedule: LearningRateSchedule, steps: int = RUN) -> LawRepor
         A report of the laws that hold and of those that do not apply.
 
     Raises:
-        LawError: laws are broken. The message names all of them, or the first factor that is no factor.
+        LawError: laws are broken. The message names all of them, or the first factor that is not a number in [0, 1].
         TypeError: `schedule` is not an instance of LearningRateSchedule.
     """
     from eigengraft.experiments.training.schedule import LearningRateSchedule

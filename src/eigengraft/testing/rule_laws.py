@@ -147,7 +147,9 @@ def the_peak_is_the_learning_rate(case: ScheduleCase) -> None:
 
 
 def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
-    """The factors are equal when they are asked for again, in another order: a run that continues asks for some."""
+    """The factor of a step is the same if the steps are computed in another order. A run that continues from a
+    checkpoint does not compute the factors of earlier steps.
+    """
     steps = range(case.steps)
     once = [case.schedule.factor(step, case.steps) for step in steps]
     again = [case.schedule.factor(step, case.steps) for step in reversed(steps)][::-1]
@@ -180,7 +182,9 @@ class WeightDecayCase:
 
 
 def alpha_is_a_number_at_every_rate(case: WeightDecayCase) -> None:
-    """alpha is a finite number >= 0, also at learning rate 0, and 0 for rate 0."""
+    """`alpha` returns a finite number >= 0 for every learning rate, also for 0. It returns 0 for a rate of weight decay
+    of 0.
+    """
     for lr in _RATES:
         for rate in (0.0, 0.1):
             found: object = case.decay.alpha(rate, lr, _PEAK)
@@ -190,7 +194,9 @@ def alpha_is_a_number_at_every_rate(case: WeightDecayCase) -> None:
 
 
 def a_learning_rate_on_the_device_is_not_read(case: WeightDecayCase) -> None:
-    """A learning rate that is a tensor on a device gives the alpha of the float, and the host does not wait."""
+    """`alpha` returns the same number for a learning rate that is a tensor on a device as for a float, and the host
+    does not wait.
+    """
     with accelerator("cuda") as run:
         for lr in _RATES[:2]:
             given = torch.tensor(lr, dtype=torch.float64).to(run.device)

@@ -294,9 +294,9 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
 def a_root_undoes_its_matrix(case: SolverCase) -> None:
     """A^-e A^e = I up to the ridge and the residual of the solver.
 
-    The ridge is relative to the size of A, which is up to 60 times the smallest eigenvalue. The tolerance is at least
-    1e-2, for residuals below the solver's `max_error`. An exponent that a solver does not support is refused with a
-    message.
+    The tolerance is the larger of 1e-2, which allows residuals below the solver's `max_error`, and 60 eps. A ridge of
+    eps is in units of the size of A, which is up to 60 times the smallest eigenvalue of A. An exponent that a solver
+    does not support is refused with a message.
     """
     a, solver = definite(), _root(case)
     values, q = torch.linalg.eigh(a)

@@ -99,7 +99,7 @@ class FactorBench:
         return StepContext(np.full(n, self.step), np.zeros(n), ids, device, self.seeds, found)
 
     def powers(self, context: StepContext, axis: int, exponent: Fraction) -> Power:
-        """Return the power of the factor of another axis, by its eigenvalues."""
+        """Return the power of the factor of another axis, computed from the eigenvalues of the factor."""
         a = self.statistic.estimate(self.state, axis, context, behind=1)
         unit, known = mean_eigenvalue(a), has_data(a)
         values, q = torch.linalg.eigh((a if a.ndim == 3 else torch.diag_embed(a)) / unit[:, None, None])
@@ -245,7 +245,8 @@ def factors_stay_finite(case: StatisticCase) -> None:
 def observations_stay_on_the_device(case: StatisticCase) -> None:
     """The host neither waits for the device nor copies numbers to it while a gradient is observed.
 
-    Powers of other factors, which the law itself computes, are not asked for.
+    The law does not apply to statistics that read powers of the factors of other axes, because the law itself would
+    compute these powers.
     """
     block = case.tried[0]
     with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:

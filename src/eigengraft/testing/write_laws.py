@@ -1,4 +1,4 @@
-"""The laws of what acts on whole parameters after the chain: averagings and constraints.
+"""The laws of averagings and constraints, which act on whole parameters after the chain.
 
 Both are tried without an optimizer: on n parameters with their slots, with one update of each parameter in a step.
 """
@@ -172,7 +172,9 @@ def iterates_have_the_shape_of_their_parameter(case: AveragingCase) -> None:
 
 
 def the_update_is_applied_once_a_step(case: AveragingCase) -> None:
-    """`step` calls the update once, on the base iterates. It also applies weight decay and constraints."""
+    """`step` calls the given function `update` once, on the base iterates. `update` also applies weight decay and
+    constraints.
+    """
     for dtype in _DTYPES:
         bench = AveragingBench(case.averaging, dtype)
         for number in range(1, _STEPS + 1):
@@ -219,7 +221,7 @@ def parameters_are_averaged_one_by_one(case: AveragingCase) -> None:
 
 
 def masked_parameters_change_nothing(case: AveragingCase) -> None:
-    """A parameter whose mask is False keeps its bits and those of its iterates. Its update has nan, as its gradient."""
+    """A parameter whose mask is False keeps its bits and those of its iterates, although its update contains nan."""
     bench = AveragingBench(case.averaging).run(2)
     before = _copies(bench.everything())
     keep = [torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))]
