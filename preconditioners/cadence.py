@@ -85,8 +85,8 @@ class Cadence(Component, ABC, family="cadence"):
         return np.zeros(len(phases), dtype=np.int64)
 
     def possible(self, step: int, earliest: int) -> bool:
-        """Return True if a block may be due at its update number `step`. By default it may at every step from its first
-        refresh on. Called when a stage requires a signal for its refreshes.
+        """Return True if a block may be due at its update number `step`. By default a block may be due at every step
+        from its first refresh on. Called when a stage requires a signal for its refreshes.
 
         earliest: see `first_due`.
         """

@@ -28,12 +28,12 @@ class AdaptiveShampoo(Factored):
     h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F
     r <- max(eps, r h / threshold);  where the new r is above `ceiling`: S <- A, r <- eps
 
-    d is the direction, r_i the damping of axis i, and A the present statistic; h estimates the relative error of the
-    stale root. Indices i are left out above. As long as the required damping is small, a stale root is damped;
-    otherwise the statistic is decomposed again. Damping and cadence thus follow from data (FOAM, Nam & Ahn 2026,
-    arXiv:2606.02365). The field `refresh` is the cadence at which h is computed, at the cost of two matrix products for
-    each axis. The decision is made separately for each block and axis. By default e = 1 / (2k), where k is the number
-    of axes that have a factor.
+    d is the direction, x_i the product along axis i, r_i the damping of axis i, and A the present statistic. In the
+    second and third line the index i is left out, and h is an estimate of the relative error of the stale root. As long
+    as the required damping is small, a stale root is damped; otherwise the statistic is decomposed again. Damping and
+    cadence thus follow from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). The field `refresh` is the cadence at which
+    h is computed, at the cost of two matrix products for each axis. The decision is made separately for each block and
+    axis. By default e = 1 / (2k), where k is the number of axes that have a factor.
     """
 
     kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"

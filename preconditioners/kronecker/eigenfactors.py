@@ -27,10 +27,10 @@ class Eigenfactors(LearnedFactors):
     At a refresh, with M = G G^T of the gradient's unfolding G along the axis:
     A = b V Diag(l) V^T + (1 - b) M;  P = qr(A V);  l <- diag(P^T A P), V <- P
 
-    V and l are the eigenvectors and eigenvalues of a running mean of M, b = beta is its decay, and e = 1 / (2k) by
-    default, where k is the number of axes with a factor. V `[N, d, d]` starts as the identity and l `[N, d]` as
-    `initial`. The solver `power_qr` sorts the columns of V before the step, unlike the paper; in measurements neither
-    variant was closer to Shampoo.
+    x_i is the product along axis i. V and l are the eigenvectors and eigenvalues of a running mean of M, b = beta is
+    its decay, and e = 1 / (2k) by default, where k is the number of axes with a factor. V `[N, d, d]` starts as the
+    identity and l `[N, d]` as `initial`. The solver `power_qr` sorts the columns of V before the step, unlike the
+    paper; in measurements neither variant was closer to Shampoo.
 
     Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept, and R is applied as
     three products, with V^T, the diagonal and V. With 4 bits this takes half the memory of the paper's Algorithms 1 to

@@ -70,7 +70,7 @@ class Shampoo(Factored):
                 self._require_power(power, exponent)
 
     def _require_power(self, p: Fraction, exponent: Fraction) -> None:
-        """Raise ValueError if A^p is neither a whole power of the factor A nor a whole power of its root A^(-exponent)."""
+        """Raise ValueError unless A^p is a whole power of the factor A, or a whole power of its root A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
                 f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
