@@ -43,8 +43,7 @@ class Solver(BaseSolver):
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.train_dataloader, self.model = train_dataloader, model.to(device=device)
         self.model.device = device  # loaders of the benchmark read it
-        # all solvers of a run receive the same model, one after another: its initial weights are stored as an attribute
-        # of the model, and every solver starts from them
+        # the initial weights are kept in the model, because the next solver receives the same, trained model
         first = {name: value.detach().clone() for name, value in model.state_dict().items()}
         self.initial = vars(model).setdefault("_first_weights", first)
 

@@ -21,7 +21,7 @@ def _fraction(value: Any, zero: bool) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, (int, float, str, Fraction)):
         raise ValueError(required)
     try:
-        # a user who writes 0.3 means 3/10, not the binary expansion of the float
+        # limited to denominators up to 1000, because 0.3 means 3/10 and not the binary expansion of the float
         fraction = Fraction(value).limit_denominator(1000)
     except (ValueError, ZeroDivisionError, OverflowError):
         raise ValueError(required) from None

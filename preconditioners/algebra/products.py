@@ -222,7 +222,7 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
-    # baddbmm has another kernel for a stack of one matrix, whose sums differ in the last bit; bmm has only one kernel
+    # bmm is used here, because baddbmm rounds the last bit of a stack of one matrix differently
     if y.shape[2] == 1:
         outer = torch.bmm(y, z.mT)
         return torch.mul(outer, alpha, out=total) if beta == 0 else total.mul_(beta).add_(outer, alpha=alpha)

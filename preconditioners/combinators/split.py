@@ -95,7 +95,7 @@ class Split(Stage):
         size = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         old, core = state["basis"].clone(), state["core"]
         pull = core * self.beta / size.square().clamp_min(tiny(x.dtype))
-        # scaled to size 1, so that squares of extreme gradients keep their digits
+        # the gradient is scaled to a largest entry of 1, so that squares neither over- nor underflow
         unit = x / size.clamp_min(tiny(x.dtype))
         step = old @ pull + unit @ (unit.mT @ old) * (1 - self.beta)
         new = householder(torch.where(step.isfinite().all(-1).all(-1)[:, None, None], step, old), old)
@@ -128,6 +128,6 @@ class Split(Stage):
             return x, torch.zeros_like(x)
         u, axis = state["basis"], self._axis(state.block)
         coordinates = mode_product(x, u.mT, axis)
-        # if U is square, the rest is 0; rounding errors of the rest could be made large by `outside`
+        # if U is square, x - x U U^T is set to 0, because `outside` could make its rounding errors large
         full = u.shape[-1] == u.shape[-2]
         return coordinates, torch.zeros_like(x) if full else x - mode_product(coordinates, u, axis)

@@ -31,7 +31,7 @@ class Cautious(Stage):
         return Traits(sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # a product of signs, because d g may underflow
+        # the product of the signs is tested, because d g may underflow
         agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)
         flat = agrees.flatten(1)
         fraction = flat.mean(1)

@@ -58,8 +58,7 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # v is raised to the rounding error of the gradient; smaller entries are noise, for example where a low-rank
-        # gradient is 0
+        # v is raised to the square of the gradient's rounding errors, below which its entries are noise
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))

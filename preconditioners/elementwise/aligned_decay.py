@@ -35,5 +35,5 @@ class AlignedDecay(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         weight = context.tensor("parameter", direction)
         rate = self.rate * context.tensor("lr", direction) if self.follow_lr else self.rate
-        # a product of signs, because d W may underflow
+        # the product of the signs is tested, because d W may underflow
         return torch.where(direction.sign() * weight.sign() > 0, weight, 0.0) * rate

@@ -250,7 +250,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
     decay: decay b of v.
     """
     mean = v.flatten(1).mean(-1)
-    # largest v that the rounding errors of rotations make, with a margin of 16
+    # entries of v up to this size may be rounding errors of rotations; 16 is a margin
     rounding = mean * (v[0].numel() * (16 * torch.finfo(v.dtype).eps) ** 2)
     hidden = None
     if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):

@@ -84,8 +84,7 @@ class Shampoo(Factored):
         return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        # Matrices of side 4 k fill cache lines. Other matrices are solved axis by axis, because the last bits of their
-        # products depend on their index in a stack.
+        # axes of other lengths than 4 k are solved separately: bits of their products depend on the place in a stack
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
@@ -121,7 +120,7 @@ class Shampoo(Factored):
         scaled = estimate / per_block(unit, estimate)
         if exponent == 0:
             return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), has_data(estimate))
-        # True where A has data and its root has been computed from them
+        # True where A has data and its root has been computed from this data
         known = has_data(estimate) & (root != identity_like(root)).flatten(1).any(-1)
         base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
         times = int(exponent if exponent > 0 else -exponent / own)

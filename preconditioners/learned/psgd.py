@@ -106,7 +106,7 @@ class PSGD(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"q.{axis}"] for axis in self.factor_axes(state.block)}
-        # multiplied by Q and then by Q^T, because P itself may overflow where P d does not
+        # d is multiplied by Q and then by Q^T, because the matrix P may overflow where P d does not
         return mode_products(
             mode_products(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()}
         )

@@ -155,7 +155,7 @@ class Triangular(PolarSolver):
         tall = x.shape[1] > x.shape[2]
         q = _unit_rows(x.mT if tall else x)
         for _ in range(self.passes):
-            # the diagonal of Q Q^T is 1; with unitriangular=True it is taken as 1 for rows of zeros too
+            # the diagonal of Q Q^T is 1, or 0 for rows of zeros; unitriangular=True reads 1 for these rows, too
             q = _unit_rows(torch.linalg.solve_triangular(q @ q.mT, q, upper=False, unitriangular=True))
         return q.mT if tall else q
 

@@ -88,7 +88,7 @@ class Coupled(Iterative):
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
         for iteration in range(self.max_iterations):
-            # before the first step, when matrices are rarely done, the host never waits
+            # before the first step the host does not wait for the device, because matrices are rarely done then
             readable = may_wait_for_values(eye) if iteration else may_branch_on_values(eye)
             if readable and iteration % self.check_every == 0 and not bool(live.any()):
                 break
@@ -117,10 +117,9 @@ class Coupled(Iterative):
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # eigenvalues of M_0 may exceed 1, and the first step may raise ||M - I||; later eigenvalues are in (0, 1]
+        # the first step counts as better even if it raises ||M - I||: only M_0 may have eigenvalues above 1
         better = (new < error) | first
-        # the error may rise while some eigenvalues are far from 1; otherwise a rise is caused by rounding, and the
-        # iteration ends
+        # a rise of the error ends the iteration only if all eigenvalues are near 1, where rounding causes it
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 

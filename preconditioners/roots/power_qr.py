@@ -213,7 +213,7 @@ def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
     d = x.shape[-2]
     if x.device.type == "cpu" and d * x.element_size() % _SAME_SET == 0:
         x = _below_by_zeros(x)
-    # computes Q from the Householder vectors directly, because torch.linalg.qr would also copy R
+    # Q is computed from the Householder vectors directly, because torch.linalg.qr would also copy R
     packed, tau = torch.geqrf(x)
     return torch.linalg.householder_product(packed, tau)[..., :d, :], packed[..., :d, :]
 

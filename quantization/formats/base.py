@@ -237,8 +237,7 @@ class Blockwise(Format, ABC):
         s = torch.where(s == 0, 1.0, s)
         if at_once and _ordinary(s):
             return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **stored}
-        # Where the reciprocal of a scale would over- or underflow in float32, numbers and scale are first multiplied by
-        # a power of two.
+        # numbers and scale are first multiplied by a power of two where 1 / scale would over- or underflow
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
         factors = self.span / (s * move)
         z = map_blocks(torch.mul, rows, move.to(x.dtype), self.block_size)

@@ -55,8 +55,7 @@ itself made from the schema.
 
 
 class ComponentType(ModelMetaclass):
-    # The metaclass of components. It checks calls of a component, and makes the texts that `help`, `dir` and completion
-    # show.
+    # The metaclass of components. It defines calls of a component, and what `help`, `dir` and completion show.
 
     if not TYPE_CHECKING:  # type checkers read the fields instead
 
@@ -447,8 +446,7 @@ def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
 def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
     """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names."""
     faults = error.errors()
-    # wrong items of a tuple are not counted, so that pydantic may report the tuple as too short as well; this second
-    # fault is left out
+    # pydantic drops the wrong items of a tuple, and may then report it as too short; that fault is left out
     inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     return list(dict.fromkeys(_fault(detail, data, where) for detail in faults))
@@ -473,8 +471,7 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     field, whole = message.partition(": ")[0], isinstance(got, Mapping)
     if whole and field in got:
         got, whole = got[field], False
-    # the value is left out if the message begins with a field and contains the value already, or if the value would be
-    # a component with all its fields
+    # no ', got ...' if a message about a field contains the value, or if the value is a whole component
     said = _names_field(message) and (whole or short(got).lower() in message.lower())
     said = said or ", got " in message
     return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")

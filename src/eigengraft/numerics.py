@@ -199,7 +199,7 @@ def block_norm(x: Tensor) -> Tensor:
     A block is not scaled if its largest entry is in a range of safe squares. A CPU skips the scaling if the norms show
     that no block needs it.
     """
-    # made contiguous, because torch adds entries with other strides in another order, and strides differ between ranks
+    # blocks are made contiguous, because strides differ between ranks, and torch's order of addition depends on them
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])

@@ -159,7 +159,7 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # called explicitly, because backward runs in another thread, in which the dispatch mode is not active
+        # the mode is called here, because it is not active in the other thread in which backward runs
         return _entered().__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -322,8 +322,7 @@ class _Device(TorchDispatchMode):
                 stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # the two settings make `model.to(device)` keep its parameter objects, and make the copy in
-            # `torch.tensor(x, device=...)` visible to dispatch modes
+            # with these settings `model.to` keeps parameter objects, and modes see the copy in `torch.tensor`
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
@@ -359,7 +358,7 @@ class _Device(TorchDispatchMode):
             return func(*known[0], **known[1])
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         here = target == self.place.type
-        # memory cannot be pinned without a device; copies that do not block are counted instead
+        # pin_memory is ignored, because memory cannot be pinned without a device
         kwargs.pop("pin_memory", None)
         if not own and not here:
             if name in ("_pin_memory", "is_pinned"):

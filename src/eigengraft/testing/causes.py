@@ -58,7 +58,7 @@ class RandomStates(NamedTuple):
         return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
 
     def drawn_from(self) -> str | None:
-        """Return, as text, a generator whose state has changed since these states were recorded; None if there is none."""
+        """Return, as text, a generator whose state has changed since these states were recorded; None for none."""
         now = RandomStates.now()
         names = ("torch's global generator", "NumPy's global generator", "the global generator of Python's `random`")
         return next((name for name, old, new in zip(names, self, now, strict=True) if old != new), None)

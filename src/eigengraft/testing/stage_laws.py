@@ -349,7 +349,7 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
                     alone.keys() == together.keys(), f"measures(): the names {[*together]} are required, got {[*alone]}"
                 )
                 for name, values in alone.items():
-                    # a residual may be a rounding error, and a product of a single matrix is rounded differently
+                    # the tolerance allows for products of a single matrix, which are rounded differently
                     close = torch.isclose(values[0], together[name][i], rtol=1e-6, atol=1e-8, equal_nan=True)
                     require(
                         bool(close), f"measures() '{name}': {values[0]} is required, got {together[name][i]} in a stack"
