@@ -109,9 +109,10 @@ class Cadence(Component, ABC, family="cadence"):
 
     @final
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield spans (start, stop, first) of the blocks that are due.
+        """Yield the spans (start, stop, first) of the blocks of a stack that are due. first: True at the first refresh
+        of the blocks.
 
-        earliest: see `first_due`.
+        earliest: first step at which the stage can refresh, as in `first_due`.
         """
         start, steps, uniform = self.first_due(earliest), context.steps, context.uniform
         if uniform is not None and uniform <= start:

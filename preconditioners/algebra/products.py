@@ -38,14 +38,16 @@ def as_matrices(x: Tensor) -> Tensor:
 
 
 def unfold(x: Tensor, axis: int) -> Tensor:
-    """Return the blocks as matrices `[N, d, p q]` with `axis` first. The result is a view if the layout allows it."""
+    """Return the blocks x `[N, *block]` as matrices `[N, d, rest]` with `axis` first: d is its length, and rest the
+    product of all other lengths. The result is a view if the layout allows it.
+    """
     if x.ndim == 3:
         return x.mT if axis else x
     return x.movedim(axis + 1, 1).reshape(x.shape[0], x.shape[axis + 1], -1)
 
 
 def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
-    """Return the blocks `[N, *block]` whose unfolding along `axis` is y `[N, d, p q]`. This inverts `unfold`.
+    """Return the blocks `[N, *block]` whose unfolding along `axis` is y `[N, d, rest]`. This inverts `unfold`.
 
     shape: shape `[N, *block]` of the result.
     """
@@ -56,8 +58,9 @@ def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
     """Return the product of x along one axis with a matrix: sum_j matrix[i, j] x[p, j, q] for x as `[N, p, d, q]`.
 
-    For a middle axis, p separate products with q columns each may be slow. If q is small, x is copied so that this axis
-    is the first one, and one large product is computed.
+    d is the length of the axis, and p and q are the products of the lengths before and after it. For a middle axis, p
+    separate products with q columns each may be slow. If q is small, x is copied so that this axis is the first one,
+    and one large product is computed.
 
     x: blocks `[N, *block]`.
     matrix: `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
@@ -86,8 +89,9 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 _FEW = 16
 """Number of columns below which products are slow, because the columns do not fill a vector register."""
 _LONG = 4
-"""Ratio d / q of an axis's length to the number of columns above which one product of a copy of x is faster than p
-products."""
+"""Ratio of the length of a middle axis to the product of the lengths after it, above which one product of a reordered
+copy is faster than a separate product for each index of the axes before it.
+"""
 
 _SHORT = 64
 """Product of the lengths of adjacent axes below which these axes are rotated together, by one Kronecker product.
@@ -205,7 +209,7 @@ def kronecker(factors: Sequence[Tensor]) -> Tensor:
 
 
 def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
-    """Return Y Z^T `[N, d, d]`, which is symmetric."""
+    """Return the product Y Z^T `[N, d, d]` of stacks y and z `[N, d, rest]` for which this product is symmetric."""
     if multiplied_in_float32(y):
         return symmetric_product(y.float(), z.float()).to(y.dtype)
     if not _halved(y):
@@ -238,7 +242,7 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """Return a copy of rows `[c, k]` with padding between the rows.
+    """Return a copy of the rows of a matrix `[c, k]` with padding between the rows.
 
     With the padding, entries of a column are in different sets of a CPU's cache, so that columns are read faster.
     """
@@ -247,7 +251,8 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if a symmetric product is faster in panels.
+    """Return True if a symmetric product is faster when only one triangle is computed, in panels, as `add_symmetric`
+    does.
 
     In bfloat16 this needs at least 768 rows, because torch multiplies a full stack of matrices at once.
     """

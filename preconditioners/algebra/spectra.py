@@ -33,9 +33,11 @@ def condition(a: Tensor, symmetric: bool = True) -> Tensor:
 
 
 def off_diagonal_share(m: Tensor) -> Tensor:
-    """Return ||M - diag M||_F / ||M||_F of each matrix, `[N]`.
+    """Return ||M - diag M||_F / ||M||_F of each matrix M = Q^T A Q, `[N]`, for a statistic A and its basis Q.
 
-    The share is 0 if the columns of Q are eigenvectors, at most 1, and nan where M is zero.
+    The share is 0 if the columns of Q are eigenvectors of A, at most 1, and nan where M is zero.
+
+    m: M `[N, r, r]`.
     """
     known, m = _finite(m)
     rest = m - torch.diag_embed(m.diagonal(dim1=-2, dim2=-1))
@@ -43,9 +45,10 @@ def off_diagonal_share(m: Tensor) -> Tensor:
 
 
 def turning_angle(a: Tensor, q: Tensor) -> Tensor:
-    """Return the mean angle in degrees between a column q of Q and A q, weighted by q^T A q, `[N]`.
+    """Return the mean angle in degrees by which a statistic A turns the columns q of its basis Q, `[N]`.
 
-    The angle is 0 if all columns are eigenvectors.
+    This is the angle between q and A q, and its weight in the mean is q^T A q. The angle is 0 if all columns are
+    eigenvectors.
     """
     known, a = _finite(a)
     q = q.double()
@@ -58,7 +61,9 @@ def turning_angle(a: Tensor, q: Tensor) -> Tensor:
 
 
 def orthogonality(q: Tensor) -> Tensor:
-    """Return ||Q^T Q - I||_F / sqrt(r), the distance of the columns of each basis from orthonormal columns, `[N]`."""
+    """Return ||Q^T Q - I||_F / sqrt(r) of each basis Q `[N, d, r]`, the distance of its columns from orthonormal
+    columns, `[N]`.
+    """
     known, q = _finite(q)
     gram = torch.bmm(q.mT, q)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
@@ -89,7 +94,7 @@ def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (known, x64).
+    """Convert stacked matrices x to float64, and find the finite ones. Return (known, x64).
 
     known: bool `[N]`, True for matrices of x that are finite.
     x64: x in float64, with ones in place of every matrix that is not finite.

@@ -57,7 +57,7 @@ class AdaptiveRotation(Stage):
         return {"inner": Inner(self.chain, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
-        """Return the axis that is rotated."""
+        """Return the axis of a block that is rotated."""
         return 0 if self.side == "left" else min(range(len(block)), key=lambda axis: block[axis])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -87,7 +87,7 @@ class AdaptiveRotation(Stage):
         return mode_product(self._mapped(state, direction, q, axis, context), q, axis)
 
     def _mapped(self, state: State, direction: Tensor, q: Tensor, axis: int, context: StepContext) -> Tensor:
-        """Return f(Q^T d)."""
+        """Return f(Q^T d), the result of the inner chain f for the direction d in the coordinates of the rotation Q."""
         turned = mode_product(direction, q.mT, axis)
         return self._inner(state, turned, turned, context)
 

@@ -63,7 +63,9 @@ class NoiseMetric(Stage):
         return found * per_block(safe_ratio(block_norm(made), block_norm(found)), found)
 
     def _inverse_root(self, means: Tensor) -> Tensor:
-        """Return the diagonals `[N, n]` of B^(-1/2) or A^(-1/2) of N blocks, from mean variances `[N, n]`."""
+        """Return the diagonals `[N, n]` of the inverse square roots of the metrics (B or A) that follow from mean
+        variances `[N, n]`.
+        """
         ratio = safe_ratio(means, means.mean(-1, keepdim=True).expand_as(means))
         ratio = torch.where(ratio > 0, ratio, 1.0)
         return ratio.pow(self.power).clamp(1 / self.bound, self.bound).rsqrt()

@@ -89,12 +89,14 @@ class PartnerBasis(Stage):
 
 
 def _is_matrix(slot: Slot) -> bool:
-    """Return True if a slot is a matrix that P transforms from both sides."""
+    """Return True if a slot is a matrix, such as a statistic, that a change of coordinates P transforms from both
+    sides.
+    """
     return slot.role in ("statistic", "root") and slot.frame == "none"
 
 
 def _inverse(r: Tensor) -> Tensor:
-    """Return the pseudoinverse of R."""
+    """Return the pseudoinverses of triangular matrices R `[N, r, r]`."""
     found: Tensor = torch.linalg.pinv(r, rtol=r.shape[-1] * torch.finfo(r.dtype).eps)
     return found
 

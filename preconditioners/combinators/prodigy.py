@@ -65,7 +65,9 @@ class Prodigy(Stage):
         return out * scale
 
     def _estimate(self, state: State, context: StepContext) -> Tensor:
-        """Compute the next D `[N]`, store it and return it. All blocks that are at the same step have the same D."""
+        """Compute the next estimate D `[N]` of the step size, store it and return it. All blocks that are at the same
+        step have the same D.
+        """
         d = state["d"]
         gain, size = (number_like(context.total(state, name), d) for name in ("gain", "size"))
         found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
@@ -76,9 +78,10 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
-        """Update r (slot `gain`), s and sum |s| (slot `size`), which are stored divided by `start`.
+        """Update the state from which the next D follows: r (slot `gain`), s, and sum |s| (slot `size`). They are
+        stored divided by `start`.
 
-        d: the present D, `[N]`.
+        d: the present estimate D of the step size, `[N]`.
         """
         now = context.tensor("parameter", gradient)
         fresh = per_block(context.step <= 1, gradient)

@@ -89,13 +89,13 @@ class Projected(Stage):
         return {"inner": Inner(self.chain, inner_block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
-        """Return the axis that is projected."""
+        """Return the axis of a block that is projected."""
         if self.side == "smaller":
             return min(range(len(block)), key=lambda axis: (block[axis], -axis))
         return 0 if self.side == "left" else len(block) - 1
 
     def _columns(self, block: tuple[int, ...]) -> int:
-        """Return the number r of coordinates."""
+        """Return the number r of coordinates that a projected axis has."""
         return min(self.rank, block[self._axis(block)])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -138,7 +138,14 @@ class Projected(Stage):
         return mode_product(n, p, axis) + self._limited(state, rest)
 
     def _scales(self, n: Tensor, r: Tensor, axis: int) -> Tensor:
-        """Return s_j = ||N_j|| / ||R_j||, shaped to multiply blocks, and 0 where R_j is 0."""
+        """Return s_j = ||N_j|| / ||R_j||, shaped to multiply blocks, and 0 where R_j is 0.
+
+        j is an index of the axes that are not projected; with `per: block` there is one ratio for each block.
+
+        n: N, the result of the inner chain.
+        r: R, the projected direction.
+        axis: the projected axis.
+        """
         if self.per == "block":
             return per_block(safe_ratio(block_norm(n), block_norm(r)), n)
         norms = (torch.linalg.vector_norm(x, dim=axis + 1, keepdim=True) for x in (n, r))

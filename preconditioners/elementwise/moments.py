@@ -290,7 +290,7 @@ class RMS(Stage):
         return {**own, "product": PRODUCT} if self.scheduled("beta") and self._corrected() else own
 
     def _moment(self, block: tuple[int, ...]) -> Slot:
-        """Return the slot of v."""
+        """Return the slot of the second moment v for blocks of this shape."""
         per, plain = self._per(block), self.source == "gradient" and not self.scheduled("beta")
         if per == "block":
             return Slot((), role="second_moment")
@@ -314,17 +314,19 @@ class RMS(Stage):
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
 
     def _correction(self, state: State, exponent: float, like: Tensor, context: StepContext) -> Tensor:
-        """Return c^e, the divisor of v^e in the formula, shaped like `like`."""
+        """Return c^e, by which v^e is divided, shaped like `like`. c = 1 - b^t is the bias correction of the second
+        moment v, and e the exponent.
+        """
         if "product" in state:  # beta is scheduled
             return per_block((1 - _multiplied(state, self.beta)) ** exponent, like).to(like.dtype)
         return context.correction(self.beta, like, exponent=exponent)
 
     def _corrected(self) -> bool:
-        """Return True if v has bias correction, so that c is not 1."""
+        """Return True if the second moment v has bias correction."""
         return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
-        """Update v by the squares of x and return v."""
+        """Update the second moment v by the squares of x, store it, and return it."""
         v = state["v"]
         weight = 1 - self.beta if self.beta < 1 and self.damped else 1.0
         per = self._per(state.block)

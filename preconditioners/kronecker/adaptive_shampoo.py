@@ -92,7 +92,11 @@ class AdaptiveShampoo(Factored):
             self._decompose(state, axis, a, (rows, due))
 
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
-        """Return the damping `[N]` that keeps h at `threshold` if no statistic is decomposed."""
+        """Return the damping `[N]` with which the estimated error h of the stale root is `threshold`. Without a new
+        decomposition, this is the next damping.
+
+        a: the present statistic A `[N, d, d]`.
+        """
         q, values, damping = state[f"basis.{axis}"], state[f"values.{axis}"], state[f"damping.{axis}"]
         damped, e = values + damping[:, None], float(self._exponent(state.block, axis))
         half = to_power(damped.clamp_min(tiny(a.dtype)), -0.5)
@@ -104,7 +108,7 @@ class AdaptiveShampoo(Factored):
         return wanted
 
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
-        """Replace S by A where a decomposition is due and succeeds.
+        """Replace S, the decomposed statistic, by the present statistic A where a decomposition is due and succeeds.
 
         a: A `[N, d, d]`.
         due: (indices of the rows to decompose, bool `[N]`). The bool is True for blocks that use the decomposition. On

@@ -164,7 +164,7 @@ class Factored(Stage):
             self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
-        """Return the matrix of every axis that has one, by axis."""
+        """Return the matrix, a root or a basis, of every axis that has a factor, by axis."""
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:

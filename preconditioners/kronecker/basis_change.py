@@ -75,8 +75,8 @@ class Turn:
         return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
-        """Return R^T x along an axis without computing R, as Q_new^T (Q_old x). Return None if R is given, or if it
-        takes fewer operations to compute R and multiply x by R^T.
+        """Return R^T x along an axis without computing the rotation R, as Q_new^T (Q_old x). Return None if R is given,
+        or if it takes fewer operations to compute R and multiply x by R^T.
         """
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
@@ -115,7 +115,7 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
 
 
 def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
-    """Return R^T x along the axes of all turns.
+    """Return x multiplied along the axis of each turn by R^T, where R is the rotation of the turn.
 
     by_rotation: True to compute R and use it for the product, because another slot needs R too.
     """
@@ -129,7 +129,7 @@ def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
 
 
 def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
-    """Return x with its columns in the order of each turn."""
+    """Return x with the entries along the axis of each turn in the new order of the columns of the basis."""
     for axis, turn in turns.items():
         x = x if turn.order is None else reordered(x, axis, turn.order)
     return x
@@ -166,7 +166,8 @@ def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
 
 
 def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
-    """Return the marginals d_i `[N, d]` of an axis, in the unit of `a`. Entries below the rounding error are set to 0.
+    """Return the marginals d_i = diag(Q_i^T A_i Q_i) `[N, d]` of an axis, in the unit of `a`. Entries below the
+    rounding error are set to 0.
 
     a: statistic A_i `[N, d, d]` in any unit.
     basis: Q_i `[N, d, d]`. None: the statistic is already in the basis.
@@ -184,7 +185,8 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """Return the weights w_i `[N, d]` of an axis.
+    """Return the weights w_i `[N, d]` of the entries along an axis, in sums over this axis, for statistics that are
+    whitened along it.
 
     The weights are the eigenvalues d_i divided by their mean, clamped to at least `floor`, and raised to `exponent`.
     """
@@ -198,8 +200,9 @@ def fit_second_moments(
     """Fit the second moments of a chain to marginals after its basis has changed, and limit the updates that follow.
 
     slots: the slots of the chain, as `chain_slots` yields them.
-    marginals: d_i by axis of the block.
-    weights: w_j by axis of the block. Empty: the statistics are not whitened.
+    marginals: by axis i of the block, the sums d_i of squared gradients over all other axes, which follow from the
+        statistic.
+    weights: by axis j of the block, the weights w_j in sums over this axis. Empty: the statistics are not whitened.
 
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
     y^T / mean(x) with vectors x and y. If the marginals of both vectors are known, a full correction of both would
@@ -242,11 +245,12 @@ def _moments(
 
 
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
-    """Return the factor c `[N]` of v, as `fit_second_moments` describes it.
+    """Return the factor c `[N]` of second moments v, as `fit_second_moments` describes it.
 
     Entries of v below the rounding error, for example in directions without gradients, are ignored.
 
     first: the first moments m.
+    v: the second moments.
     decay: decay b of v.
     """
     mean = v.flatten(1).mean(-1)
@@ -268,7 +272,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
     """Return the marginals of the axes that a slot has, by axis of the slot.
 
-    marginals: d_i by axis of the block.
+    marginals: the marginals by axis of the block.
     """
     places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
     return {place: marginals[axis] for axis, place in places.items() if place is not None}
@@ -323,9 +327,9 @@ def fit_(
 ) -> Tensor:
     """Scale v in place, v <- v * prod_i (d_i / s_i)^power, and then scale v to its former sum. Return v.
 
-    This is one step of iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. With power 1,
-    the fitted v has exactly the marginals d_i if v is an outer product of one vector for each axis, or has a single
-    axis.
+    s_i are the present sums of v over all axes except i, and d_i the sums that v should have. This is one step of
+    iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. With power 1, the fitted v has
+    exactly the marginals d_i if v is an outer product of one vector for each axis, or has a single axis.
 
     marginals: d_i by axis of v, in any unit. An entry of 0 means that the marginal is not known there.
     weights: w_j by axis of v. With weights, s_i is the sum of v prod_(j != i) w_j. None: there are no weights.
@@ -340,8 +344,8 @@ def fit_(
 
 
 def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: float) -> dict[int, Tensor]:
-    """Return by axis the factor (d_i / s_i)^power that `_factor` computes. Axes of equal length are computed as one
-    tensor.
+    """Return by axis i the factor (d_i / s_i)^power that `_factor` computes, with d_i the wanted sums and s_i the
+    present sums. Axes of equal length are computed as one tensor.
     """
     lengths: dict[int, list[int]] = {}
     for axis, d in marginals.items():
@@ -354,7 +358,8 @@ def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: flo
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d_i / s_i)^power for one axis, with d_i scaled so that d_i and s_i have the same sum.
+    """Return (d_i / s_i)^power for one axis, with the wanted sums d_i scaled so that they have the same total as the
+    present sums s_i.
 
     The factor is 1 where d_i or s_i is 0, because it is not known there.
 

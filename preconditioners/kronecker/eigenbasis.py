@@ -199,8 +199,8 @@ class Eigenbasis(Factored):
     def _fit(self, state: State, found: Mapping[int, Tensor]) -> None:
         """Fit the second moments of the inner chain to the statistics.
 
-        found: diag(Q^T A Q) `[N, d]` by axis, for axes whose solver computed it as a by-product. It is NaN for blocks
-            for which the solver did not compute it.
+        found: by axis, the diagonal `[N, d]` of Q^T A Q, with Q the basis and A the statistic, for axes whose solver
+            computed it as a by-product. It is NaN for blocks for which the solver did not compute it.
         """
         axes = self.factor_axes(state.block)
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
@@ -224,7 +224,10 @@ class Eigenbasis(Factored):
     def _computed(
         self, state: State, axes: Sequence[int], context: StepContext
     ) -> tuple[Tensor, Basis, Diagonal | None]:
-        """Return the old bases of axes with matrices of one shape, as one stack, and the result of the solver."""
+        """Compute the bases of axes with matrices of one shape as one stack.
+
+        Return (the old bases, the result of the solver, a function that computes the diagonal of Q^T A Q or None).
+        """
         unit_free = self.solver.unit_free
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
@@ -267,7 +270,8 @@ class Eigenbasis(Factored):
         return self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
 
     def _turned(self, state: State, axis: int, found: Basis, tried: Tensor | None = None) -> Turn:
-        """Multiply the basis of an axis by P, and rotate the statistic by P. Return the change of basis.
+        """Multiply the basis of an axis by P, the eigenvectors of the statistic in this basis. Rotate the statistic by
+        P, too. Return the change of basis.
 
         found: P, as `_in_basis` returns it.
         tried: bool `[N]`, True where the solver was run. None: it was run for all blocks.

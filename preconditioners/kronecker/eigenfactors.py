@@ -92,7 +92,7 @@ class Eigenfactors(LearnedFactors):
         Return (the next eigenvalues `[N, d]`, bool `[N]`). The bool is True where the new basis and eigenvalues are
         valid, and False where the old ones must be kept.
 
-        m: M `[N, d, d]`.
+        m: M = G G^T `[N, d, d]`, with G the unfolding of the gradient along the axis.
         live: bool `[N]`, False for blocks whose gradient changes nothing.
         """
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
@@ -112,7 +112,9 @@ class Eigenfactors(LearnedFactors):
         return rotate(mode_products(rotated, {axis: self._power(state, axis) for axis in axes}), bases)
 
     def _power(self, state: State, axis: int) -> Tensor:
-        """Return (l + eps max l)^(-e) `[N, d]`, and 1 where l is 0."""
+        """Return (l + eps max l)^(-e) `[N, d]` for the eigenvalues l and the exponent e of an axis. Return 1 where l is
+        0.
+        """
         values = state[f"values.{axis}"]
         peak = values.amax(-1, keepdim=True)
         ridged = (values + self.eps * peak).clamp_min(tiny(values.dtype))

@@ -145,7 +145,8 @@ class Shampoo(Factored):
         return Power(half, half, unit, trace, has_data(estimate))
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return `residual` of each root X: ||A (X^(1/e) A - I)||_F / ||A||_F, with A the present estimate.
+        """Return `residual` of each root X: ||A (X^(1/e) A - I)||_F / ||A||_F, with A the present estimate of the
+        statistic and e the exponent.
 
         The residual therefore contains the change of A since the last refresh.
         """

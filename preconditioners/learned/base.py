@@ -78,22 +78,24 @@ def peak_of(x: Tensor) -> Tensor:
 
 
 Factors = Mapping[int, Tensor]
-"""Factors Q by axis."""
+"""The factors Q of the axes, by axis: matrices `[N, d, d]` or diagonals `[N, d]`."""
 
 
 def factor_transposed(factor: Tensor) -> Tensor:
-    """Return Q^T."""
+    """Return the transpose of a factor Q. A diagonal is returned unchanged."""
     return factor if factor.ndim == 2 else factor.mT
 
 
 def gram(x: Tensor, axis: int, full: bool) -> Tensor:
-    """Return X X^T, or its diagonal if `full` is False."""
+    """Return X X^T `[N, d, d]`, where X `[N, d, rest]` is the unfolding of x along an axis. Return its diagonal `[N,
+    d]` if `full` is False.
+    """
     y = unfold(x, axis)
     return symmetric_product(y, y) if full else y.square().sum(-1)
 
 
 def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
-    """Return x multiplied along an axis by Q^(-T), for Q upper triangular or diagonal."""
+    """Return x multiplied along an axis by Q^(-T), where the factor Q of the axis is upper triangular or diagonal."""
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
     y = apply_aligned(_solved, unfold(x, axis), factor)
@@ -139,5 +141,7 @@ def balanced(factors: Factors) -> dict[int, Tensor]:
 
 
 def scaled(factor: Tensor, values: Tensor) -> Tensor:
-    """Return each factor times its number in `values` `[N]`."""
+    """Return the factors `[N, d, d]` or `[N, d]` of N blocks, each multiplied by the number of the block in `values`
+    `[N]`.
+    """
     return factor * per_block(values, factor)

@@ -93,7 +93,9 @@ class Jorge(LearnedFactors):
         )
 
     def _ridged(self, s: Tensor) -> Tensor:
-        """Return S plus its ridge."""
+        """Return the contribution S = G G^T of the gradient with its ridge, which is `eps` times the mean of its
+        diagonal.
+        """
         ridge = s.diagonal(dim1=-2, dim2=-1).mean(-1) * self.eps
         return s + identity_like(s) * per_block(ridge, s)
 
@@ -105,14 +107,20 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return R (I - e Y + e (e + 1) / 2 Y^2) and log ||X||_F `[N]`."""
+    """Return the next root R (I - e Y + e (e + 1) / 2 Y^2), up to a number, and log ||X||_F `[N]`, with X = R^(1/e) S
+    and Y = X / ||X||_F.
+    """
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
     return r - float(e) * ry + float(e * (e + 1) / 2) * torch.bmm(ry, y), size
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return h R h and log ||X||_F `[N]`."""
+    """Return the next root h R h, up to a number, and log ||X||_F `[N]`, with X = R^(1/2e) S R^(1/2e) and Y = X /
+    ||X||_F.
+
+    h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2 is the square root of the published series, to second order.
+    """
     y, left = _product(r, s, e.denominator // 2)
     y, right = _product(r, y.mT, e.denominator // 2)
     y, half = symmetrized(y), e / 2

@@ -130,7 +130,7 @@ class PSGD(LearnedFactors):
         return {axis: scaled(factor, share) for axis, factor in factors.items()}
 
     def _scale(self, gradient: Tensor) -> Tensor:
-        """Return (mean g^4 + damping^4)^(-1/8) of each block, `[N]`.
+        """Return the initial scale of Q for each block, (mean g^4 + damping^4)^(-1/8) `[N]`, with g the first gradient.
 
         The fourth powers are computed relative to the largest entry, so that they do not over- or underflow.
         """
@@ -143,12 +143,12 @@ class PSGD(LearnedFactors):
         return to_power(fourth, -0.5)
 
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
-        """Return sqrt(L) `[N]` from sqrt(L) of the last step and sqrt(l).
+        """Return sqrt(L) `[N]`, where L is a slowly falling bound of the size l of the descent direction of a factor.
 
         Square roots are stored, because L and l are in units of squared gradients and could overflow.
 
         old: sqrt(L) of the last step.
-        size: sqrt(l).
+        size: sqrt(l) of this step.
         """
         mean = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
         return torch.maximum(mean, size)
@@ -164,8 +164,10 @@ The two terms are positive semi-definite. Their means are equal if the factor wh
 class FactorStep(NamedTuple):
     """One form of the step of a factor, with symbols as in `PSGD`.
 
-    terms: function of the factors, h and the probe v that returns (size, terms).
-    move: function of a factor and m T / L that returns the updated factor.
+    terms: function of the factors, the damped gradient h and the probe v that returns (size, terms). The terms are
+        divided by size^2.
+    move: function of a factor and of m T / L that returns the updated factor, with m the step size, T the descent
+        direction and L its bound.
     probed: True if the terms need the probe v.
     """
 
@@ -175,7 +177,9 @@ class FactorStep(NamedTuple):
 
 
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return size, and by axis the terms A A^T and B B^T with A = Q h, B = Q^(-T) v."""
+    """Return size, and by axis the terms A A^T and B B^T with A = Q h, B = Q^(-T) v. h is the damped gradient, v the
+    probe, and Q the product of the factors.
+    """
     assert v is not None
     a, b = mode_products(h, factors), v
     for axis, q in factors.items():
@@ -187,10 +191,11 @@ def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Ten
 
 
 def triangular_move(q: Tensor, t: Tensor) -> Tensor:
-    """Return Q - triu(T) Q. The result is upper triangular with a positive diagonal, as Q is.
+    """Return Q - triu(T) Q for a factor Q and its step T. The result is upper triangular with a positive diagonal, as Q
+    is.
 
-    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step, because a full step (m = 1)
-    could make an entry 0.
+    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step, because a full step could
+    make an entry 0.
     """
     longest = (t if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1)).amax(-1)
     t = t * per_block(0.9 / longest.clamp_min(0.9), t)
@@ -198,7 +203,9 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return size, and by axis the terms A A^T and (n / d) I with A = P h, P = Q Q."""
+    """Return size, and by axis the terms A A^T and (n / d) I with A = P h, P = Q Q. h is the damped gradient, Q the
+    product of the factors, n the number of entries of a block, and d the length of the axis.
+    """
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)
     a = a / per_block(size, a)
@@ -211,7 +218,9 @@ def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, T
 
 
 def quad_move(q: Tensor, t: Tensor) -> Tensor:
-    """Return (I - T / 2) Q (I - T / 2), which is symmetric and positive definite, as Q is."""
+    """Return (I - T / 2) Q (I - T / 2) for a factor Q and its step T. The result is symmetric and positive definite, as
+    Q is.
+    """
     half = t / 2
     if q.ndim == 2:
         return q * (1 - half).square()

@@ -118,7 +118,9 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), updated, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
-        """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal."""
+        """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal. H_i is the unfolding along axis i of
+        the gradient multiplied by all factors, d_i the length of the axis, and n the number of entries of a block.
+        """
         h = mode_products(
             gradient * math.sqrt(self.batch_size), {axis: factor_transposed(k) for axis, k in factors.items()}
         )
@@ -128,7 +130,9 @@ class SIRF(LearnedFactors):
         return {axis: scaled(gram(h, axis, k.ndim == 3), weights[axis]) for axis, k in factors.items()}
 
     def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
-        """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal."""
+        """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal. H_i = K_i^T M_i
+        K_i, with M_i the second moments of the layer's inputs or outputs, K_i the factor, and B the batch size.
+        """
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
         whitened = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
         means = {axis: h.mean(1) if h.ndim == 2 else h.diagonal(0, 1, 2).mean(1) for axis, h in whitened.items()}
@@ -142,11 +146,11 @@ class SIRF(LearnedFactors):
 
 
 def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
-    """Return K^T M K, or the diagonal of K^T M K if K is diagonal.
+    """Return K^T M K, or the diagonal of K^T M K if the factor K is diagonal.
 
     The result is scaled down so that no entry exceeds `_ceiling`.
 
-    moments: M `[N, d, d]`.
+    moments: M `[N, d, d]`, second moments of a layer's inputs or outputs.
     k: K; None means the identity.
     """
     if k is None:
@@ -160,8 +164,10 @@ def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
 
 
 def _ceiling(dtype: torch.dtype) -> float:
-    """Return the bound to which larger entries of H are scaled down, so that squares and their sums do not overflow.
+    """Return the bound to which entries of whitened statistics are scaled down, so that squares and their sums do not
+    overflow.
 
-    Scaling H down does not change the length of the step, because the step is divided by max(1, ||m_i||) anyway.
+    Scaling such large statistics down does not change the length of a step, because the step is divided by the norm of
+    the factor's momentum if this norm exceeds 1.
     """
     return float(torch.finfo(dtype).max ** 0.4)

@@ -102,7 +102,7 @@ Coefficients = Annotated[
 
 
 def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
-    """Return the triple of each step. If there are more steps than triples, the last triple repeats."""
+    """Return the triple (a, b, c) of each step. If there are more steps than triples, the last triple repeats."""
     known = NAMED_COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients
     return known[:steps] + known[-1:] * (steps - len(known))
 

@@ -63,7 +63,9 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Return Q. In blocks that are updated for the first time, Q consists of random numbers."""
+        """Return the bases Q of the subspaces. In blocks that are updated for the first time, Q consists of random
+        numbers.
+        """
         if context.holds(lambda steps: steps > 1) is True:
             return q
         fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)

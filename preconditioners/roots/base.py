@@ -122,7 +122,8 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
     def regularized(self, values: Tensor) -> Tensor:
         """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
 
-        The solver raises the returned values to -e. A result of 0 marks an eigenvalue that is left out of the root.
+        The solver raises the returned values to -e, with e the exponent of the root. A result of 0 marks an eigenvalue
+        that is left out of the root.
 
         values: eigenvalues `[N, d]` of A, in any order.
         """

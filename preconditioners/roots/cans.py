@@ -30,7 +30,9 @@ OKLS_SCHEDULE = (
 
 
 def _pairs(value: Any) -> Any:
-    """Return a list of lists, as YAML has it, as a tuple of tuples. Return any other value unchanged."""
+    """Convert a list of lists, which is how YAML reads the pairs, to a tuple of tuples. Return any other value
+    unchanged.
+    """
     rows = value if isinstance(value, (list, tuple)) else ()
     return tuple(tuple(row) if isinstance(row, list) else row for row in rows) if rows else value
 

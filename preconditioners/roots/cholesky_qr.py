@@ -72,8 +72,8 @@ class CholeskyQR(BasisSolver):
     def orthonormal(self, aq: Tensor, q: Tensor, checks: list[Tensor]) -> Tensor:
         """Return the orthonormal factor of aq, with the signs of q.
 
-        aq: A Q `[N, d, r]`.
-        q: Q, in whose direction each column of the result is oriented.
+        aq: A Q `[N, d, r]`, the product of the matrices with their last bases.
+        q: Q, the last bases. No column of the result has a negative product with its column of Q.
         checks: list to which, on a device, a bool `[N]` is appended: False where the factor is not orthonormal, so that
             q is returned instead.
         """
@@ -90,7 +90,7 @@ class CholeskyQR(BasisSolver):
         return new
 
     def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (q, good).
+        """Orthonormalize the columns of x by rounds of Cholesky QR. Return (q, good).
 
         q: orthonormal columns with the same span as the columns of x.
         good: bool `[N]`, True where q is orthonormal up to `max_error`.
@@ -105,9 +105,10 @@ class CholeskyQR(BasisSolver):
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:
-    """Return X R^-1 with R^T R = X^T X + s I.
+    """Return X R^-1 with R^T R = X^T X + s I, one round of Cholesky QR. R is the Cholesky factor.
 
-    shifted: True for s = 4 d u, False for s = 0.
+    x: X `[N, d, r]`.
+    shifted: True for the shift s = 4 r u, with u the machine epsilon; False for s = 0.
     """
     gram = torch.bmm(x.mT, x)
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps if shifted else 0

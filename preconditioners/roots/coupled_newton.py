@@ -124,7 +124,9 @@ class Coupled(Iterative):
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 
     def _distance(self, rest: Tensor) -> Tensor:
-        """Return the norm of `rest`, which is M - I, for each matrix, `[N]`."""
+        """Return for each matrix the norm of `rest` `[N, d, d]`, which is the distance M - I of the iterate M from the
+        identity.
+        """
         return largest_entry(rest) if self.norm == "max" else block_norm(rest)
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = Fal
     """Return a basis of eigenvectors by descending eigenvalue, computed by an eigendecomposition.
 
     columns: number of eigenvectors; None for all.
-    host: as in `eigh`.
+    host: True to decompose matrices of a device on the host, as in `eigh`.
     """
     _, vectors, ok = eigh(a, host)
     return Basis(vectors.flip(-1)[..., :columns], None, ok)
@@ -103,7 +103,9 @@ def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
-    """Return bool `[N]`, True where ||B - diag B||_F > tolerance ||B||_F (Eschenhagen et al. 2025)."""
+    """Return bool `[N]`, True where a matrix B is not diagonal: ||B - diag B||_F > tolerance ||B||_F (Eschenhagen et
+    al. 2025).
+    """
     rest = b - torch.diag_embed(b.diagonal(dim1=-2, dim2=-1))
     return block_norm(rest) > tolerance * block_norm(b)
 
@@ -189,10 +191,10 @@ class Eigh(RootSolver, ByDevice):
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:
-        """Return f(lambda) `[N, d]` by the field `deficiency`. A result of 0 marks an eigenvalue that is left out of
-        the root.
+        """Return the eigenvalues f(lambda) `[N, d]` from which the root is computed, by the field `deficiency`. A
+        result of 0 marks an eigenvalue that is left out of the root.
 
-        values: eigenvalues lambda `[N, d]`; with `perturb_before`, the eigenvalues of A + r I.
+        values: eigenvalues lambda `[N, d]`; with `perturb_before`, the eigenvalues of A + r I with the ridge r.
         """
         if values.shape[1] == 0:
             return values

@@ -87,11 +87,12 @@ class Iterative(RootSolver):
 
     @abstractmethod
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
-        """Return a root of C^-e.
+        """Return a matrix X and a whole number `power` for which X^power = C^-e, with the error and the number of
+        steps.
 
-        c: C `[N, d, d]`.
+        c: C `[N, d, d]`, scaled matrices that contain the ridge.
         exponent: e.
-        ridge: the ridge that C contains, in units of the size of A; 0 if the ridge is not known on the host.
+        ridge: the ridge that C contains, in units of the size of the original matrix; 0 if it is not known on the host.
         """
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
@@ -123,10 +124,7 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Return the roots of one attempt.
-
-        times: factor by which the ridge is multiplied.
-        """
+        """Return the roots of the matrices, computed once with a ridge that is multiplied by `times`."""
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)

@@ -71,7 +71,7 @@ class PowerQR(BasisSolver, ByDevice):
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
 
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
-        """Return the basis after all steps, and the QR factors of the last step."""
+        """Return the basis after all steps of orthogonal iteration, and the QR factors of the last step."""
         order, factors = _sorted_step(a, q)
         ok = factors.finite
         for _ in range(self.steps - 1):
@@ -81,9 +81,10 @@ class PowerQR(BasisSolver, ByDevice):
 
 
 def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
-    """Return o and the QR factors of A Q[:, o], where o sorts columns by descending diag(Q^T A Q).
+    """Return the order o that sorts columns by descending diag(Q^T A Q), and the QR factors of A Q[:, o].
 
-    For a matrix A of zeros, the order of the columns and the basis do not change.
+    A are the matrices, and Q their bases. For a matrix A of zeros, the order of the columns and the basis do not
+    change.
     """
     aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
     descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
@@ -100,7 +101,7 @@ def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal)
 
     Columns are first sorted by descending diag(Q^T A Q).
 
-    aq: A Q.
+    aq: A Q, the product of the matrices A with their bases Q.
     order: `[N, r]`, the order of the columns of q with respect to the basis of the last refresh.
     orthonormal: function that orthonormalizes A Q.
     """
@@ -111,16 +112,19 @@ def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal)
 def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return aq, q and order with columns sorted by descending diag(Q^T A Q).
 
-    aq: A Q.
+    aq: A Q, the product of the matrices A with their bases Q.
+    q: Q.
+    order: `[N, r]`, an index for each column.
     """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
     return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
 
 
 def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
-    """Return diag(Q^T A Q) `[N, r]`.
+    """Return diag(Q^T A Q) `[N, r]` for matrices A and their bases Q.
 
     aq: A Q, with the entries of each column contiguous in memory.
+    q: Q.
     """
     by_columns = torch.mul(q, aq) if q.mT.is_contiguous() else transposed(q).mT.mul_(aq)
     return by_columns.sum(-2)
@@ -141,7 +145,7 @@ def householder(aq: Tensor, q: Tensor) -> Tensor:
 
     aq is scaled first, so that the QR neither over- nor underflows for any size of A.
 
-    aq: A Q.
+    aq: A Q, the product of the matrices A with their bases Q.
     q: Q.
     """
     return same_signs(QRFactors.of(aq, q).q, q)

@@ -166,7 +166,7 @@ class Axes(Component):
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Cache of `of`, by block."""
+        """Results of `of`, by block."""
         return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
