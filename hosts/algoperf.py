@@ -89,7 +89,7 @@ def update_params(  # noqa: PLR0913  the signature is AlgoPerf's
     rng: Any,
     train_state: Any = None,
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Make one step."""
+    """Make one training step with a batch. Return the state of the optimizer, the model and the state of the model."""
     model, optimizer = current_param_container, optimizer_state["optimizer"]
     given = {} if hyperparameters is None else hyperparameters._asdict()
     optimizer.train()
@@ -150,5 +150,5 @@ def data_selection(  # noqa: PLR0913  the signature is AlgoPerf's
     global_step: int,
     rng: Any,
 ) -> dict[str, Any]:
-    """Return the next batch."""
+    """Return the next batch of the input queue."""
     return next(input_queue)

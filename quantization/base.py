@@ -21,7 +21,7 @@ FORMAT_VERSION = 2
 class Location(NamedTuple):
     """Memory in which tensors of a slot are stored between steps, where that is not the memory of their device.
 
-    to: pinned memory of the host, or a file.
+    to: "cpu" for pinned memory of the host, "disk" for a file.
     directory: directory of the file. None: that of TMPDIR.
     """
 

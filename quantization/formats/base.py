@@ -27,7 +27,7 @@ from .codebooks import CACHE_ELEMENTS, Codebook, dynamic, scratch
 
 
 def block_count(n: int, size: int) -> int:
-    """Return ceil(n / B), the number of blocks in a row of n numbers.
+    """Return ceil(n / B), the number of blocks of B numbers in a row of n numbers. The last block may be shorter.
 
     size: B.
     """
@@ -47,7 +47,10 @@ def block_views(x: Tensor, size: int) -> list[Tensor]:
 
 
 def block_maxima(x: Tensor, size: int) -> Tensor:
-    """Return max |x| of each block, `[..., n] -> [..., b]`; NaN if a block contains NaN."""
+    """Return max |x| of each of the b blocks in a row, `[..., n] -> [..., b]`; NaN if a block contains NaN.
+
+    size: number of numbers in a block.
+    """
     found = [largest_size(piece, -1) for piece in block_views(x, size)]
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
@@ -212,15 +215,16 @@ class Blockwise(Format, ABC):
 
     @abstractmethod
     def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        """Return the codes of z `[N, ..., n]`. The call may overwrite z.
+        """Return the codes of z `[N, ..., n]`, numbers that are scaled to [-span, span]. The call may overwrite z.
 
-        uniform: as in `encode`.
+        uniform: function that draws random numbers in [0, 1); None: values are rounded to nearest.
         out: tensor to which the codes are written; None for a new tensor.
         """
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the values y = z / span `[N, ..., n]` of codes.
+        """Return the values `[N, ..., n]` in [-1, 1] that codes stand for. They are still to be multiplied by the
+        scales of their blocks.
 
         n: length of a row of values.
         out: tensor to which the values are written if the format supports this shape; None for a new tensor.
@@ -251,7 +255,7 @@ class Blockwise(Format, ABC):
         z and its codes are computed for a few rows at a time, so that this part of z stays in a CPU's cache until its
         codes are written.
 
-        factors: span / s for each block.
+        factors: for each block, the factor that scales its numbers to [-span, span].
         """
         size, n = self.block_size, rows.shape[-1]
         width = even_width(n, size)

@@ -55,7 +55,8 @@ class BFloat16(Format):
 class SplitFloat(Format):
     """x = h + k/127 ulp(h)/2  with h in bfloat16 and k in int8:  3 bytes, a relative error of at most 2^-16
 
-    Storing the residual in units of half an ulp is the method of FlashOptim (2026).
+    ulp(h) is the distance from |h| to the next larger bfloat16. Storing the rest x - h in units of half an ulp is the
+    method of FlashOptim (2026).
     """
 
     kind: Literal["split_float"] = "split_float"
@@ -107,7 +108,8 @@ def _stochastic(x: Tensor, uniform: Uniform) -> Tensor:
 
 
 def _half_ulp(high: Tensor) -> Tensor:
-    """Return ulp(h) / 2 in float32, which is 2^-8 times the largest power of two <= |h|.
+    """Return half the distance from |h| to the next larger bfloat16, in float32: 2^-8 times the largest power of two <=
+    |h|.
 
     For subnormal h, the result is that of the smallest normal number.
     """

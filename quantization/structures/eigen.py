@@ -44,7 +44,9 @@ class Eigen(Structure):
         return replaced_where(ok, encoded, before)
 
     def _basis(self, x: Tensor, before: Encoded | None) -> Tensor:
-        """Return V `[N, d, d]`, decoded from the last encoding, or the identity if there is none."""
+        """Return the basis V `[N, d, d]` of eigenvectors, decoded from the last encoding, or the identity if there is
+        none.
+        """
         if before is None:
             return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
         return self._vectors(before, Slot(tuple(x.shape[1:]), role="statistic"), x.dtype)

@@ -30,7 +30,7 @@ def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dt
 
     Every multiple of 2^-p in [0, 1) is equally likely, with p the precision of `dtype` in bits.
 
-    seeds, step: int64 `[N]`.
+    seeds, step: seed and step of each block, int64 `[N]`.
     stream: number of the purpose of the numbers; each purpose has a stream of its own.
     """
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))

@@ -216,8 +216,9 @@ def block_norm(x: Tensor) -> Tensor:
 
 
 _SMALLER = 4096
-"""Ratio to the largest entry of a block, down to which squares do not underflow: entries below it do not change a norm
-in float32."""
+"""Ratio of the largest entry of a block to the smallest entry whose square must not underflow. Even smaller entries do
+not change a norm in float32.
+"""
 
 
 def signs(x: Tensor) -> Tensor:
@@ -627,8 +628,8 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 _SAFE = 2.9
-"""Value below which the bound on |V|_2^2 must be if `rectified` does not scale V down. It is less than 3 to allow for
-rounding errors.
+"""Value of a bound on the squared spectral norm of a matrix V, up to which `rectified` does not scale V down. It is
+less than 3 to allow for rounding errors.
 """
 
 
@@ -653,7 +654,8 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """Return c `[N]`, at most 1, such that singular values of c V are below sqrt 3.
+    """Return a number c `[N]` of at most 1 for each matrix V `[N, d, r]`, such that the singular values of c V are
+    below sqrt 3.
 
     c is 1 if the bound of `rectified` shows that V needs no scaling.
     """
@@ -661,7 +663,7 @@ def safe_factor(v: Tensor) -> Tensor:
 
 
 def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (c V, c^2 V^T V, c) with c as in `safe_factor`.
+    """Return (c V, c^2 V^T V, c) for matrices V `[N, d, r]`, with c `[N]` as in `safe_factor`.
 
     With E = V^T V - I, |V|_2^2 has the bounds 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4), which grow with
     r^(1/2), r^(1/4) and r^(1/8) for errors of one size. For columns that are stored in 3 bits, the second bound reaches

@@ -59,7 +59,7 @@ class Segment(BaseModel):
         return self.fraction * total_steps
 
     def at(self, x: float) -> float:
-        """Return the number at x in [0, 1]."""
+        """Return the number of this segment at x in [0, 1], the fraction of the segment that has passed."""
         if x in (0, 1):
             return self.end if x else self.start
         if self.shape == "half_life":

@@ -67,7 +67,8 @@ class StateKey(NamedTuple):
 
     @staticmethod
     def join(first: str | int, rest: str) -> str:
-        """Return the text of a key from the texts of its two halves; cheap enough for every step.
+        """Return the text of a key, joined from the texts of its two parts. The function is fast enough to be called in
+        every step.
 
         >>> StateKey.join("update.momentum", "m"), StateKey.join(0, "update.momentum/m")
         ('update.momentum/m', '0/update.momentum/m')
@@ -76,7 +77,7 @@ class StateKey(NamedTuple):
 
     @staticmethod
     def within_block(text: str) -> str:
-        """Return the second half of a key that was joined from a block and the rest.
+        """Return the text of a key without its first part, the block.
 
         >>> StateKey.within_block("0/update.momentum/m")
         'update.momentum/m'
@@ -215,7 +216,7 @@ class Watch(Protocol):
         ...
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """Called with the value that the running hook returned for a direction."""
+        """Called after `apply` returned `value`. direction: the direction that `apply` received."""
 
 
 class DelayedRefreshes(Protocol):
@@ -257,7 +258,7 @@ class Storage:
     delayed: DelayedRefreshes | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
-        """Return the storage of the rows start to stop of the selected ones."""
+        """Return the storage of a slice of the selected rows, from start to stop."""
         counters = self.counters
         if counters is None:
             return self
@@ -412,7 +413,7 @@ class State:
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
     def slice_rows(self, start: int, stop: int) -> Self:
-        """Return the state of the rows start to stop of the selected ones."""
+        """Return the state of a slice of the selected rows, from start to stop."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
         elif isinstance(self.rows, slice):

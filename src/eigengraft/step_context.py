@@ -23,8 +23,8 @@ _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 """Function of steps `[N]` that returns bool `[N]`, True for steps at which a condition holds."""
 TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)
-"""Step for which conditions are evaluated while a program is traced: late in a run, with no interval due. The number p
-is a prime, and (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a multiple of any number from 3 to 500,000.
+"""Step for which conditions are evaluated while a program is traced: late in a run, with no interval due. It is a prime
+p for which (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a multiple of any number from 3 to 500,000.
 """
 
 

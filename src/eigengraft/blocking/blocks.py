@@ -198,6 +198,8 @@ class BlockGrid:
         """Return cut(x), a list of views of x.
 
         The layout of each view is cached by the strides of x, so that the next call makes each view by one operation.
+
+        cut: function that divides x into views.
         """
         key, start = (cut.__name__, x.stride()), x.storage_offset()
         if key not in self._layouts:
@@ -409,7 +411,9 @@ def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]
 
 
 def _along(axis: int, count: Numbers) -> NDArray[np.int64]:
-    """Return the index along one axis, in a shape that broadcasts over a grid of shape `count`."""
+    """Return the indices 0, 1, ... along one axis of a grid of shape `count`, in a shape that broadcasts over this grid
+    of blocks.
+    """
     return np.arange(count[axis]).reshape(*(-1 if k == axis else 1 for k in range(len(count))))
 
 
@@ -444,7 +448,7 @@ class Blocking(Component):
         return self
 
     def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape after merging.
+        """Return the shape of a parameter or matrix after small axes were merged.
 
         If `merge` is set, axes of length 1 are removed. The shape of a scalar becomes (1,).
         """

@@ -200,7 +200,7 @@ class SideMatrix:
 
     @classmethod
     def of(cls, value: Tensor, shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> SideMatrix:
-        """Return the matrix of a parameter of that shape.
+        """Return the matrix `value` over the inputs or outputs (`side`) of a parameter of that shape.
 
         Raises ValueError if the parameter has another number of inputs or outputs.
         """
@@ -241,7 +241,7 @@ def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple
 
 
 def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
-    """Return the inputs or outputs of blocks, `[N, c]`.
+    """Return the numbers of the inputs or outputs that each block has, `[N, c]`.
 
     Raises ValueError if rows of a block differ in their inputs, or columns in their outputs.
 

@@ -33,8 +33,8 @@ PAIR_NAMES = (
     ("lora_down", "lora_up"),
     ("lora_embedding_A", "lora_embedding_B"),
 )
-"""Parts of dotted names by which a pair is recognised: (part in the name of the factor `[r, n]`, part in the name of
-the factor `[m, r]`).
+"""Parts of names by which the two factors of a product B A are recognised: (part in the name of A `[r, n]`, part in the
+name of B `[m, r]`).
 """
 
 

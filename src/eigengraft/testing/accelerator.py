@@ -227,12 +227,12 @@ class _Stream:
         self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
 
     def add(self, work: Callable[[], Any]) -> None:
-        """Let work run after all work of the stream."""
+        """Add a piece of work that is to run after all earlier work of the stream."""
         self._waiting.append(work)
         self.asked += 1
 
     def run(self, number: int) -> None:
-        """Run the first `number` pieces of work that the stream was given, if they did not run yet."""
+        """Run the first `number` pieces of work that were added to the stream, except those that have run already."""
         with self._lock:
             while self._done < number:
                 self._done += 1
@@ -278,7 +278,7 @@ class _Event:
         self._number = self._stream.asked
 
     def run(self) -> None:
-        """Run the work of the stream before the event."""
+        """Run all work that was added to the stream before the event was recorded."""
         self._stream.run(self._number)
 
     def query(self) -> bool:
@@ -291,7 +291,7 @@ class _Event:
 
 
 def _cuda_answers() -> dict[str, Any]:
-    """Return replacements of attributes of `torch.cuda` while the device is entered."""
+    """Return the replacements of attributes of `torch.cuda` while the device is entered, by name."""
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}

@@ -21,7 +21,7 @@ class LawError(AssertionError):
 
 
 class GlobalDrawError(LawError):
-    """A component draws from a global generator of random numbers."""
+    """Error about a component that draws from a global generator of random numbers."""
 
 
 class Case(Protocol):
@@ -46,7 +46,8 @@ class Law(Generic[AnyCase]):
 
     check: function that raises a LawError if the case breaks the law. Any exception of the component breaks it, too.
     skip: function that returns the reason why the law does not apply to a case, or None if it applies.
-    decisive: True if other laws break with this one. It is then checked first, and alone named.
+    decisive: True if other laws break because of this one. A decisive law is checked first, and if it is broken the
+        error names no other law.
     """
 
     check: Callable[[AnyCase], None]

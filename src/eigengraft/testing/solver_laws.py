@@ -238,7 +238,7 @@ def _basis(case: SolverCase) -> BasisSolver:
 
 
 def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
-    """Q^T Q = I, and the basis of c A equals the basis of A."""
+    """Q^T Q = I for each basis Q, and the basis of c A equals the basis of A for numbers c > 0."""
     a = definite()
     q = solve(case.solver, a)
     eye = torch.eye(q.shape[-1], dtype=torch.float64).expand(4, -1, -1)
@@ -280,7 +280,7 @@ def _root(case: SolverCase) -> RootSolver:
 
 
 def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
-    """(U A U^T)^-e = U A^-e U^T and (c A)^-e = c^-e A^-e, and roots are symmetric."""
+    """(U A U^T)^-e = U A^-e U^T for orthogonal U, (c A)^-e = c^-e A^-e for numbers c > 0, and roots are symmetric."""
     a, u, solver = definite(), rotation(6, 1), _root(case)
     root = solve(solver, a)
     require_close(root, root.mT, 1e-14, "a symmetric root")
@@ -328,8 +328,8 @@ def roots_come_with_a_report(case: SolverCase) -> None:
 
 
 def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
-    """Roots of diagonals a are (a + r)^-e, with the ridge r that a full matrix would have. The tolerance is 60 times a
-    relative eps. Only a diagonal that is not finite is marked as failed.
+    """Roots of diagonals a are (a + r)^-e, with the ridge r that a full matrix would have. The tolerance is the larger
+    of 1e-10 and 60 eps, which allows for a relative ridge eps. Only a diagonal that is not finite is marked as failed.
     """
     a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), _root(case)
     exponent = usual_exponent(solver)
@@ -355,7 +355,10 @@ ROOT_LAWS: tuple[Law[SolverCase], ...] = (
 
 
 def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCase) -> None:
-    """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P(X) is close to the polar factor.
+    """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P(X) is close to the polar factor of
+    X.
+
+    P(X) is the result of the solver, c > 0 a number, and U and V are orthogonal.
 
     With rotates=False, rotated matrices are not compared, and neither are square matrices with their transposes.
     """
@@ -441,8 +444,9 @@ def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
 
 
 def bounds_scale_with_the_matrix(case: BoundCase) -> None:
-    """upper(c A) = c upper(A) for c from 1e-30 to 1e30, in float32. It is 0 for zero, and there are no bounds of no
-    matrices."""
+    """upper(c A) = c upper(A) for c from 1e-30 to 1e30, in float32. The bound of a zero matrix is 0, and an empty stack
+    of matrices gives an empty result.
+    """
     a = definite(dtype=torch.float32)
     upper = case.bound.upper(a)
     for scale in (1e-30, 1e30):
@@ -454,7 +458,9 @@ def bounds_scale_with_the_matrix(case: BoundCase) -> None:
 
 
 def bounds_are_not_below_the_eigenvalue(case: BoundCase) -> None:
-    """The bound is at least the largest eigenvalue, up to 2 d roundings, and at most d times it."""
+    """The bound of a d x d matrix is at least its largest eigenvalue, up to 2 d roundings, and at most d times that
+    eigenvalue.
+    """
     for name, a in (("random", definite()), ("rank one", definite()[..., :1] @ definite()[..., :1].mT)):
         largest, upper, d = torch.linalg.eigvalsh(a)[:, -1], case.bound.upper(a), a.shape[-1]
         ratios = (upper / largest).tolist()

@@ -56,7 +56,7 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def _steps(bench: StageBench, gradient: Tensor, direction: Tensor) -> None:
-    """Run two steps: the first of a lagged stage only primes."""
+    """Run two steps with the same gradient, because the first step of a lagged stage only primes it."""
     for _ in range(2):
         bench.step(gradient, direction)
 
@@ -191,7 +191,9 @@ def traits_follow_from_no_shape(case: StageCase) -> None:
 
 
 def entries_are_updated_alone(case: StageCase) -> None:
-    """Entries in another order give the same directions and state in that order."""
+    """Gradients with their entries in another order give the same directions in that order, in every step of a
+    trajectory.
+    """
     for block in case.blocks:
         with on(block):
             given, (straight, _) = case.gradients(block), case.trajectory(block)

@@ -41,7 +41,7 @@ def _drawn(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) -> 
 
 
 def _require_slot(name: str, slot: object, shape: tuple[int, ...]) -> None:
-    """Raise a LawError unless a slot is a number or ends with the axes of its parameter."""
+    """Raise a LawError unless the shape of a slot is (), or ends with the shape of its parameter."""
     if not isinstance(slot, Slot):
         raise LawError(f"slots(): a Slot is required as '{name}', got {type(slot).__name__}")
     fine = slot.shape == () or slot.shape[-len(shape) :] == shape
@@ -207,7 +207,7 @@ def evaluated_iterates_are_like_their_parameters(case: AveragingCase) -> None:
 
 
 def parameters_are_averaged_one_by_one(case: AveragingCase) -> None:
-    """Parameters together, at different steps, have the iterates that they have alone."""
+    """Parameters that are averaged together, at different steps, have the same iterates as each of them alone."""
     together = AveragingBench(case.averaging, apart=True).run(decay=_WEIGHT_DECAY)
     evaluated = case.averaging.evaluated(together.batch())
     for place in range(len(PARAMETER_SHAPES)):
@@ -242,7 +242,7 @@ def dtypes_are_kept(case: AveragingCase) -> None:
 
 
 def slots_are_all_the_memory(case: AveragingCase) -> None:
-    """A copy of parameters and slots continues exactly."""
+    """Training continues exactly from a copy of parameters and slots."""
     one, two = AveragingBench(case.averaging).run(3), AveragingBench(case.averaging)
     for target, source in zip(two.everything(), one.everything(), strict=True):
         target.copy_(source)
@@ -254,7 +254,9 @@ def slots_are_all_the_memory(case: AveragingCase) -> None:
 
 
 def without_updates_nothing_moves(case: AveragingCase) -> None:
-    """While updates are 0 the evaluated iterate stays the parameter. The tolerance is 1e-6, for divisions of sums."""
+    """While updates are 0 the evaluated iterate stays the parameter. The tolerance is 1e-6, because averages divide
+    sums.
+    """
     bench = AveragingBench(case.averaging, size=0.0)
     start = _copies(bench.parameters)
     for number in range(1, _STEPS + 1):
@@ -270,7 +272,7 @@ _BEGIN = " (do iterates begin at the parameter, in begin(), or does the sum of w
 
 
 def steps_of_averages_stay_on_the_device(case: AveragingCase) -> None:
-    """The host does not wait for the device in a step, also if the learning rate is a tensor on it."""
+    """The host does not wait for the device in a step, also if the learning rate is a tensor on the device."""
     with accelerator("cuda") as run, run.device:
         lr, bench = torch.tensor(_LR, device=run.device), AveragingBench(case.averaging, torch.float32)
         for number in range(1, _STEPS + 1):
@@ -396,8 +398,9 @@ def slots_have_the_shape_of_their_parameter(case: ConstraintCase) -> None:
 
 
 def results_are_like_what_was_given(case: ConstraintCase) -> None:
-    """`adjust` and `retract` return a tensor of the right shape and dtype for each parameter, and write to none that
-    they receive."""
+    """`adjust` and `retract` return a tensor of the right shape and dtype for each parameter, and do not write to the
+    tensors that they receive.
+    """
     for dtype in _DTYPES:
         bench = ConstraintBench(case.constraint, dtype)
         w, u = (
@@ -430,7 +433,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
 
 
 def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
-    """Parameters together are constrained as each of them alone."""
+    """Parameters that are constrained together have the same values as each of them alone."""
     together = ConstraintBench(case.constraint).run()
     for place in range(len(PARAMETER_SHAPES)):
         alone = ConstraintBench(case.constraint, chosen=slice(place, place + 1)).run()
@@ -460,7 +463,7 @@ def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
 
 
 def parameters_stay_finite(case: ConstraintCase) -> None:
-    """Parameters are finite after steps from zero, tiny and huge parameters with such updates, in float32."""
+    """Parameters are finite after steps from zero, tiny and huge parameters with updates of equal size, in float32."""
     for name, size in (("zero", 0.0), ("tiny", 1e-30), ("huge", 1e12)):
         bench = ConstraintBench(case.constraint, torch.float32, size=size).run(3)
         for place, tensor in enumerate(bench.everything()):
@@ -472,7 +475,7 @@ def parameters_stay_finite(case: ConstraintCase) -> None:
 
 
 def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
-    """A copy of parameters and slots continues exactly."""
+    """Training continues exactly from a copy of parameters and slots."""
     one, two = ConstraintBench(case.constraint).run(3), ConstraintBench(case.constraint)
     for target, source in zip(two.everything(), one.everything(), strict=True):
         target.copy_(source)
@@ -510,7 +513,9 @@ def _half(x: Tensor, rows: bool, second: bool) -> Tensor:
 
 
 def writes_stay_on_the_device(case: ConstraintCase) -> None:
-    """The host does not wait for the device in a write, also if the learning rate is a tensor on it."""
+    """The host does not wait for the device while parameters are written, also if the learning rate is a tensor on the
+    device.
+    """
     with accelerator("cuda") as run, run.device:
         lr, bench = torch.tensor(_LR, device=run.device), ConstraintBench(case.constraint, torch.float32)
         for number in range(1, _STEPS + 1):
