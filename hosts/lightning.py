@@ -26,7 +26,9 @@ class AveragedIterates(Callback):
         _switch(trainer, "eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back after a validation, before callbacks that save, which Lightning calls last."""
+        """Switch back to the trained iterate after a validation, before callbacks that save, which Lightning calls
+        last.
+        """
         _switch(trainer, "train")
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
@@ -34,7 +36,7 @@ class AveragedIterates(Callback):
         _switch(trainer, "eval")
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back after a test."""
+        """Switch back to the trained iterate after a test."""
         _switch(trainer, "train")
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
@@ -42,7 +44,7 @@ class AveragedIterates(Callback):
         _switch(trainer, "eval")
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back after a prediction."""
+        """Switch back to the trained iterate after a prediction."""
         _switch(trainer, "train")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

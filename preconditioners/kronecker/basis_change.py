@@ -245,7 +245,8 @@ def _moments(
 
 
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
-    """Return the factor c `[N]` of second moments v, as `fit_second_moments` describes it.
+    """Return for each block the smallest factor c >= 1 of its second moment v, `[N]`, for which mean(m^2 / (c v)) does
+    not exceed a limit for any first moment m. `fit_second_moments` explains the limit.
 
     Entries of v below the rounding error, for example in directions without gradients, are ignored.
 

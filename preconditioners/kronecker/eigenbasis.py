@@ -120,7 +120,7 @@ class Eigenbasis(Factored):
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
         if all(stage.cached_traits(block).entrywise for stage in self.chain):
-            # In the basis entries are like independent signs: norm sqrt(m) + sqrt(n), not sqrt(m n) (Bai & Yin 1993).
+            # in the basis, entries are like independent signs, of spectral norm sqrt(m) + sqrt(n) instead of sqrt(m n)
             m, n = matrix_shape(block)
             share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
             norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))

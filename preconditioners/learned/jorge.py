@@ -129,7 +129,8 @@ def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _product(r: Tensor, s: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """Return Y = X / ||X||_F and log ||X||_F `[N]` for X = R^power S.
+    """Return Y = X / ||X||_F and log ||X||_F `[N]` for X = R^power S, with R the root and S the Gram matrix of the
+    gradient.
 
     R and each partial product are scaled to norm 1, so that no product over- or underflows.
     """

@@ -177,8 +177,10 @@ class FactorStep(NamedTuple):
 
 
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return size, and by axis the terms A A^T and B B^T with A = Q h, B = Q^(-T) v. h is the damped gradient, v the
-    probe, and Q the product of the factors.
+    """Return (size, terms) with the terms A A^T and B B^T of each axis, for A = Q h and B = Q^(-T) v.
+
+    h is the damped gradient, v the probe, and Q the product of the factors. size `[N]` is the largest entry of A and B;
+    the terms are divided by size^2, so that they do not overflow.
     """
     assert v is not None
     a, b = mode_products(h, factors), v
@@ -203,8 +205,11 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return size, and by axis the terms A A^T and (n / d) I with A = P h, P = Q Q. h is the damped gradient, Q the
-    product of the factors, n the number of entries of a block, and d the length of the axis.
+    """Return (size, terms) with the terms A A^T and (n / d) I of each axis, for A = P h and P = Q Q.
+
+    h is the damped gradient, Q the product of the factors, n the number of entries of a block, and d the length of the
+    axis. size `[N]` is the largest entry of A, or 1 if that is smaller; the terms are divided by size^2, so that they
+    do not overflow.
     """
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)

@@ -197,9 +197,8 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
-        """Return the result of `basis`, and a function that computes diag(Q^T A Q) with less work than a product with
-        A.
-
-        Instead of the function, the default returns None, as does a solver that cannot compute the diagonal so.
+        """Return the result of `basis`, and a function that computes the diagonal of Q^T A Q, with Q the new basis,
+        with less work than a product with A. The default, and a solver without such a function, returns None in its
+        place.
         """
         return self.basis(a, q, first), None

@@ -168,7 +168,8 @@ class QRFactors(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, q: Tensor) -> QRFactors:
-        """Return the QR factors of x with a diagonal of R that is not negative. Where x is 0 or not finite, Q is q.
+        """Return the QR factors of x with a diagonal of R that is not negative. Where x is 0 or not finite, the factor
+        Q is the given q.
 
         x is scaled first, unless its norm shows that squares of its entries can neither over- nor underflow.
         """

@@ -114,7 +114,8 @@ class _Whitening(NamedTuple):
     """The map that whitens a gradient along one axis, for the contributions to the factors of all other axes.
 
     left, right: the two matrices whose product is the power q - 1 of the factor, as in `Power`.
-    half: `[N]`, unit^((q - 1) / 2), by which `left` and `right` are multiplied. None: the axis has no factor.
+    half: `[N]`, unit^((q - 1) / 2), by which `left` and `right` are multiplied, with unit the mean eigenvalue of the
+        factor. None: the axis has no factor.
     known: bool `[N]`, True where the power is known. None: the power is known for all blocks.
     trace: `[N]`, the divisor of contributions: the trace of the power q of the factor, or the length of the axis.
     """

@@ -302,7 +302,7 @@ def _cuda_answers() -> dict[str, Any]:
 class _Device(TorchDispatchMode):
     """The dispatch mode of an entered accelerator, which runs each operation on the CPU and counts its cost.
 
-    sections: counts of the entered blocks, with the innermost block last.
+    sections: counts of the `with` blocks that are open, with the innermost one last.
     held: number of tensors that share each storage.
     """
 

@@ -52,7 +52,8 @@ def missing_names() -> list[str]:
 
 
 def set_cuda_guard(stack: ExitStack) -> None:
-    """Register with torch a device guard for CUDA that does nothing. The guard is removed when `stack` is closed.
+    """Register with torch a device guard for CUDA that does nothing. The guard is removed when the given `stack` of
+    exit callbacks is closed.
 
     Without a guard not even `x[0]` works. If torch is built for CUDA, its own guard is used.
     """

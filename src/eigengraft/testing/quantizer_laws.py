@@ -101,7 +101,9 @@ def shape_and_dtype_come_back(case: QuantizerCase) -> None:
 
 
 def nothing_given_is_written_to(case: QuantizerCase) -> None:
-    """Encoding changes neither its numbers nor the tensors of the last encoding. Decoding does not change tensors."""
+    """Encoding changes neither the given numbers nor the tensors of the last encoding. Decoding does not change
+    tensors.
+    """
     slot, x = case.example()
     copy, before = x.clone(), case.quantizer.encode(x.flip(0))
     old = _copies(before)

@@ -104,9 +104,8 @@ class StageBench:
     def start(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Callable[[], Tensor], StepContext]:
-        """Prepare a step. Return (function that runs the step, context of the step).
-
-        The arguments are those of `step`.
+        """Prepare a step, and return (function that runs the step, context of the step). The arguments are those of
+        `step`.
         """
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1

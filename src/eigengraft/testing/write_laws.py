@@ -487,7 +487,9 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
 
 
 def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
-    """A shardable constraint on two shards of the parameters, whose sums are added, gives the shards of the result."""
+    """A shardable constraint gives the same parameters if it is applied to two shards of each, with sums added over the
+    shards.
+    """
     whole = ConstraintBench(case.constraint).run()
     for by_rows in (True, False):
         if not case.constraint.shardable(by_rows):
