@@ -88,7 +88,7 @@ class Cadence(Component, ABC, family="cadence"):
         """Return True if a block may be due at its update number `step`. By default a block may be due at every step
         from its first refresh on. Called when a stage requires a signal for its refreshes.
 
-        earliest: see `first_due`.
+        earliest: first step at which the stage can refresh, as in `first_due`.
         """
         return step >= self.first_due(earliest)
 

@@ -280,7 +280,8 @@ def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) 
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raise ValueError if the marginals of a chain's second moments do not follow from the statistic of the basis.
+    """Raise ValueError if the marginals of a chain's second moments, their sums over all axes except one, do not follow
+    from the statistic of the basis.
 
     keeps_all_columns: True if the solver computes all columns of the basis.
     """

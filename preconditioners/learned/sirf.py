@@ -21,7 +21,9 @@ from ..base import Traits
 from .base import LearnedFactors, factor_slot, factor_transposed, gram, is_informative, peak_of, scaled
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
-"""Signal with the second moments of a layer, by the axis of its weight matrix."""
+"""Name of the signal with second moments of a layer, of its inputs (axis 1 of the weight) or of its output gradients
+(axis 0).
+"""
 
 
 class SIRF(LearnedFactors):

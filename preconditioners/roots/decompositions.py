@@ -93,7 +93,8 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (A / max |A|, bool `[N]`). The bool is True where A is finite. Elsewhere the scaled matrix is 0.
+    """Return (A / max |A|, ok), with max |A| the largest entry of each matrix. ok: bool `[N]`, True where A is finite.
+    Elsewhere the scaled matrix is 0.
 
     Products with scaled matrices cannot overflow. A scaled matrix has the same eigenvectors as A.
     """

@@ -135,7 +135,7 @@ class _Whitening(NamedTuple):
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by half of the power.
+        """Return x multiplied along the axis by one of the two matrices whose product is the power.
 
         matrix: `left` or `right`; None if the power is a multiple of the identity.
         """

@@ -296,7 +296,7 @@ def as_declared(value: Any, data: Any, short: bool = False) -> Any:
     """Return the value of a field as one would write it.
 
     data: the value as plain data.
-    short: see `declaration`.
+    short: True to leave out fields of components that have their defaults, as in `declaration`.
     """
     if isinstance(value, Component):
         written = value.declaration(short)

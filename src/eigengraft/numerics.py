@@ -196,8 +196,8 @@ def tiny(dtype: torch.dtype) -> float:
 def block_norm(x: Tensor) -> Tensor:
     """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares.
 
-    A block is not scaled if its largest entry is in a range of safe squares. A CPU skips the scaling if the norms show
-    that no block needs it.
+    A block is scaled first if its largest entry is outside of a range in which squares are safe. A CPU skips this step
+    if the norms show that no block needs it.
     """
     # blocks are made contiguous, because strides differ between ranks, and torch's order of addition depends on them
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()

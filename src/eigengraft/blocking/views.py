@@ -66,8 +66,8 @@ def named_factor(name: str | None) -> Factor | None:
 
 
 def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the matrices `[p_i, r]` at N positions as `[N, p, r]`, with p the largest p_i. Shorter matrices are filled
-    up with zeros.
+    """Return the matrices `[p_i, r]` of N positions as one tensor `[N, p, r]`, with p the largest p_i. Shorter matrices
+    are filled up with zeros.
 
     matrices: the matrices, by position.
     """

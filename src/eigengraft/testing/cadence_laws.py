@@ -91,8 +91,9 @@ def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
 
 
 def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
-    """`first_due` returns a step that is not before the earliest one. Every block is then refreshed for the first
-    time."""
+    """`first_due` returns a step that is not before the earliest one. At this step every block is refreshed for the
+    first time.
+    """
     for earliest in (0, 1):
         start: object = case.cadence.first_due(earliest)
         fine = isinstance(start, int) and start >= earliest

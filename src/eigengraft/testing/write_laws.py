@@ -487,8 +487,8 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
 
 
 def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
-    """A shardable constraint gives the same parameters if it is applied to two shards of each, with sums added over the
-    shards.
+    """A shardable constraint gives the same parameters if it is applied to two shards of each parameter and sums are
+    added.
     """
     whole = ConstraintBench(case.constraint).run()
     for by_rows in (True, False):
