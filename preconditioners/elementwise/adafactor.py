@@ -79,7 +79,7 @@ class Adafactor(Stage):
         return max(self.eps**2, torch.finfo(like.dtype).tiny)
 
     def _floored(self, v: Tensor) -> Tensor:
-        """Return the square root of second moments v, where entries below `_floor` are raised to the value of `_floor`."""
+        """Return the square root of second moments v, where entries below `_floor` are raised to `_floor` first."""
         return v.clamp_min(self._floor(v)).sqrt_()
 
 

@@ -312,7 +312,7 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
 
 
 def a_checkpoint_resumes_exactly(case: StageCase) -> None:
-    """The training of two parameters that are cut into blocks, in float32, continues from a `state_dict` bit for bit."""
+    """The training of two parameters that are cut into blocks continues from a `state_dict` bit for bit, in float32."""
     for block in ((6, 6), (8,)):
         with on(block):
             blocking = {"size": 2}
