@@ -153,10 +153,11 @@ class ClipNorm(Stage):
 class ClipRunningNorm(Stage):
     """c = min(1, factor m / ||d||);  m <- m + w (||c d|| - m),  w = max(1 - beta, 1 / t);  c d
 
-    m is a running mean of the norms of clipped directions, of each block or parameter. In the first `start` steps c = 1
-    (AdaGC, Wang et al. 2025, arXiv:2502.11034, which clips by the norm of the whole model in these steps and keeps the
-    smallest norm). While m = 0, c = 1. The stage keeps state, so that stages after it still see the gradient as it
-    came: with `{kind: transform, before: clip_running_norm, inner: [momentum, rms]}` both see the clipped one.
+    d is the direction, t the step, and m a running mean of the norms of clipped directions, for each block or each
+    parameter. In the first `start` steps, and while m = 0, c is 1. AdaGC (Wang et al. 2025, arXiv:2502.11034) clips by
+    the norm of the whole model in these first steps, and keeps their smallest norm. The stage keeps state, so that the
+    stages after it receive the clipped direction but the gradient as it came. If both should be clipped, use `{kind:
+    transform, before: clip_running_norm, inner: [momentum, rms]}`.
     """
 
     kind: Literal["clip_running_norm"] = "clip_running_norm"
