@@ -164,19 +164,20 @@ class Stage(Schedulable, ABC, family="stage"):
     `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. The result is True if all
     blocks fulfil the condition, False if none does, else a NumPy array `[N]`. `context.correction(b, like)` is 1 -
     b^step, shaped to divide `like`. `context.per_block(f, like)` is f(step), shaped to multiply `like`. `context.first`
-    is set in a block's first refresh. For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to
+    is True in a block's first refresh. For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to
     multiply `like`.
 
-    One wire. Gradient and direction are one tensor until a stage with slots has run; slots of chains inside count.
-    Until then the result of a stage is also the gradient of all following stages: `[clip_norm, momentum, rms]` clips
-    the gradient. After `momentum` the direction is a tensor of its own, and the gradient does not change any more.
+    One wire. Gradient and direction are one tensor until a stage with slots has run. Slots of chains inside a stage
+    count as its slots. Until then the result of a stage is also the gradient of all following stages: `[clip_norm,
+    momentum, rms]` clips the gradient. After `momentum` the direction is a tensor of its own, and the gradient does not
+    change any more.
 
-    Chains inside. Declare a field `chain: Stages = Field(alias="inner")`, because no field may have the name of a hook,
-    and `inner(block)` as `{"inner": Inner(self.chain, small)}`, where `small` is the block that the chain sees. Then
-    `run_chain(self.chain, state.scope("inner", small), gradient, direction, context)` runs all hooks of its stages on
-    tensors `[N, *small]`, and returns its direction. `g, d = map_wires(f, gradient, direction)` applies f to both. If
-    gradient and direction are one tensor, f runs once, and g and d are one tensor, too. If a kind repeats in a chain,
-    its stages need a `name`.
+    Chains inside. Declare a field `chain: Stages = Field(alias="inner")`. The alias is needed because no field may have
+    the name of a hook. Let `inner(block)` return `{"inner": Inner(self.chain, small)}`, where `small` is the block that
+    the chain sees. Then `run_chain(self.chain, state.scope("inner", small), gradient, direction, context)` runs all
+    hooks of its stages on tensors `[N, *small]`, and returns its direction. `g, d = map_wires(f, gradient, direction)`
+    applies f to both. If gradient and direction are one tensor, f runs once, and g and d are one tensor, too. If a kind
+    repeats in a chain, its stages need a `name`.
 
     Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` requests further inputs and says when the
     stage needs each: "always" (the default), in steps with a "refresh", in the "first" step, or "if_given".

@@ -18,7 +18,7 @@ from ..base import Inner, Stage, Stages, Traits, run_chain
 
 
 class RowGains(Stage):
-    """W = diag(g) U  with  U = diag(1 / n) V,  n_i = ||V_i||;  V <- V - lr D,  g <- g - lr a,  of which W follows.
+    """W = diag(g) U  with  U = diag(1 / n) V,  n_i = ||V_i||;  V <- V - lr D,  g <- g - lr a,  from which W follows.
 
     d_g = row sums of d U;   d_V = diag(g / n) (d - diag(d_g) U);   D = inner(d_V),  a = gain(d_g)
 

@@ -16,12 +16,16 @@ class Signal:
     """A value that stages may request beside the gradient. `register_signal` makes a signal known.
 
     name: the name in requests.
-    extent: shape of the value. "step": one number; "parameter": one number for each parameter; "entry": one number for
-        each entry of a parameter; "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or
-        outputs, `[*batch, n, n]` for a batch of matrices, of which a block receives its own rows and columns;
-        "outputs": one number for each of several groups of equally many outputs of a parameter, such as heads; only
-        constraints may request it; "partner": a tensor `[p, r]` of the other factor of a product, the shared axis last,
-        for parameters that the view `pairs` shows as `[q, r]`.
+    extent: shape of the value:
+        "step": one number.
+        "parameter": one number for each parameter.
+        "entry": one number for each entry of a parameter.
+        "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or outputs, or `[*batch, n, n]`
+            for a batch of matrices. A block receives its own rows and columns of the matrix.
+        "outputs": one number for each of several groups of equally many outputs of a parameter, such as heads. Only
+            constraints may request it.
+        "partner": a tensor `[p, r]` of the other factor of a product, with the shared axis last, for parameters that
+            the view `pairs` shows as `[q, r]`.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
     by: the function that provides the signal, for errors. "": only `optimizer.provide` does.
@@ -117,10 +121,13 @@ class Request:
     """A request of a stage for a signal.
 
     name: name of a registered signal.
-    when: steps at which the signal is required. "always": every `interval`-th step, from the first; "refresh": steps at
-        which a refresh may be due; "first": the first step of an optimizer; "if_given": none. A step without a required
-        signal raises an error. At other steps the signal is in the context if it was provided: `name in
-        context.signals`.
+    when: steps at which the signal is required:
+        "always": every `interval`-th step, from the first.
+        "refresh": steps at which a refresh may be due.
+        "first": the first step of an optimizer.
+        "if_given": none.
+        A step without a required signal raises an error. At other steps the signal is in the context if it was
+        provided: `name in context.signals`.
     interval: with "always", the number of steps from one step that requires the signal to the next.
     """
 
