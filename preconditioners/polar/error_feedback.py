@@ -1,4 +1,4 @@
-"""Momenta of which only the part used by an update decays: low-rank and partial orthogonalization (Dion, Dion2)."""
+"""Momenta in which only the part that an update uses decays: low-rank and partial orthogonalization (Dion, Dion2)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Timing:
     device: type of the device, as torch names it.
     card: model of the device.
     date: day of the measurement or publication, as year-month-day.
-    operation: kind of the solver of which one call was timed.
+    operation: kind of the solver whose call was timed.
     order: order of the matrices.
     batch: number of the matrices.
     dtype: name of the dtype of the matrices.

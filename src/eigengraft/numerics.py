@@ -497,8 +497,9 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
 
     On a CPU, each row of large tensors is a group of its own, and is not copied.
 
-    columns: n tensors for the n rows, of which stacks `[m, *shape]` are made, or a tensor `[n]` with a number for each
-        row, of which a tensor `[m, 1, ...]` is made that broadcasts against the stack of the first column.
+    columns: each column has either n tensors, or is a tensor `[n]` with a number for each row. The tensors of a group
+        of m rows become a stack `[m, *shape]`. The numbers become a tensor `[m, 1, ...]` that broadcasts against the
+        stack of the first column.
     """
     lists = [column for column in columns if not isinstance(column, Tensor)]
     kinds: dict[object, list[int]] = {}

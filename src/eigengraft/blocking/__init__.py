@@ -1,4 +1,4 @@
-"""How a parameter becomes blocks: which of its entries form a matrix (views), then merging and splitting."""
+"""The blocks of a parameter: views say which of its entries form a matrix, and matrices are then merged and split."""
 
 from .blocks import BlockGrid as BlockGrid
 from .blocks import Blocking as Blocking
