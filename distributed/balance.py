@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Held = Mapping[int, int]
-"""By rank, the number of entries of an item that the rank already holds. A rank without a key holds none."""
+"""Mapping from a rank to the number of entries of an item that this rank already holds. Ranks that are not keys hold
+none of its entries."""
 
 
 class Item(NamedTuple):
@@ -75,7 +76,7 @@ class Loads:
         self.state += np.array(fractions) * state
 
     def add(self, item: Item, counts: NDArray[np.int64]) -> None:
-        """Add as many equal items to each rank as `counts`, `[R]`, says."""
+        """Add the work and state of equal items: rank r gets `counts[r]` times those of `item`."""
         self.constant += counts * item.constant
         self.state += counts * item.state
         for step, refresh in item.due:
@@ -100,8 +101,9 @@ class Balance:
 
 
 SLACK = 1.02
-"""Largest work of a rank that still receives items, in units of the mean over ranks. At 1.00 memory is up to 1.4 times
-less even if one item has much state and little work. At 1.08 ranks wait 0.1 % longer in the mean."""
+"""Largest work of a rank that still receives items, in units of the mean over ranks. With 1.00, memory is divided up to
+1.4 times less evenly over ranks if one item has much state and little work. With 1.08, ranks wait 0.1 % longer in the
+mean."""
 
 
 def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> list[int]:
@@ -146,7 +148,8 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> list[int]:
     """Return the ranks to which equal items are assigned, one item after the other: steps 2 and 3 of `assign`.
 
-    Each assigned item raises the scalar product of its rank by the squared length of the item's vector.
+    The items have equal vectors. So an item that is assigned to a rank raises the rank's scalar product with the next
+    item by the squared length of that vector, and no product is computed again.
     """
     own, work, before = item.work(loads.interval), means[0], loads.work
     alike, bytes_alike = item.constant * before, item.state * loads.state / means[1] ** 2  # [R]
@@ -171,12 +174,16 @@ def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> l
 
 
 def _exchange(ranks: Sequence[int], held: Sequence[Held]) -> list[int]:
-    """Return the ranks of equal items, exchanged among the items: step 4 of `assign`.
+    """Return the rank of each of several equal items after an exchange of ranks among them: step 4 of `assign`.
 
-    Pairs of an item and a rank are processed in descending order of the entries of the item that the rank holds. Ties
-    go to the rank that the item has, then to the earlier item and the lower rank. A pair is accepted if the rank still
-    lacks an item. An item of which no rank holds entries keeps its rank: successive items then have different ranks,
-    which compute at the same time.
+    Each rank gets as many items as it had. Pairs of an item and a rank are processed in descending order of the number
+    of the item's entries that the rank holds. Among equal numbers, the pair of an item with its present rank comes
+    first, then the earlier item, then the lower rank. A pair is accepted if the item has no new rank yet and the rank
+    has fewer items than before. An item of which no rank holds entries keeps its rank. Thus successive items of this
+    kind have different owners, which compute at the same time.
+
+    ranks: rank of each item before the exchange.
+    held: for each item, the number of its entries that each rank holds.
     """
     found, lacking, free = list(ranks), [0] * (max(ranks) + 1), {index for index, own in enumerate(held) if own}
     for index in free:
@@ -197,8 +204,9 @@ def _exchange(ranks: Sequence[int], held: Sequence[Held]) -> list[int]:
 def least_work(work: Sequence[float], carried: NDArray[np.float64]) -> float:
     """Return a lower bound of the work of the busiest rank, however items are assigned.
 
-    It is the largest of three bounds for R ranks: the mean over ranks; the largest work that a rank has before; and,
-    over all k, the sum of the k + 1 smallest among the k R + 1 largest items, because some rank has k + 1 of these.
+    It is the largest of three bounds for R ranks: the mean work of all ranks; the largest work that a rank has before
+    any item is assigned; and, maximized over k, the sum of the k + 1 smallest among the k R + 1 largest items. The
+    third is a bound because some rank gets k + 1 of those items.
 
     work: work of each item.
     carried: `[R]`, work of each rank before any item is assigned.

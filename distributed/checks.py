@@ -2,11 +2,12 @@
 
 A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks in one
 all-reduce and unpacked by name. Checks read the sums: if ranks do not agree, all ranks raise the same error, which
-names the number, the ranks and their values. On a device the checks of a call read its sums in the next call, so that
-the host never waits.
+names the number, the ranks and their values. If the sums are on a device, the host reads and checks them in the next
+call, so that it never waits for the device.
 
-Legend: R is the number of ranks; x is a number, or an integer of 16 bits of it. All ranks have the same x if and only
-if R sum(x^2) = sum(x)^2. For integers of 16 bits, float64 computes both sides exactly up to 2^19 ranks.
+Legend: R is the number of ranks; x is a number, or one of the four 16-bit integers that form its bits in float64. All
+ranks have the same x if and only if R sum(x^2) = sum(x)^2, with sums over ranks. For 16-bit integers, float64 computes
+both sides exactly up to 2^19 ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from .rank_group import DistributedError, HostCopy, RankGroup
 
 Name = TypeVar("Name", bound=Hashable)
 Field = Sequence[float] | Tensor
-"""Numbers under a name: on the host, or a float64 tensor `[n]` on the device of the collective."""
+"""The numbers of one field: a sequence of numbers on the host, or a float64 tensor `[n]` on the device of the
+collective."""
 SumCheck = Callable[[RankGroup, Mapping[str, Tensor], str], None]
-"""Function of the ranks, the sums on the host, and the end of the error message. If the sums are wrong, it raises the
-error on all ranks."""
+"""Function that checks sums of fields over ranks. Its arguments are the ranks, the sums on the host by name of the
+field, and the end of its error message. It raises an error on all ranks if the sums show that ranks do not agree."""
 
 BITS = 8
 """Length of the field of one number that ranks must share bit by bit: four integers of 16 bits, and their squares."""
@@ -37,8 +39,8 @@ RANKS = "ranks"
 NOTHING, LATER = "nothing was changed", "found one step later"
 """Ends of error messages: for sums that are read at once, and for sums on a device, which are read one call later."""
 CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
-"""Number of entries of a tensor whose bits are summed together, on a CPU and on a GPU. On a CPU so many entries fit
-into the cache, on a GPU they need little memory."""
+"""Number of entries of a tensor that `checksum` sums at a time, on a CPU and on a GPU. The CPU's number of entries fits
+into its cache; the GPU's needs little memory."""
 
 
 def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
@@ -113,13 +115,13 @@ class SameNumbers:
     """Numbers that all ranks must share.
 
     subject: beginning of the error message.
-    numbers: by name, one number; or a tensor `[n]`, only with a tolerance. The host reads a tensor on a device only if
-        ranks differ.
+    numbers: the numbers of this rank, by name. Each value is one number or, only if there is a tolerance, a tensor
+        `[n]` of n numbers. The host reads a tensor on a device only if ranks differ.
     remedy: end of the error message.
     entries: names of the n entries of tensors `[n]`; (): each name has one number.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: ranks must share every bit.
-    absent: name of the field that counts, for each number, the ranks without it; these ranks contribute 0. "": all
-        ranks have all numbers.
+    absent: name of the field that says, for each number, how many ranks do not have it. A rank that does not have a
+        number passes 0 for it. "": all ranks have all numbers.
     """
 
     subject: str
@@ -130,7 +132,11 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return the field of each number: x and x^2, where x are its entries, or the four 16-bit parts of its bits."""
+        """Return the field of each name: values x, then their squares.
+
+        With a tolerance the values are the entries of a tensor. Otherwise they are the four 16-bit integers that form
+        the bits of a number.
+        """
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
             for name, x in self.numbers.items()
@@ -171,11 +177,13 @@ def split_bits(x: float | Tensor) -> Field:
 
 
 def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Return True for each number that differs between ranks, `[..., n]`; False if the number is not finite.
+    """Return `[..., n]`, True for each number that differs between ranks.
+
+    The result is False for a number that is infinite or nan on any rank: it counts as equal.
 
     sums: `[..., 2 n]`, n numbers and their n squares, summed over ranks.
     ranks: number of ranks that have each number.
-    tolerance: largest standard deviation, in units of the mean.
+    tolerance: allowed standard deviation over ranks, in units of the mean.
     """
     total, squares = sums.chunk(2, -1)
     return ranks * squares - total.square() > (tolerance * total).square()
@@ -196,7 +204,7 @@ def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: 
 def by_value(values: Mapping[int, Hashable]) -> str:
     """Return a text that lists each value with the ranks that have it.
 
-    values: by rank, the value of the rank.
+    values: the value of each rank, by rank.
     """
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
@@ -212,9 +220,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return `[2]` int64 on the device of x: the sum of the bits of all entries, and the sum weighted by position.
+    """Return two sums over the entries of x, as an int64 tensor `[2]` on the device of x.
 
-    Both sums are exact modulo 2^64 for every dtype.
+    The first is the sum of all entries, whose bits are read as integers. The second is the sum of the same integers,
+    each multiplied by its position. Both are exact modulo 2^64 for every dtype.
     """
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     entries = x.detach().contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))

@@ -110,7 +110,7 @@ class Round:
     All fields except `groups` are lists over ranks r.
 
     groups: indices of the block groups.
-    held[r]: transfers between this rank's shards and blocks that rank r owns; updates return there.
+    held[r]: transfers between this rank's shards and blocks that rank r owns. Rank r returns their updates.
     sent[r]: the subset of held[r] whose gradients this rank sends to r. Each gradient entry is sent by one replica.
     owned[r]: transfers between blocks that this rank owns and the shards of rank r, which receives their updates.
     received[r]: the subset of owned[r] whose gradients this rank receives from r.
@@ -133,7 +133,7 @@ class CommPlan:
     block_groups: the blocks of all parameters that are exchanged.
     names: names of the parameters in errors, by position.
     limit: largest size of a round, in bytes of the updates of all ranks.
-    starts: for each block group, the index of the first of the groups that are computed together with it.
+    starts: for each block group, the index of the first group among those that are computed together with it.
     """
 
     def __init__(
@@ -151,14 +151,17 @@ class CommPlan:
         self.rounds = [self._round(groups) for groups in pack(block_groups, limit)]
 
     def describe(self, index: int) -> str:
-        """Return a text with the index of a round, the name of its first parameter and the number of the other ones."""
+        """Return the label of a round in messages.
+
+        It contains the index of the round, the name of its first parameter and the number of its other parameters.
+        """
         blocks = [block for group in self.rounds[index].groups for block in self.block_groups[group].blocks]
         found = list(dict.fromkeys(self.names[block.position] for block in blocks))
         return f"round {index} ({name_some(found, 1)})"
 
     @cached_property
     def round_of(self) -> dict[int, int]:
-        """By index of a block group, the index of the round in which it is sent."""
+        """Mapping from the index of a block group to the index of the round in which the group is sent."""
         return {group: index for index, own in enumerate(self.rounds) for group in own.groups}
 
     @cached_property
@@ -232,11 +235,14 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
 
 
 EntryView = Callable[[Tensor], Tensor]
-"""Function that returns some entries of this rank's shard of a tensor, as a view."""
+"""Function that selects the entries to send: it accepts this rank's shard of a tensor and returns a view of some of the
+shard's entries."""
 EntryReader = Callable[[EntryView], Tensor]
-"""Function that reads the entries of a view from one tensor."""
+"""Function that applies an `EntryView` to one tensor and returns the selected entries. It may change them, for example
+add weight decay to a gradient."""
 Source = Callable[[int], EntryReader | None]
-"""Function of a parameter's position that returns the reader of this rank's shard; None if there is no tensor."""
+"""Function from a parameter's position to the `EntryReader` of this rank's shard of its tensor, such as its gradient.
+It returns None if the parameter has no such tensor."""
 
 
 @dataclass(frozen=True)
@@ -287,22 +293,28 @@ class Assembly:
 
 
 def read(x: Tensor | None) -> EntryReader | None:
-    """Return a reader of the unchanged entries of a tensor; None if there is no tensor."""
+    """Return the `EntryReader` of a tensor that returns entries unchanged; None if x is None."""
     return None if x is None else lambda view: view(x)
 
 
 def reading(tensors: Sequence[Tensor | None]) -> Source:
-    """Return the source that reads the unchanged entries of these tensors."""
+    """Return the `Source` of a list of tensors, which returns entries unchanged.
+
+    tensors: for each parameter, by position, its tensor; None: the parameter has no tensor.
+    """
     return lambda position: read(tensors[position])
 
 
 def flattened(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
-    """Return the transfers with all ranks, in the order of the ranks."""
+    """Return one list of the transfers with all ranks, in the order of the ranks.
+
+    transfers: list of transfers with each rank.
+    """
     return [transfer for own in transfers for transfer in own]
 
 
 def count(transfers: Sequence[Transfer]) -> int:
-    """Return the number of entries of transfers."""
+    """Return the number of entries of all transfers together."""
     return sum(transfer.region.box.numel for transfer in transfers)
 
 
@@ -332,7 +344,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
     """Copy this rank's entries of the blocks of a round into one message, `[n]`, in the order of owners.
 
-    Where the source has no reader, the entries of the message are zeros.
+    For a parameter for which `source` returns None, the message contains zeros.
 
     index: index of the round.
     """

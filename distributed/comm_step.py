@@ -41,9 +41,9 @@ class CommStep:
 
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... A rank starts U_k as soon as its own
     blocks of round k are computed and U_(k-1) has arrived. Messages are communicated while blocks are computed, and
-    only a few rounds need memory at a time. Replicated parameters need no G. With these a rank keeps computing while
-    IN_FLIGHT rounds of updates are under way. The rank waits only if more than IN_FLIGHT finished block groups are
-    queued, and these are larger than IN_FLIGHT rounds.
+    only a few rounds need memory at a time. Replicated parameters need no G. With replicated parameters a rank keeps
+    computing while IN_FLIGHT rounds of updates are under way. It waits only if the finished block groups that are not
+    sent yet are more than IN_FLIGHT groups and have more bytes than IN_FLIGHT rounds may have.
 
     sources: tensors that are sent to owners, by name; ignored if all parameters are replicated.
     receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
@@ -90,7 +90,7 @@ class CommStep:
         return self._arrived[source, group]
 
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
-        """Accept the directions of some rows of a block group.
+        """Accept the computed directions of some of this rank's blocks of a block group, to be sent with its round.
 
         rows: indices of the rows; None: all rows.
         """
@@ -104,9 +104,9 @@ class CommStep:
     def advance(self, before: int) -> None:
         """Send finished rounds and receive updates that have arrived.
 
-        A rank waits for earlier rounds if parameters are sharded, or if too many finished block groups are queued.
+        A rank waits for earlier rounds if parameters are sharded, or if too many finished block groups are unsent.
 
-        before: all block groups with a smaller index are delivered.
+        before: index of a block group; the directions of all groups with a smaller index have been delivered.
         """
         plan, waiting = self.comm_plan, list(self._delivered.values())
         much = sum(x.numel() * x.element_size() for x in waiting) > IN_FLIGHT * plan.limit
@@ -121,7 +121,7 @@ class CommStep:
     def _advance(self, before: int, wait: bool) -> None:
         """Send finished rounds and receive updates that have arrived.
 
-        before: all block groups with a smaller index are delivered.
+        before: index of a block group; the directions of all groups with a smaller index have been delivered.
         wait: True to wait for earlier rounds if the allowed number of rounds is under way.
         """
         allowed = IN_FLIGHT if self.comm_plan.replicated else 1
@@ -139,7 +139,7 @@ class CommStep:
             self._receive()
 
     def _return(self, index: int) -> None:
-        """Start to send the updates of a round, and the gradients of the next round but one."""
+        """Start to send the updates of a round, and the gradients of the second round after it."""
         for name in self.sources:  # also messages that no one gathered: a message must not outlive its buffers
             if (name, index) in self._arriving:
                 self._arriving.pop((name, index)).wait()
@@ -164,7 +164,7 @@ class CommStep:
         return plan.rank_group.all_to_all(out, sending, receiving, label)
 
     def _receive(self) -> None:
-        """Wait for the updates of the round that was sent first, and pass them on."""
+        """Wait for the updates of the oldest round under way, and pass them to the function `receive`."""
         index, work = self._returning.popleft()
         own, data = self.comm_plan.rounds[index], work.wait()
         arrived = self._shards(own, data) if isinstance(data, Tensor) else self._blocks(own, data)

@@ -19,7 +19,8 @@ from .comm_plan import CommPlan, flattened, pack_shards, read, send_shards
 from .rank_group import Work
 
 BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"
-"""Names of the fields that are summed over ranks before messages that were sent during backward are used."""
+"""Names of the two fields that `BackwardGather.report` returns. They are summed over ranks to decide which messages of
+backward a step may use."""
 
 
 def count_writes(gradient: Tensor) -> tuple[Tensor, int]:
@@ -120,7 +121,7 @@ class BackwardGather:
         return self._writes[position] >= self._expected[position] and self._held(position) is not None
 
     def _held(self, position: int) -> Tensor | None:
-        """Return this rank's tensor of a gradient if the gradient has the layout of its parameter, else None."""
+        """Return this rank's local tensor of a gradient. Return None if its layout is not that of its parameter."""
         parameter, gradient = self.parameters[position], self.parameters[position].grad
         if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)
@@ -162,9 +163,10 @@ class BackwardGather:
 
     @torch.no_grad()
     def finish(self, sums: Mapping[str, Tensor]) -> dict[int, Work[Tensor]]:
-        """Finish the early communication. Return the messages with valid gradients, by index of the round.
+        """Finish the communication that backward has begun. Return the messages that the step may use, by round.
 
-        All ranks call it.
+        These are the messages that all ranks have begun to send and whose gradients have not changed since. All ranks
+        call this function.
 
         sums: the fields that `report` returns, summed over all ranks.
         """

@@ -2,9 +2,9 @@
 
 A `Layout` follows from the placements of a DTensor, without a message. A `Region` is a set of entries that a block and
 a shard have in common, with views of both. Blocks are cut from the merged shape of a parameter, in which some axes are
-merged or divided into groups; shards are cut from its own shape. A run of entries along one axis of a merged k axes is
-a union of at most 2k - 1 boxes in those k axes. A run along an axis that is divided into groups is one box for each
-group. A region is part of one such box along every axis.
+merged or divided into groups; shards are cut from its own shape. If k axes are merged into one, consecutive entries
+along the merged axis form a union of at most 2k - 1 boxes in the k axes. If an axis is divided into groups, consecutive
+entries form one box for each group. A region is part of one such box along every axis.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ Counts = NDArray[np.int64]
 class Stride(NamedTuple):
     """Distance in a block between entries that are neighbours along an axis of the parameter.
 
-    axis: axis of the block along which the entries differ.
-    places: difference of their indices along that axis.
+    axis: axis of the block along which the indices of the two neighbours differ.
+    places: difference of these two indices.
     """
 
     axis: int
@@ -280,7 +280,7 @@ class Region:
 
     box: the entries as a box in the parameter.
     corner: index of the first entry in the block.
-    strides: for each axis of the parameter, the distance in the block between neighbours along that axis.
+    strides: for each axis of the parameter, the distance in the block between entries that are neighbours along it.
     """
 
     box: Box
@@ -301,11 +301,12 @@ class Region:
 class _Run(NamedTuple):
     """Entries of a piece of a block that form a box along some axes of the parameter.
 
-    start: first index of the box along each of these axes.
-    stop: end of the box along each of these axes.
-    moves: for each axis of the merged shape, the distance from the first entry of the piece to the first entry of the
-        box.
-    strides: for each of these axes, the distance in the block between neighbours along the axis.
+    A piece is a box in the merged shape of the parameter.
+
+    start: first index of the box along each of those axes of the parameter.
+    stop: end of the box along each of those axes.
+    moves: number of indices, by axis of the merged shape, from the first entry of the piece to that of the box.
+    strides: for each of those axes, the distance in the block between entries that are neighbours along it.
     """
 
     start: Numbers
@@ -343,9 +344,11 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 
 
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
-    """Return the region of a box.
+    """Return the region of the entries in a box of the parameter.
 
-    outer: the box that the runs form together; it contains `box`.
+    outer: the box of the parameter that one run along each set of its axes forms; it contains `box`.
+    runs: these runs.
+    strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
     moves = [(strides.get(axis, ALONE), distance) for run in runs for axis, distance in run.moves.items()]
@@ -356,11 +359,14 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
 
 
 ALONE = Stride(0, 0)
-"""Stride along an axis of the parameter along which the block has only one entry."""
+"""Stride for an axis of the parameter along which the block has only one entry, and therefore no neighbours."""
 
 
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
-    """Return, by axis of the merged shape, the distance in the block between neighbouring entries of a piece."""
+    """Return the distance in the block between neighbouring entries of a piece, by axis of the merged shape.
+
+    A piece is a box in the merged shape of the parameter. Its axes may be joined into fewer axes of the block.
+    """
     found = {}
     for axis, joined in enumerate(block.joined):
         places = 1
@@ -373,11 +379,12 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Yield the runs of a piece along some axes of the parameter.
+    """Yield the runs of a piece along some axes of the parameter: boxes that together contain the piece's entries.
 
-    lengths: lengths of these axes.
-    merged: the axes of the merged shape that have the same entries.
-    merged_shape: the merged shape.
+    lengths: lengths of those axes of the parameter.
+    merged: the axes of the merged shape that correspond to them, as a range.
+    strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
+    merged_shape: the merged shape of the parameter.
     """
     *groups, axis = merged
     stride, start = strides.get(axis, ALONE), piece.start[axis]

@@ -25,10 +25,10 @@ from .rank_group import RankGroup, Work
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one parameter that every rank sends in one message.
+    """Rows of one parameter that every rank sends in one message, each rank from the part that it updates.
 
     position: position of the parameter.
-    start, stop: range of the rows; a rank counts from the first row that it updates.
+    start, stop: range of the rows in each rank's part; row 0 is the first row that the rank updates.
     """
 
     position: int
@@ -36,7 +36,7 @@ class Rows:
     stop: int
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of entries of these rows in a part of a parameter that may have fewer rows.
+        """Return the number of entries of these rows in the part of a rank. The part may have fewer rows than `stop`.
 
         shape: shape of the part.
         """
@@ -46,8 +46,8 @@ class Rows:
 def pack_rows(layouts: Mapping[int, Layout], dtypes: Mapping[int, torch.dtype], limit: int) -> Iterator[list[Rows]]:
     """Yield, for each round of messages, the rows of parameters that are sent in it.
 
-    The tensors of a round have one dtype. The ranks that hold the same entries together send at most `limit` bytes in a
-    round, or one row each.
+    The tensors of a round have one dtype. Ranks that hold the same entries send, in sum, at most `limit` bytes in a
+    round, or one row each if a row is larger.
 
     layouts: layout of each parameter, by position.
     dtypes: dtype of each parameter, by position.
@@ -76,7 +76,7 @@ class ParamGather:
     rank_group: the ranks.
     layouts: layout of each parameter that is updated in parts, by position.
     names: names of the parameters in errors, by position.
-    limit: bytes that the ranks that hold the same entries together send in one round of messages.
+    limit: largest number of bytes that all ranks with the same entries send, in sum, in one round of messages.
     """
 
     def __init__(self, rank_group: RankGroup, layouts: Mapping[int, Layout], names: Sequence[str], limit: int) -> None:
@@ -131,7 +131,11 @@ class ParamGather:
         copy_all(targets, _split(data, targets))
 
     def _targets(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[list[Tensor]]:
-        """Return, by rank, the rows that the rank has updated, as views of this rank's shards; none for this rank."""
+        """Return views of this rank's shards: for each other rank, the rows that the other rank has updated.
+
+        The result has one list for each rank. The list of this rank is empty, and so are those of ranks that do not
+        hold the same entries.
+        """
         ranks = range(self.rank_group.size)
         return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]
 
@@ -141,7 +145,10 @@ class ParamGather:
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
-        """Return the rows that a rank updates, as a view of this rank's shard. Both ranks hold the same entries."""
+        """Return the rows that rank `rank` updates, as a view of this rank's shard.
+
+        Rank `rank` holds the same entries of the parameter as this rank.
+        """
         layout = self.layouts[rows.position]
         assert layout.parts is not None
         part = layout.parts.boxes[rank].within(layout.boxes[self.rank_group.rank])
@@ -179,7 +186,10 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy_rows(parameter: Tensor, rows: Rows, data: Tensor) -> None:
-    """Copy the rows that each of R ranks has updated, `[R, count, ...]`, into a parameter."""
+    """Copy updated rows of all ranks into a parameter.
+
+    data: `[R, count, ...]`, the rows that each of R ranks has updated.
+    """
     each = chunk_length(len(parameter), len(data))
     full = len(parameter) // each
     torch.unflatten(parameter[: full * each], 0, (full, each))[:, rows.start : rows.stop].copy_(data[:full])
