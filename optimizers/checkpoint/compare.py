@@ -26,7 +26,8 @@ _SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "grap
 _OF_GROUPS = ("lr", "weight_decay.rate")
 """Fields that are only defaults of param groups. A load restores the saved values of the groups, as in torch."""
 _RENAMED = {"soap": "soap_fitted"}
-"""Shipped names that belonged to another recipe in an earlier version, with the present name of that recipe."""
+"""Mapping from a shipped name to the present name of another recipe, which had that shipped name in an earlier
+version."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class RecipeChange:
     renamed: str | None = None
 
     def refusal(self, faults: list[str]) -> str:
-        """Return the text of the error about a checkpoint that does not fit.
+        """Return the text of the error that refuses a checkpoint.
 
-        faults: lines that name the state that does not fit.
+        faults: lines that name the state that does not fit; []: only the recipes differ.
         """
         lines = [*self.meaning, *(self.settings if faults else ())]
         remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
@@ -128,7 +129,10 @@ def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_locations(recipe: Recipe) -> Recipe:
-    """Return a recipe whose slots are stored on their devices, in the same formats. No number depends on the memory."""
+    """Return a copy of a recipe without offloading: slots keep their formats and are stored on their own devices.
+
+    Recipes are compared without their offloading, because no number depends on the memory that stores a slot.
+    """
     if all(quantizer.location is None for quantizer in recipe.storage.values()):
         return recipe
     return recipe.replace(storage={k: own.codec for k, own in recipe.storage.items() if own.codec is not None})
@@ -137,8 +141,9 @@ def _without_locations(recipe: Recipe) -> Recipe:
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     """Return the present name of the saved recipe if its earlier name now belongs to the recipe `own`, else None.
 
-    Either recipe may have overrides. Each is therefore identified with the shipped recipe, former or successor, from
-    which it differs in fewer fields.
+    A name may have belonged to one shipped recipe in an earlier version and belong to another one now. As `own` and
+    `saved` may have overrides, each of them counts as that one of the two shipped recipes from which it differs in
+    fewer fields.
     """
     for name, now in _RENAMED.items():
         successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
@@ -164,9 +169,12 @@ def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[str]:
-    """Return the paths of views that form other matrices from a parameter's entries in the two recipes.
+    """Return the paths of the fields `view` by which two recipes divide a parameter's entries into different matrices.
 
     Views of entry-wise updates are ignored, because these updates use no matrices.
+
+    before, after: the two recipes.
+    infos: descriptions of the parameters.
     """
     found = dict[str, None]()
     for info in infos:
@@ -195,7 +203,9 @@ def _of_component(component: Component, path: str) -> Iterator[tuple[str, Any]]:
 def compare_groups(
     groups: Sequence[Mapping[str, Any]], infos: Sequence[Sequence[ParamInfo]], saved: Any
 ) -> tuple[list[list[Any]], RecipeChange]:
-    """Match saved param groups with an optimizer's. Return the saved key of each parameter, and the recipe's changes.
+    """Match saved param groups with those of an optimizer.
+
+    Return, for each group, the keys of its parameters in the saved state, and the differences of the two recipes.
 
     groups: the optimizer's param groups.
     infos: descriptions of the parameters of each group. If names are known on both sides, parameters are matched by

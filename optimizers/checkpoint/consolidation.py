@@ -167,7 +167,7 @@ def _consolidate(args: Any, saves: bool, others: dict[str, Any]) -> None:
     """Gather the state of an event's optimizer on rank 0. Wrappers of the optimizer (accelerate) are removed first.
 
     saves: True if Trainer saves after this event; otherwise nothing is gathered.
-    others: keyword arguments of the event, with the optimizer.
+    others: keyword arguments of the event, among them the optimizer as "optimizer".
     """
     optimizer = others.get("optimizer")
     while optimizer is not None and not hasattr(optimizer, "consolidate_state_dict"):

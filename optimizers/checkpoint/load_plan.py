@@ -31,7 +31,8 @@ class LoadPlan:
     """A state dict that has been checked against an optimizer and is not loaded yet.
 
     mode: "train" or "eval", the iterate that the saved parameters hold.
-    batches: for each batch of param groups, its parameter sets after the load and the values of their state.
+    batches: for each batch, its parameter sets after the load and the values of their state. A batch consists of param
+        groups that were added to the optimizer together.
     state: the optimizer's `state` mapping, which stays the same object.
     extra: entries of the user in the saved state that belong to no parameter.
     rest: the state dict without its state, for torch to load.
@@ -131,9 +132,10 @@ def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 
 
 def _as_saved(parameter: Tensor, state: Any) -> Any:
-    """Return the saved state of a parameter, with entries that hosts added on the parameter's device.
+    """Return the saved state of a parameter in the form that the optimizer stores.
 
-    A step that a tool saved as a plain number becomes a tensor.
+    Entries that a framework around the optimizer has added to the state are copied to the parameter's device. A step
+    count that a tool saved as a plain number is converted to a tensor.
     """
     if not isinstance(state, Mapping):
         return state
@@ -144,7 +146,10 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """Return the parameter sets of a batch, or new ones if the checkpoint trained other parameters."""
+    """Return the parameter sets of a batch of param groups, or new ones if the checkpoint has other parameters' state.
+
+    values: saved state of each parameter of the batch.
+    """
     built, saved = optimizer.param_sets.built[batch], {id(p) for p in values if not _is_absent(values[p])}
     if saved == {id(p) for one in built for p in one.parameters}:
         return built
@@ -152,7 +157,10 @@ def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, A
 
 
 def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
-    """Return this rank's shards of the values of a batch. Raise ValueError if quantized slots have another format."""
+    """Return the saved state of each parameter as the tensors that this rank stores, which are shards if it is sharded.
+
+    Raises ValueError if quantized slots have another format.
+    """
     local = dict(values)
     for param_set in param_sets:
         if param_set.rank_group is None:

@@ -89,7 +89,11 @@ offloading, the messages would take the memory that offloading saves; more than 
 
 
 def _pieces(entries: Sequence[Entry], offloaded: bool) -> Iterator[range]:
-    """Yield ranges of entries that are exchanged together, the same on every rank: all of them if none is offloaded."""
+    """Yield ranges of indices of the entries that ranks exchange together. The ranges are the same on every rank.
+
+    offloaded: True if any state is offloaded; then a range has at most `PIECE` bytes, or one entry. If False, one range
+        has all entries.
+    """
     start, size = 0, 0
     for index, entry in enumerate(entries):
         nbytes = math.prod(entry.shape) * entry.dtype.itemsize
@@ -106,7 +110,10 @@ def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key:
 
 
 def _stored(value: Tensor, location: Location | None) -> Tensor:
-    """Return a tensor or DTensor with its entries of this rank at a location. None: as it is."""
+    """Copy this rank's entries of a tensor or DTensor to a location in host memory, and return it with these entries.
+
+    location: where to store the entries; None: the tensor is returned unchanged.
+    """
     if location is None:
         return value
     from torch.distributed.tensor import DTensor
@@ -240,8 +247,11 @@ def _cut_in_shards(param_set: ParamSet, position: int) -> bool:
 
 
 def _full(tensor: Tensor, param_set: ParamSet, position: int, lead: int) -> Tensor:
-    """Gather the full tensor of state of which each rank stores a box: the entries of the parameter that it updates.
+    """Gather the full tensor of a state that has an entry for each entry of a parameter. All ranks must call it.
 
+    Each rank stores the state of those entries of the parameter that it updates.
+
+    tensor: the entries that this rank stores.
     lead: number of axes of the state before those of the parameter.
     """
     boxes, ranks = layout_of_parameter(param_set, position).boxes, _rank_group(param_set)
@@ -264,7 +274,7 @@ def _even_rows(full: Tensor, rank_group: RankGroup, axis: int) -> Tensor:
 
 
 def _after(lead: int, placement: Placement) -> Placement:
-    """Return a placement for a tensor with `lead` more leading axes."""
+    """Return a placement that shards the same axis of a tensor after `lead` axes were added in front of its axes."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
