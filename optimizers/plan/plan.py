@@ -49,8 +49,8 @@ class Plan:
     placements: layout and owners of each parameter, by name. With `group_size` the ranks are those of one group.
     blocks: `[R]`, number of blocks that each rank owns.
     state: `[R]`, bytes of state.
-    offloaded: `[R]`, bytes of state in host memory between steps, by location: "cpu" or "disk". Each step brings them
-        in and takes them back.
+    offloaded: `[R]`, bytes of state in host memory between steps, by location: "cpu" or "disk". Each step copies them
+        to the device and back.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
     traffic: messages of a step by purpose: "gradients" to owners, "updates" from owners, "agreement" for the checks of
         gradients, and "synchronization", which only gloo needs.
@@ -218,7 +218,10 @@ def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
 def _state_bytes(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
-    """Return the bytes of state of each rank, `[R]`: of owned blocks, updates in place, iterates and step counts."""
+    """Return the bytes of state of each rank, `[R]`.
+
+    They consist of the state of owned blocks and of updates in place, of iterates, and of step counts.
+    """
     rules = recipe.rules()
     state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
     for block_group in block_groups:

@@ -26,7 +26,8 @@ from ..step.exchange import decay_source
 
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
-"""Position of a block: shape of its parameter, merged shape, and pieces of the block."""
+"""Position of a block in its parameter: shape of the parameter, merged shape, and pieces of the block. Blocks with
+equal positions have equal numbers of entries on each rank."""
 
 
 @dataclass
@@ -93,7 +94,10 @@ def together(first: Traffic, second: Traffic) -> Traffic:
 
 
 def repeated(one: Traffic, times: int) -> Traffic:
-    """Return the messages of `times` groups of ranks. Each group sends the messages of `one`."""
+    """Return the messages of `times` equal groups of ranks.
+
+    one: messages of one group.
+    """
     found = Traffic(one.ranks * times)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, np.tile(getattr(one, name), times))
@@ -158,7 +162,7 @@ def _exchange(
     The owner of a block receives the gradient from the ranks of its replica, and sends the update to all ranks that
     hold entries of the block.
 
-    holdings: cache of c by position of the block.
+    holdings: cache, by position of a block in its parameter, of `[R]`, the number of entries that each rank holds.
     traffic: (messages to owners, messages from owners).
     times: number of tensors that are sent to owners for each block.
     """
@@ -186,9 +190,12 @@ def _exchange(
 def _alike(
     block_group: BlockGroup, layouts: Sequence[Layout], holdings: dict[Place, Counts]
 ) -> Iterator[tuple[Counts, Counts]]:
-    """Yield (c, number of blocks that each rank owns), `[R]` each, for blocks that have the same c.
+    """Yield (c, n), both `[R]`, for each set of blocks with the same position in parameters of equal shapes.
 
-    These blocks have the same position in parameters of equal shapes.
+    c[r] is the number of entries of one of these blocks that rank r holds. n[r] is the number of these blocks that
+    rank r owns.
+
+    holdings: cache of c by position.
     """
     owners: dict[Place, list[int]] = {}
     for block in block_group.blocks:
@@ -255,7 +262,7 @@ def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffi
 def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: int) -> None:
     """Add an all-to-all in which each holder of a shard sends the rows that it updated to the other holders.
 
-    message: (rows of a parameter, layout of the parameter).
+    message: the rows that are sent, as pairs (rows of a parameter, layout of the parameter).
     width: bytes of an entry.
     """
     out, into = np.zeros((2, found.ranks), dtype=np.int64)
