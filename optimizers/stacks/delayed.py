@@ -6,7 +6,8 @@ that training continues on other cores. On a CUDA device the thread also launche
 
 No result depends on the time at which a job ends: its inputs are copies, and `finish` waits for it and stores its
 results in pending slots, which are state like any other. Jobs are finished at t + k, and before state is saved, copied,
-loaded or moved. Devices without a side stream, and fake tensors, compute results when they are asked for.
+loaded or moved. On devices without a side stream, and for fake tensors, the results are computed when the refresh is
+due.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from eigengraft.slots import DelayedRefreshes, State
 from .streams import Streams, streams_of
 
 Results = Mapping[str, Tensor]
-"""Results of a refresh, by name of the pending slot."""
+"""Results of a refresh, by name of the pending slot that stores each result until it takes effect."""
 
 
 SIDE_STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": streams_of}
-"""By device type, the function that returns the streams of a device, for devices with a side stream."""
+"""Mapping from a device type that has side streams to the function that returns the streams of one such device."""
 
 
 @cache
@@ -51,14 +52,14 @@ os.register_at_fork(after_in_child=_worker.cache_clear)  # a forked process has 
 class _Job:
     """A refresh under way.
 
-    state: state of the rows, in whose pending slots the results are stored.
+    state: state of the refreshed blocks. The results are stored in its pending slots.
     seeds: `[n]`, seeds of the blocks.
     what: text for errors, "<stage path>: solve() at step <t>".
-    solve: function that returns the results. The job holds it, and with it the copies that it reads, until the results
-        are stored, so that a device does not reuse their memory before.
-    side: streams of the device. The results are computed aside.
-    future: pair of the results and the mark of their end aside.
-    process: number of the process whose thread runs the job.
+    solve: function that returns the results. The job references it until the results are stored, so that a device does
+        not reuse the memory of the copies that the function reads.
+    side: streams of the device. The results are computed on the side stream.
+    future: the results, and a mark (such as a CUDA event) on the side stream after their computation.
+    process: id of the process whose thread runs the job.
     """
 
     state: State
@@ -98,7 +99,7 @@ class StackRefreshes(DelayedRefreshes):
 
     @property
     def place(self) -> str:
-        """Text that says where results are computed."""
+        """Text for messages that says where a delayed refresh is computed on this device."""
         kind = self.device.type
         if kind == "cpu":
             return "a worker thread computes it"
@@ -134,7 +135,12 @@ class StackRefreshes(DelayedRefreshes):
 
 
 def _computed(solve: Callable[[], Results], side: Streams, begun: Any) -> tuple[Results, Any]:
-    """Compute results in the worker thread, after the work before a mark. Return them with a mark of their end."""
+    """Compute the results of a refresh on the side stream; runs in the worker thread.
+
+    Return the results, and a mark on the side stream after their computation.
+
+    begun: mark of the main stream. The computation begins only when all work before this mark is done.
+    """
     with torch.no_grad(), never_compiled(), side.aside():
         side.wait(begun)
         return solve(), side.mark()

@@ -131,7 +131,13 @@ def _units(kinds: Collection[_Kind]) -> float:
 
 
 def _waves(rule: Recipe | Route, units: float) -> int | None:
-    """Return the smallest number of waves that a cadence of an update sets, or None if no cadence sets one."""
+    """Return the number of waves into which an update's refreshes are divided, or None if no cadence sets a number.
+
+    A wave consists of the refreshes that are due in one step. If several cadences of the update set a number, the
+    smallest of them is returned.
+
+    units: work of all refreshes in an interval, in units of the costliest one.
+    """
     cadences = [stage.cadence() for _, stage in rule.stages()]
     waves = [cadence.waves(units) for cadence in cadences if cadence is not None]
     return min((count for count in waves if count is not None), default=None)

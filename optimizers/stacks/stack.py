@@ -135,7 +135,10 @@ class StackState:
         self.tensors.update(rows)
 
     def _offload(self, location: Location, rows: Mapping[str, Tensor]) -> None:
-        """Store tensors in a buffer of host memory. rows: initial values `[1, ...]` of every block, by name."""
+        """Store tensors of all blocks of the stack in a buffer of host memory.
+
+        rows: the initial values `[1, ...]` of one block, which are equal for all blocks, by name of the tensor.
+        """
         blocks = len(self.stack.param_ids)
         buffer = HostBuffer(location, {name: row.expand(blocks, *row.shape[1:]) for name, row in rows.items()})
         for name, tensor in buffer.views(buffer.memory).items():
@@ -146,7 +149,11 @@ class StackState:
         self.host_buffers.append(buffer)
 
     def names(self, key: StateKey) -> list[str]:
-        """Return the names of the tensors that store a slot; for a quantized slot the last one is its `FORMAT`."""
+        """Return the names of the tensors that store a slot.
+
+        An unquantized slot has one tensor. For a quantized slot the names are those of its codes, and last that of the
+        tensor with the number of its storage format.
+        """
         how = self.encoded.get(str(key))
         return [str(key)] if how is None else [str(key._replace(part=part)) for part in (*how.names, FORMAT)]
 
@@ -224,7 +231,7 @@ class StackState:
 
     @cached_property
     def entries(self) -> list[list[Tensor]]:
-        """State of each row for compiled kernels: for each slot a view `[1, numel, 1, ...]`."""
+        """State of each block for compiled kernels: a list by row, with a view `[1, numel, 1, ...]` of each tensor."""
         shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
         slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
         return [[slot[row] for slot in slots] for row in range(len(self.stack.param_ids))]

@@ -11,9 +11,12 @@ from torch import Tensor
 
 
 class Streams:
-    """The order of work on a device without streams, where the host waits for every copy. Marks are None.
+    """Interface to a second stream of a device. This base class is for devices without streams.
 
-    concurrent: True if copies run beside the program.
+    On such a device operations run in the order of the program and nothing needs to wait. All methods do nothing, and
+    marks are None. `DeviceStreams` overrides them.
+
+    concurrent: True if work on the second stream runs at the same time as work on the present stream.
     """
 
     concurrent = False
@@ -23,20 +26,20 @@ class Streams:
         return nullcontext()
 
     def mark(self) -> Any:
-        """Return a mark that stands for all work on the present stream so far."""
+        """Return a mark after all work that the present stream has received so far, such as a CUDA event."""
 
     def wait(self, mark: Any) -> None:
-        """Let the present stream wait for a mark. The host does not wait."""
+        """Let the present stream wait until the work before a mark is done. The host does not wait."""
 
     def synchronize(self, mark: Any) -> None:
-        """Let the host wait for a mark."""
+        """Let the host wait until the work before a mark is done."""
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of tensors that were made aside until the present stream has used them."""
+        """Keep the memory of tensors that were made on the second stream until the present stream has used them."""
 
 
 class DeviceStreams(Streams):
-    """Streams and events of a device whose module of torch has them, such as CUDA."""
+    """A second stream of a device whose torch module, such as `torch.cuda`, has streams. Marks are its events."""
 
     concurrent = True
 
@@ -63,6 +66,6 @@ class DeviceStreams(Streams):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device, or an order without streams if the device has none."""
+    """Return a `DeviceStreams` for a device with streams, and the base class `Streams` for any other device."""
     module = torch.get_device_module(device)
     return DeviceStreams(device, module) if hasattr(module, "Stream") else Streams()
