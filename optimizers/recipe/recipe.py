@@ -69,9 +69,10 @@ class UpdateRule(Component):
                 yield slot.role
 
     def squares(self) -> bool:
-        """Return True if a step may square gradients.
+        """Return True if a step of this update may square gradients.
 
-        A step without constraints does not if its chain is entry-wise and stores only first moments and counts.
+        The result is False only for an update without constraints whose chain is entry-wise and stores nothing but
+        first moments and counts.
         """
         kept = {slot.role for slot in (*possible_slots(self.update), *possible_slots(self.after_decay))}
         return bool(self.constraints) or not self.entrywise() or not kept <= {"first_moment", "count"}

@@ -41,9 +41,9 @@ _LIKELY = re.compile(
 )
 """Names of output heads at the top of a model, used only if no head is found by stronger evidence."""
 _NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
-"""Names in `_LIKELY` that projections of attention have too.
+"""Likely names of output heads that the output projections of attention layers have too.
 
-A last layer with such a name is not a head if another layer may consume its outputs."""
+The last layer of a model is not a head by such a name if another layer may consume its outputs."""
 _NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
 _FINAL = re.compile(
     r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
@@ -189,7 +189,7 @@ class _Search:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Add the last layer at or below each attribute that matches `names`, if `accepts` agrees.
+        """Add the last layer at or below each attribute that matches `names`, if `accepts` returns True for the layer.
 
         accepts: function of the layer and of the position of the matching attribute in the layer's path.
         """
@@ -208,7 +208,11 @@ class _Search:
                         self.found.setdefault(layer.key, self.found[head.key])
 
     def _last(self, layers: Sequence[Layer], depth: int) -> Layer | None:
-        """Return the last of the layers inside a head whose path has length `depth`."""
+        """Return the layer that is the last one of a head, or None if no layer can be.
+
+        layers: layers of the head: the module itself, or layers inside it.
+        depth: length of the head's path.
+        """
         direct = [layer for layer in layers if len(layer.path) == depth]
         if direct:
             return direct[-1]
@@ -231,7 +235,7 @@ class _Search:
         return layer.kind != "other" and free and not _has_number(layer.path[:depth])
 
     def _several(self, layers: Sequence[Layer]) -> None:
-        """Add the last layer of each element of a container of heads."""
+        """Add the last layer of each element of a container of heads, a module with a name such as `heads`."""
         groups = dict[Attributes, list[Layer]]()
         for layer in layers:
             for depth, attribute in enumerate(layer.path[:-1]):
@@ -288,9 +292,12 @@ class _Search:
         return None
 
     def _at_top(self, layer: Layer, depth: int) -> bool:
-        """Return True if a likely name is at the top of the model and no layer consumes the layer's outputs.
+        """Return True if a layer with a likely name of a head is at the top of the model and may be a head.
 
-        The last layer may have outputs that fit another layer's inputs, unless attention layers have its name too.
+        A layer whose outputs another layer may consume is no head. For the last layer of the model this is checked only
+        if its name is one that projections of attention have too.
+
+        depth: position of the likely name in the layer's path.
         """
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
@@ -309,9 +316,10 @@ class _Search:
         return last if before and max(before) < int(matched[2]) else None
 
     def _parallel(self, head: Layer) -> None:
-        """Add heads in parallel modules: last layers of the modules just before the head's module.
+        """Add heads that are parallel to a head: the last layers of the modules just before the head's module.
 
-        Such a layer must have as many inputs, or as many outputs, as the head.
+        The search goes backwards and ends at the first module whose last layer has neither as many inputs nor as many
+        outputs as the head, or cannot be a head for another reason.
         """
         depth = len(self.root)
         parts = dict[Attributes, Layer]()
@@ -324,10 +332,10 @@ class _Search:
             self.found[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
 
     def _beside(self) -> None:
-        """Add layers of the same module as a head, with as many inputs, directly after the head or before it.
+        """Add the layers beside each head: layers of the same module, next to the head, with as many inputs.
 
-        Layers before the head are added only in a submodule that is no sequence. In a `ModuleList` the inputs may
-        differ, as for detection heads at several scales.
+        Layers before the head are added only in a submodule that is not a sequence, because layers of a sequence follow
+        each other. In a `ModuleList` the inputs may differ, as for detection heads at several scales.
         """
         for head in [layer for layer in self.layers if layer.key in self.found and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]

@@ -230,7 +230,7 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
     ]
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
     heads = output_heads(layers, {length for row in rows for length in row.rows})
-    # a user who gives weights of layers only has selected hidden layers, so that the last one is no head either
+    # if all given parameters are weights of layers, the user has selected hidden layers, and the last one is no head
     if all(row.plain is None for row in rows):
         heads = replace(heads, unclear=None)
     return {id(row.parameter): row.info(heads) for row in rows}

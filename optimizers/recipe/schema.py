@@ -100,9 +100,9 @@ def _takes_schedules(cls: type[Component], name: str) -> bool:
 
 
 def _linked(node: Any) -> Any:
-    """Replace family marks by references to the family's definition.
+    """Replace the placeholders of component families in a JSON schema by `$ref`s to the definition of the family.
 
-    The marks are needed because pydantic refuses references to definitions that it did not make.
+    Placeholders are needed because pydantic refuses a `$ref` to a definition that it did not make.
     """
     if isinstance(node, list):
         return [_linked(item) for item in node]
