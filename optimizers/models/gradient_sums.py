@@ -136,7 +136,8 @@ class GradientSums:
     def _end(self, backward: _Backward) -> None:
         """Join the contributions of a finished backward to the sums of those parameters whose gradients it changed.
 
-        Contributions for other parameters are stored separately, for the case that no backward changes the gradient.
+        Contributions for other parameters are stored separately. They count only if no backward changes the gradient
+        of their parameter before the step.
         """
         found, changed = dict(backward), list[tuple[Hashable, Tensor]]()
         backward.clear()
@@ -146,7 +147,8 @@ class GradientSums:
                 self._loose[key] = running.found.joined(self._loose.get(key), self._join)
                 continue
             loose = self._loose.pop(key, None)
-            # under FSDP without reduction (`set_requires_gradient_sync(False)`), only the last backward changes it
+            # under FSDP without reduction (`set_requires_gradient_sync(False)`), only the last backward of a step
+            # changes the gradient, so that contributions of earlier ones count too
             if is_dtensor(running.parameter):
                 running.found = running.found.joined(loose, self._join)
             self._held[key] = running.found.joined(self._held.get(key), self._join)
@@ -198,4 +200,5 @@ _MEASURED = 16
 """Largest number of parameters whose gradients are sampled. Scaling multiplies all gradients by one factor, so that a
 few samples are enough."""
 _TOLERANCE = 0.01
-"""Relative difference up to which ratios count as equal, larger than the rounding of two bfloat16 numbers, 2 * 2^-8."""
+"""Relative difference up to which ratios of gradients count as equal. It is larger than the error of a ratio of two
+bfloat16 numbers, 2 * 2^-8."""

@@ -27,9 +27,8 @@ from .arguments import require_watchable
 from .gradient_sums import GradientSums
 
 CallRows = Callable[[Tensor], tuple[Tensor, int]]
-"""Function of the gradient of a layer's output that returns (Gram matrix of the rows of that call, number of rows).
-
-The numbers of all calls are added to N."""
+"""Function that is called during backward with the gradient of a layer's output in one call of the layer. It returns
+the Gram matrix X^T X of the rows X of that call, and the number that the call adds to the layer's count N of rows."""
 INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
 """Names of the two signals."""
 ParamPlace = tuple[int, int]

@@ -108,15 +108,16 @@ class MaxLogits(nn.Module):
         return torch.stack(found).amax(0)
 
     def listen(self, source: LogitSource, holder: nn.Module) -> None:
-        """Start recording for a source.
+        """Start recording the largest logits of one attention module.
 
-        holder: the attention module, whose attributes are the weights.
+        source: the signal of the whole model, which collects the recorded logits.
+        holder: the attention module, which has the projection weights as attributes.
         """
         self._source, self._holder = weakref.ref(source), weakref.ref(holder)
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Return the names of the weights in the attention module."""
+        """Return the names of the projection weights in the attention module: `fused` alone, or `query` and `key`."""
         return (self.fused,) if self.fused is not None else (str(self.query), str(self.key))
 
     def signal(self, largest: Tensor, axis_of: Callable[[str], int]) -> Mapping[str, Tensor]:
@@ -164,14 +165,15 @@ class _Span:
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return a number for each part of all items: the given numbers for the parts in the span, and 0 elsewhere.
+        """Return one number for each head of all ranks: the given numbers for this rank's heads, 0 for all other heads.
 
-        The parts have equal lengths; the span consists of one part for each given number.
+        The items of the span are outputs of a weight, or heads. They are divided into heads of equal length. The span
+        has one head for each of the given numbers.
 
         name: name of the weight, for the message.
 
         Raises:
-            ValueError: the span has all items, so that ranks would not differ, or its ends are inside a part.
+            ValueError: the span has all items, so that ranks do not have different heads, or it ends inside a head.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
