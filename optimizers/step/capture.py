@@ -7,11 +7,11 @@ numbers of a step (rates, step counts) from one tensor, which one copy fills bef
 
 The protocol checks itself. Steps with equal addresses and constants (`_Key`) are of one kind. The first step of a kind
 runs without a graph, and fills caches. The operations of the second and of the third step are recorded and compared: a
-difference shows a number that is a constant of the operations and no input. Then the third step is captured. It runs
-twice from the same state, without the graph and by a replay, and both runs must give the same bits. Later steps of the
-kind are replayed. A step of another kind, or with a missing gradient or a refresh, runs without the graph, and the
-reason is counted. The check holds one copy of the state and the parameters of a piece for one step, and synchronizes
-with the device once for each tensor.
+difference shows that a number of the step is a constant of the operations, although it must be an input. If there is no
+difference, the third step is captured. It runs twice from the same state, without the graph and by a replay, and both
+runs must give the same bits. Later steps of the kind are replayed. A step of another kind, or one with a missing
+gradient or a refresh, runs without the graph, and the reason is counted. The comparison of bits holds one copy of the
+state and the parameters of a piece for one step, and synchronizes with the device once for each tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from .traced import Program
 
 Body = Callable[[], None]
 Signature = list[tuple[Any, ...]]
-"""The operations of a run with their arguments; a tensor is represented by its shape, dtype and device type."""
+"""The operations of a run, in order, each with its arguments. A tensor is represented by its shape, dtype and device
+type."""
 
 
 class Graph(Protocol):
@@ -85,25 +86,27 @@ class CudaCapturer:
 
 
 CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
-"""By device type, the constructor of a capturer; its argument is the device."""
+"""Mapping from a device type to the constructor of its capturer, which has the device as its argument. Other device
+types have no graphs."""
 
 CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
-"""Names of signals that a captured step can read: they have the same address in each step, or are numbers of the step
-that are inputs of the graph."""
+"""Names of the signals that stages of a captured step may request. A graph can read them, because they have the same
+address in each step, or are among the numbers of the step that are inputs of the graph."""
 
 ProgramNumbers = tuple[Tensor, list[Tensor]]
-"""Inputs of a stack's program on the device: the step of each of its N blocks, int64 `[N]`, and the program's numbers.
-"""
+"""Inputs of a stack's program on the device: the step count of each of its N blocks, int64 `[N]`, and the numbers of
+the step that its stages read, such as scheduled numbers and bias corrections."""
 StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
-"""By index of a stack, the numbers on the device that its program or its fused kernel reads."""
+"""Mapping from the index of a stack to the numbers on the device that its program or its fused kernel reads."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
-"""A function that runs one step of some stacks."""
+"""Function that runs one step of some stacks. Its arguments are the stacks in lists that step together, the inputs of
+the step, `[P]` flags of the parameters that it changes, and the numbers on the device."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations, and holds a reference to each input tensor that none of them made.
+    """Records operations, and holds a reference to each tensor that they read and that no recorded operation made.
 
-    A graph keeps the addresses of these inputs, so their memory must not be freed.
+    A graph reads these tensors at their addresses in every replay, so their memory must not be freed.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
-    """Record a run, and return the recorder.
+    """Call `run`, record its operations, and return the recorder.
 
     gradients: addresses of the gradients. The recorder does not hold these tensors, so that `zero_grad` can free them.
     """
@@ -162,9 +165,9 @@ class _Key(NamedTuple):
 
     gradients, parameters, state: addresses of the tensors.
     groups: for each parameter, the index of its group of equal rates, as bytes.
-    zeros: whether each rate of weight decay is 0; such a decay is left out of the graph.
+    zeros: for each rate of weight decay, True if it is 0; such a decay is left out of the graph.
     decays: weight decays of the stacks that a fused kernel updates; the kernel takes them as constants.
-    mask: whether a mask of usable gradients is given.
+    mask: True if there is a mask of usable gradients.
     """
 
     gradients: tuple[int, ...]
@@ -191,7 +194,7 @@ class CapturedStacks:
     groups: the stacks as lists; the stacks of one list step together.
     programs: by index of a stack, its program; None if the stack has no program.
     fused: indices of the stacks that a fused kernel updates.
-    reason: why the piece is never captured; None if no reason is known.
+    reason: why the stacks are never captured; None if no reason is known.
     """
 
     def __init__(
@@ -238,9 +241,9 @@ class CapturedStacks:
     def step(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> str | None:
-        """Run a step for which `unfit` returned None, by the piece's graph if there is one for its kind.
+        """Run a step for which `unfit` returned None. If there is a graph for a step of this kind, replay the graph.
 
-        Returns why a graph was dropped or could not be made, else None.
+        Returns the reason if a graph was dropped or could not be made, else None.
         """
         key, before = self._key_of(step, held), self._key
         self._fill(step, counts)
@@ -260,7 +263,10 @@ class CapturedStacks:
         return self.reason
 
     def _decays(self, rates: Rates) -> tuple[float, ...]:
-        """Return the decays of the stacks that a fused kernel updates; the kernel reads decays on the host."""
+        """Return the weight decays of the stacks that a fused kernel updates.
+
+        They are constants of a graph, because the kernel accepts a decay only as a number on the host.
+        """
         paths = {own.path for own in self.stacks if own.number in self.fused}
         found = [scale for (path, _), scale in self._scales(rates).items() if path in paths]
         return tuple(float(x) for scale in found for x in (scale.alpha, scale.gradient_rate))
@@ -299,7 +305,7 @@ class CapturedStacks:
             self._mask = step.mask.clone() if self._mask is None else self._mask.copy_(step.mask)
 
     def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
-        """Return a function that runs a step with the numbers and the mask that `_fill` stored."""
+        """Return the function that a graph captures. It runs a step with the numbers and mask that `_fill` stored."""
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         rates = replace(step.rates)
         dtype = torch.float64 if any(own.stack.dtype == torch.float64 for own in self.stacks) else torch.float32
@@ -400,7 +406,10 @@ def _restore(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Exchange the values of targets and values pair by pair, which needs memory for a copy of one tensor at a time."""
+    """Exchange the values of each tensor of one list with those of the same place in the other list.
+
+    One pair is exchanged at a time, so that only one tensor is copied in between.
+    """
     for target, value in zip(targets, values, strict=True):
         kept = value.clone()
         value.copy_(target.detach())
@@ -414,9 +423,11 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 class Graphs:
-    """The pieces of a parameter set, and the reasons for which their steps ran without a graph.
+    """The graphs of a parameter set.
 
-    left: by reason, how many steps of pieces ran without a graph.
+    The stacks are divided into pieces. Stacks of one piece are captured together in one graph.
+
+    left: number of steps of pieces that ran without a graph, by reason.
     """
 
     def __init__(
@@ -441,9 +452,9 @@ class Graphs:
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> list[Sequence[StackState]]:
-        """Run the step of each piece that can be captured or replayed.
+        """Run the step of each piece (stacks with one graph) whose step can be captured or replayed.
 
-        Returns the stacks of all other pieces, which the caller must run; the stacks of one list step together.
+        Returns the stacks of all other pieces, which the caller must run. Stacks in one list step together.
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:

@@ -44,11 +44,12 @@ class Step:
     rates: learning rate and weight decay of each parameter.
     survey: sums over the full gradients.
     gathered: gradients of stacks `[N, *block]` that were gathered for the check, by number of the stack.
-    numbers: by name, signals that are a number or `[P]`, and sums of slots over all parameters.
-    entries: by name, signals with a number for each entry of a parameter.
-    matrices: by name, signals with a matrix over the inputs or outputs of a parameter.
-    outputs: by name, signals with a number for each output of a parameter.
-    partners: by name and then by position of a factor of a product, signals with rows of the other factor.
+    numbers: signals that are one number for the step, or `[P]` with one for each parameter, and sums of slots over all
+        parameters. This mapping and the following ones are by name of the signal.
+    entries: signals with a number for each entry of a parameter.
+    matrices: signals with a matrix over the inputs or outputs of a parameter.
+    outputs: signals with a number for each output of a parameter.
+    partners: signals with rows of the other factor of a product, by name and then by position of a factor.
     """
 
     gradients: Sequence[Any]
@@ -157,7 +158,8 @@ class LocalExchange:
             values: Sequence[Tensor] | Tensor = direction
             if not stack.joins:
                 if len(direction) > 1 and not direction.is_cpu:
-                    # operations on lists launch a kernel for each tensor whose strides differ from its parameter's
+                    # if strides of a direction differ from those of its parameter, operations on lists of tensors
+                    # launch one kernel for each tensor; contiguous directions need one kernel for all
                     direction = direction.contiguous()
                 values = StackRows(direction)
             self._move(stack.param_ids, values)
@@ -180,7 +182,8 @@ class LocalExchange:
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         """Raise ArithmeticError because roots of these parameters failed too often.
 
-        Ranks record the failures instead, and all of them raise the error in the next step.
+        If several ranks share the parameters, the failures are only recorded, and all ranks raise the error in the next
+        step.
         """
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
@@ -196,7 +199,8 @@ PROVIDERS: Mapping[str, Provider] = {
     "lr": lambda blocks, step, exchange: step.rates.lr(blocks.stack_state.path, blocks.stack.param_ids),
     "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks),
 }
-"""By name of a signal, the function that computes it for n active blocks of a stack: a number, or `[n]`."""
+"""Mapping from the name of a signal to the function that computes the signal for n active blocks of a stack, as a
+number or `[n]`."""
 
 
 def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> dict[str, Tensor | float]:

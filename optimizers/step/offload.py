@@ -1,9 +1,9 @@
-"""Offloaded state in a step: it is brought in before the program of a stack, and taken back after it.
+"""Offloaded state in a step: it is copied to the device before the program of a stack, and back to the host after it.
 
-While a stack computes, the state of the next one is brought in. A device has two buffers, as large as the largest
-stack, which stacks use in turns. So the device holds the state of at most two stacks, and the copies of one stack run
-beside the program of another. Where the program computes in host memory, nothing is copied: pages of a file are read
-ahead, and leave the process afterwards.
+While a stack computes, the state of the next one is copied. A device has two buffers, as large as the state of the
+largest stack, which stacks use in turns. So the device holds the state of at most two stacks, and the copies of one
+stack run beside the program of another. A program on a CPU computes in host memory, and nothing is copied: the pages of
+a file are read ahead, and are released from the process's memory afterwards.
 
 A parameter set without offloaded state has no object of this module.
 """
@@ -43,10 +43,10 @@ class OffloadedState:
         self._queue: list[Group] = []
 
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
-        """Begin to bring in the state of the first group. `held` is then called for the groups in this order.
+        """Begin to copy the state of the first group to the device. `held` is then called for the groups in this order.
 
-        active: `[P]`, True for parameters that take part. Groups without such parameters are not brought in. None: all
-            parameters take part.
+        active: `[P]`, True for parameters that take part in the step. The state of groups without such parameters is
+            not copied. None: all parameters take part.
         """
         self._queue = [
             group
@@ -64,7 +64,7 @@ class OffloadedState:
 
     @contextmanager
     def held(self, group: Group) -> Iterator[None]:
-        """Enter a context in which the state of a group is on its device. The state of the next group is on its way.
+        """Enter a context in which the state of a group is on its device. Meanwhile the next group's state is copied.
 
         For a group that was not scheduled the context does nothing.
         """
@@ -81,9 +81,10 @@ class OffloadedState:
             self._mover.leave(group, turn % 2)
 
     def outlasting(self, direction: Tensor) -> Tensor:
-        """Return a direction in memory that stays as it is after the context of its stack.
+        """Return a direction that stays valid after the context `held` of its stack: a copy if needed, else itself.
 
-        Some stages return a state tensor as their direction, and ranks send directions later.
+        Some stages return a state tensor as their direction. Its buffer is then used for another stack, but ranks may
+        send the direction only later.
         """
         return direction.clone() if self._mover.lends(direction) else direction
 
@@ -93,30 +94,30 @@ class OffloadedState:
 
 
 class Mover(ABC):
-    """A way to bring the state of a group in and to take it back.
+    """A way to make the state of a group available to its program, and to store it in host memory afterwards.
 
     The argument `buffer` is 0 or 1: the buffer of the device that holds the state of the group.
     """
 
     @abstractmethod
     def fetch(self, group: Group, buffer: int) -> None:
-        """Begin to bring in the state of a group, without waiting."""
+        """Begin to copy the state of a group to a buffer of the device, without waiting."""
 
     @abstractmethod
     def enter(self, group: Group, buffer: int) -> None:
-        """Make the stacks use the state that was brought in."""
+        """Make the stacks use the state in the buffer of the device, after its copy is complete."""
 
     @abstractmethod
     def leave(self, group: Group, buffer: int) -> None:
-        """Begin to take the state back, without waiting."""
+        """Begin to copy the state back to host memory, without waiting."""
 
     @abstractmethod
     def lends(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is in memory that another group will use."""
+        """Return True if a tensor is in a buffer of the device, which another group will use later."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until all state is back."""
+        """Wait until all state is in host memory."""
 
 
 class MappedState(Mover):
@@ -207,7 +208,10 @@ class CopiedState(Mover):
             self._streams.synchronize(last())
 
     def _begin(self, copy: Callable[[], Any]) -> Callable[[], Any]:
-        """Run a function, in the thread if there is one. Return a function that returns its result."""
+        """Run a function: in the thread if there is one, else at once.
+
+        Return a function that returns its result, and waits for the thread.
+        """
         if self._thread is not None:
             future: Future[Any] = self._thread.submit(copy)
             return future.result
@@ -237,7 +241,7 @@ class CopiedState(Mover):
         return self._pinned[: piece.memory.numel()]
 
     def _pieces_of(self, group: Group, buffer: int) -> list[_Piece]:
-        """Return the host buffers of a group with their places in a buffer of the device."""
+        """Return the host buffers of a group, each with the part of a buffer of the device to which it is copied."""
         key = buffer, *(own.number for own in group)
         if key not in self._pieces:
             self._pieces[key], start = [], 0
@@ -250,10 +254,10 @@ class CopiedState(Mover):
 
 
 class _Piece:
-    """A host buffer of a stack and its place in a buffer of the device.
+    """A host buffer of a stack, and the part of a buffer of the device to which it is copied.
 
     host: the host buffer.
-    memory: the place, uint8 `[n]`.
+    memory: the part of the buffer of the device, uint8 `[n]`.
     """
 
     def __init__(self, own: StackState, host: HostBuffer, memory: Tensor) -> None:
@@ -261,7 +265,7 @@ class _Piece:
         self._own, self._here, self._there = own, host.views(memory), host.views(host.memory)
 
     def show(self, on_device: bool) -> None:
-        """Make the stack use the tensors in the buffer, or those in host memory."""
+        """Make the stack use its tensors in the buffer of the device, or its tensors in host memory."""
         self._own.tensors.update(self._here if on_device else self._there)
         self._own.__dict__.pop("entries", None)  # a cached property of the tensors
 

@@ -29,7 +29,8 @@ CHECKED_UPDATES = 3
 """Number of first updates of a block whose directions are checked for inf and nan. A faulty stage fails in its first
 updates, and a check of every update would cost a pass over all directions."""
 StateOf = Callable[[ChainName], State]
-"""Function that returns the state of one of the two chains of an update, for one call of the chain."""
+"""Function from the name of one of the two chains of an update to the state that the chain reads and writes in one
+call."""
 
 
 def direction(
@@ -40,8 +41,11 @@ def direction(
     factors: Tensor | None = None,
     decay: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the directions `[n, *block]` of n blocks, which the write subtracts. The state changes in place.
+    """Return the directions `[n, *block]` of n blocks, computed by the two chains of an update.
 
+    The write subtracts directions from parameters. The state changes in place.
+
+    state_of: function that returns the state of a chain.
     gradient: gradients `[n, *block]`, including the weight decay that the recipe adds to them.
     factors: factor of each direction, a number or `[n]`. None: no factor.
     decay: function that adds weight decay to directions. None: the weight decay is part of the write.
@@ -147,7 +151,7 @@ class StackStep:
     numbers: tuple[Tensor, Sequence[Tensor]] | None = None
 
     def state(self, chain: ChainName) -> State:
-        """Return the state of a chain for one call of the chain."""
+        """Return the state that a chain reads and writes in one call."""
         return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
 
     def prime(self) -> None:
@@ -166,7 +170,11 @@ class StackStep:
         return found
 
     def rehearse(self) -> None:
-        """Run the program on a copy of the state. A watch so observes a step that a fused kernel computes."""
+        """Run the program on a copy of the state, and drop its result.
+
+        A fused kernel computes the actual step. The watch of the stack, which observes calls of stages, can measure the
+        step only in this way.
+        """
         copies = {name: tensor.clone() for name, tensor in self.blocks.stack_state.tensors.items()}
 
         def state_of(chain: ChainName) -> State:
@@ -198,10 +206,10 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
 
 
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
-    """Return the result of `act` for the step of each stack.
+    """Call `act` with the step of each stack, and return the results.
 
-    Stacks that share sums over parameters run in turns. Each stops where it needs a sum, until all have computed their
-    terms of the sum.
+    Stacks that share sums over parameters run in turns. Each stack stops where it needs a sum, and goes on when all
+    stacks have computed their terms of the sum.
     """
     if not steps[0].blocks.stack_state.spans:
         return [act(step) for step in steps]

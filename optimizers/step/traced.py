@@ -38,9 +38,10 @@ from ..write.write import StepRates, WeightDecay
 from .program import add_decay, direction, move, plus_decay
 
 NumberOfStep = Callable[[Tensor], Tensor]
-"""A number that a stage needs, as a function of the step of a block; the step is a float64 tensor."""
+"""Function from the step of a block, a float64 tensor, to a number that a stage needs, such as a bias correction."""
 Ask = Callable[[NumberOfStep], Tensor]
-"""Returns a number that a stage needs as a tensor of the current step."""
+"""Function that returns the value of a `NumberOfStep` at the current step, as a tensor that is an input of the program.
+"""
 Compiled = Callable[[list[Tensor]], Any]
 """A compiled program. It changes some of its input tensors in place, and empties the list in which it receives them."""
 _LOG = logging.getLogger("eigengraft")
@@ -127,7 +128,11 @@ class ScheduledNumbers:
         return cls(tuple(found), total_steps if found else None)
 
     def samples(self, device: torch.device) -> list[Tensor]:
-        """Return one 0-d input for each number, in float64, because in float32 1 - b loses bits of b."""
+        """Return one 0-d sample input for each number.
+
+        The inputs are float64, because stages compute numbers such as 1 - beta from them, which would lose bits in
+        float32.
+        """
         return [torch.zeros((), dtype=torch.float64, device=device) for _ in self.of_numbers]
 
     def at(self, step: int) -> list[float]:
@@ -359,7 +364,10 @@ class BlockProgram:
 
 @contextmanager
 def _scheduled(source: EntryProgram | BlockProgram, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
-    """Yield the update of a program with the remaining input tensors in place of its scheduled numbers."""
+    """Enter a context with the update of a program in which input tensors replace the scheduled numbers.
+
+    given: the input tensors of the program that were not used yet, which are the scheduled numbers.
+    """
     schedules = source.schedules
     if not schedules.of_numbers:
         yield source.update
@@ -410,7 +418,7 @@ def tracing_context(
 
 
 class _NothingDue(dict[int, tuple[()]]):
-    """Due refreshes of a step without refreshes: every stage has an entry, the empty tuple."""
+    """Mapping from every stage to its due refreshes in a step without refreshes, an empty tuple for any stage."""
 
     def __contains__(self, key: object) -> bool:
         return True
