@@ -172,12 +172,15 @@ def accumulate(
 
 
 def _minus_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Compute x <- x - y weight in place, and return x; y changes too."""
+    """Compute x <- x - weight y in place, and return x. The values of y are overwritten by weight y."""
     return x.sub_(y.mul_(weight))
 
 
 def _equal(weights: Sequence[float | Tensor]) -> list[tuple[Any, list[int]]]:
-    """Return pairs (weight, its indices) of the different weights. Tensors are equal only to themselves."""
+    """Return pairs (weight, indices at which this weight occurs), one for each different weight.
+
+    A tensor is not read: it counts as equal only to the same tensor object.
+    """
     found: dict[tuple[bool, float], tuple[float | Tensor, list[int]]] = {}
     for index, weight in enumerate(weights):
         key = id(weight) if isinstance(weight, Tensor) else weight

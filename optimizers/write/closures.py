@@ -250,7 +250,7 @@ SCALE = "step_scale"
 Average = Callable[[Tensor], Tensor]
 """A function that returns the mean over all ranks of a number of this rank."""
 Start = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of a parameter with a gradient and a copy of this rank's entries of the parameter before the step."""
+"""Pairs (parameter that has a gradient, copy of this rank's entries of that parameter before the step)."""
 
 
 class LineSearch(Component):

@@ -97,7 +97,10 @@ class Constraint(Schedulable, ABC, family="constraint"):
 
     @final
     def signals_at(self, step: int) -> frozenset[str]:
-        """Return the signals that every parameter must have at a step. Constraints have no such signals."""
+        """Return the names of the signals that every parameter must have at a step.
+
+        The result is empty, because a constraint applies to those parameters that have its signals.
+        """
         return frozenset()
 
     @property

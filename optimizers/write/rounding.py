@@ -90,7 +90,11 @@ class Rounding(Constraint):
 
 
 def _rounded_at_random(after: Tensor, writes: Tensor) -> Tensor:
-    """Return numbers rounded to bfloat16 at random. writes: number of the update, which draws other numbers."""
+    """Return numbers that were rounded to bfloat16 at random.
+
+    after: the numbers to round.
+    writes: number of the update. The same numbers are rounded differently in another update.
+    """
     bits = after.float().view(torch.int32)
     seeds = bits.flatten().long()
     drawn = words(seeds, writes.expand_as(bits).flatten(), 1).reshape(bits.shape)
