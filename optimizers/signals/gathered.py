@@ -15,7 +15,8 @@ from eigengraft.numerics import number_like
 from eigengraft.signals import Signal
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
-"""Level of a signal on a rank: a required value is missing, only optional values are missing, or no value is."""
+"""Levels of a signal on a rank. MISSING: a required value is missing. SOME: only optional values are missing. ALL: no
+value is missing."""
 TENSORS = ("input_matrix", "output_matrix", "outputs")
 """Extents of signals that are tensors of equal shapes on all ranks and are reduced over ranks."""
 
