@@ -94,7 +94,7 @@ class Inspection(Sequence[Measurement]):
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
-        """Return a table with one row for each key. Sums of rows with equal keys are added."""
+        """Merge rows with equal keys into one row, whose sums are the added sums of these rows. Return the table."""
         found: dict[tuple[str, int | None, str, str, str], Measurement] = {}
         for row in rows:
             known = found.get(row.key)
