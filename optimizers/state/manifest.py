@@ -43,9 +43,9 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
 
 
 def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
-    """Return where state of blocks is stored between steps, if it is offloaded, the same on every rank.
+    """Return the locations in host memory of the offloaded state of all blocks. All ranks return the same mapping.
 
-    Keys are (position of the parameter, state key without a part).
+    Its keys are (position of the parameter, state key of the slot). State that is not offloaded has no key.
     """
     found, storage = dict[tuple[int, str], Location](), param_set.recipe.storage
     if all(quantizer.location is None for quantizer in storage.values()):
