@@ -79,8 +79,10 @@ class RecipeChange:
 
 
 def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeChange:
-    """Compare an optimizer's recipe with a saved one. Both are JSON texts.
+    """Return the differences between an optimizer's recipe and a saved recipe.
 
+    own: JSON text of the optimizer's recipe.
+    got: JSON text of the saved recipe.
     infos: descriptions of the optimizer's parameters.
 
     Raises:

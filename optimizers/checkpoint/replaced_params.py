@@ -1,4 +1,4 @@
-"""Parameters that changed after the optimizer was made: replaced, cast or moved by a host, or tied in the model."""
+"""Parameters that changed after the optimizer was made: replaced, cast or moved by a framework, or tied in the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
 
 
 def _rebuild(optimizer: ComposedOptimizer) -> None:
-    """Give fresh state to all parameters of the groups."""
+    """Replace the state of all parameters by new state, with the same descriptions and groups of parameters."""
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     param_sets.resolve_deferred()
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)

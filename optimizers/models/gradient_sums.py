@@ -147,8 +147,7 @@ class GradientSums:
                 self._loose[key] = running.found.joined(self._loose.get(key), self._join)
                 continue
             loose = self._loose.pop(key, None)
-            # under FSDP without reduction (`set_requires_gradient_sync(False)`), only the last backward of a step
-            # changes the gradient, so that contributions of earlier ones count too
+            # FSDP with `set_requires_gradient_sync(False)` changes a gradient only in the last backward of a step
             if is_dtensor(running.parameter):
                 running.found = running.found.joined(loose, self._join)
             self._held[key] = running.found.joined(self._held.get(key), self._join)

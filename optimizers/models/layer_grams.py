@@ -189,7 +189,7 @@ def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
 
 
 def parameter_at(optimizer: Optimizer, place: ParamPlace) -> Tensor:
-    """Return the present parameter at a position."""
+    """Return the parameter that an optimizer has now at a position (index of its group, position in the group)."""
     parameter: Tensor = optimizer.param_groups[place[0]]["params"][place[1]]
     return parameter
 

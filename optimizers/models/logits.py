@@ -231,7 +231,10 @@ class _Seen:
 
 
 def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of a weight and its local box, without the sharding of `fully_shard`."""
+    """Return the full shape of a weight, and the box of it that this rank has under tensor parallelism.
+
+    The sharding of `fully_shard` is ignored, because it is undone during a forward.
+    """
     shape = tuple(weight.shape)
     if not is_dtensor(weight):
         return shape, Box((0,) * len(shape), shape)

@@ -38,8 +38,9 @@ class SignalCall:
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
         """Return the fields to gather over ranks, by name.
 
-        All signals have a field for the level. Signals that are numbers have a second field with the numbers, `[1]` or
-        `[P]`. Signals that are tensors have a second field with the sizes of the tensors, `[P]`.
+        All signals have a field for the level, which says if values of the signal are missing on this rank. Signals
+        that are numbers have a second field with the numbers, `[1]` or `[P]`. Signals that are tensors have a second
+        field with the sizes of the tensors, `[P]`.
 
         positions: number P of parameters.
         """
@@ -58,7 +59,7 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Return the name of the field that contains the level."""
+        """Return the name of the field that says if values of the signal are missing on a rank."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
@@ -67,7 +68,7 @@ class SignalCall:
         A signal with numbers for outputs is used for the parameters for which it is provided. All other signals are
         used for all positions in `wanted` or, if a value is missing on some rank, for the positions in `needed`.
 
-        level: lowest level of all ranks.
+        level: lowest of the levels of all ranks. `ALL` means that no rank lacks a value.
         sizes: `[R, P]`, sizes of tensors; None for signals without sizes.
         """
         if self.signal.extent == "outputs" and sizes is not None:

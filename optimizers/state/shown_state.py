@@ -2,9 +2,9 @@
 
 A step updates stacks of blocks. `optimizer.state` has the entries of each parameter: tensors over the memory of the
 stacks, each with a storage as small as the tensor, so that the state of one parameter can be saved and copied alone. A
-framework (a host, below) may replace these tensors (an offload to the CPU and back), zero them (a reset) or remove
-entries. Such changes are detected before state is next stepped or read. Changed values are copied into the stacks. A
-value that cannot be state raises an error with its name.
+framework (a host, in names of this file) may replace these tensors (an offload to the CPU and back), zero them (a
+reset) or remove entries. Such changes are detected before state is next stepped or read. Changed values are copied into
+the stacks. A value that cannot be state raises an error with its name.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from .manifest import manifest
 
 _END = object()
 _LARGEST = 64
-"""Number of tensors whose address and version each step compares; the comparison takes 4 microseconds. The largest
-tensors suffice, because a host that moves or resets state in place changes all tensors, or at least the largest."""
+"""Number of state tensors whose address and version each step checks, to detect changes by other code. The check takes 4
+microseconds. The largest tensors suffice, because a framework that moves or resets state in place changes all tensors,
+or at least the largest."""
 _version = attrgetter("_version")
 
 
 def is_host_key(key: object) -> bool:
-    """Return True if a key of a parameter's state belongs to a host.
+    """Return True if a key of a parameter's state was added by a framework or user, and is no key of the optimizer.
 
     The optimizer's own keys are `step` and all strings with a "/".
     """
@@ -47,12 +48,12 @@ def own_state(entry: object) -> dict[str, Any]:
 
 
 def host_state(entry: object) -> dict[Any, Any]:
-    """Return the entries of a parameter's state that a host has added under keys of its own."""
+    """Return the entries of a parameter's state that a framework or user has added under other keys."""
     return {k: x for k, x in entry.items() if is_host_key(k)} if isinstance(entry, Mapping) else {}
 
 
 def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
-    """Write the state of a parameter set into `optimizer.state`, and keep the entries of hosts there."""
+    """Write the state of a parameter set into `optimizer.state`. Entries that other code has added there are kept."""
     for parameter, own in zip(param_set.parameters, visible(param_set), strict=True):
         state[parameter] = {**{key: apart(x) for key, x in own.items()}, **host_state(state.get(parameter))}
 
@@ -78,6 +79,8 @@ def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Ten
 def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     """Copy values into the state of a parameter.
 
+    state, values: state tensors by key. Entries of frameworks, under other keys, are replaced and not copied.
+
     Raises:
         ValueError: a value is the empty tensor that stands for the state of another rank.
     """
@@ -96,13 +99,13 @@ def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
 class ShownState:
     """A record of `optimizer.state` as the optimizer has written it, to detect changes cheaply at every step.
 
-    tensors: for each parameter, its tensors by key.
+    tensors: for each parameter, its state tensors by key.
     missing: parameters without state.
 
-    The check compares three properties: tensor objects; addresses, which `x.data = y` changes; and versions, which
+    `is_held` compares three properties: tensor objects; addresses, which `x.data = y` changes; and versions, which
     in-place writes increase. Versions are compared only for state in which zeros are no valid value (`_answered`). A
-    step compares addresses and versions of only the largest tensors. For 200 parameters with 3 tensors each, the check
-    takes 45 microseconds of a step of 1.1 ms.
+    step compares addresses and versions of only the largest tensors. For 200 parameters with 3 tensors each, this takes
+    45 microseconds of a step of 1.1 ms.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class ShownState:
         return [*map(Tensor.data_ptr, self._all if thorough else self._large)]
 
     def is_held(self, state: Mapping[Any, Any], thorough: bool) -> bool:
-        """Return True if `state` has not changed.
+        """Return True if `state`, which is `optimizer.state`, has not changed since this record was made.
 
         thorough: True to compare the addresses and versions of all tensors, which doubles the time; False to compare
             only those of the largest tensors.
@@ -146,7 +149,7 @@ class ShownState:
         )
 
     def moved(self) -> dict[int, int]:
-        """Return, by id, the former address of each tensor whose address changed or that was written in place."""
+        """Return the former address of each state tensor that was moved or written in place, by id of the tensor."""
         rows = zip(self._all, self._addresses[True], strict=True)
         moved = {id(x): address for x, address in rows if x.data_ptr() != address}
         rows = zip(self.watched, self._versions, strict=True)
@@ -176,7 +179,9 @@ def _holds_weights(slot: Slot) -> bool:
 
 @dataclass
 class HostChanges:
-    """Changes that a host made to the state of one parameter set, after the check of the values and before their use.
+    """Changes that other code, such as a framework, made to `optimizer.state` of one parameter set.
+
+    The values have been checked and are not in use yet.
 
     values: for each position of a parameter, the values to copy, by key.
     changed: for each position of a parameter, the keys with changed values.
@@ -192,13 +197,13 @@ class HostChanges:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy the values into the stacks."""
+        """Copy the changed values into the stacks."""
         for own, values in zip(self.param_set.views(), self.values, strict=True):
             fill(own, {key: value for key, value in values.items() if key in own})
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Write initial values into slots that the host has zeroed, if their initial values are not zero."""
+        """Write initial values into slots that other code has zeroed to reset them, if initial values are not zero."""
         for stack_state in self.param_set.stack_states:
             for row, position, block in stack_state.rows():
                 if keys := self.changed[position]:
@@ -214,9 +219,11 @@ class HostChanges:
 def host_changes(
     param_set: ParamSet, state: Mapping[Tensor, Any], shown: ShownState, mode: Mode, rebuilt: bool
 ) -> HostChanges:
-    """Return the changes that a host made to the state of a parameter set. The state itself is not modified.
+    """Return the changes that other code, such as a framework, made to the state of a parameter set.
 
-    state: `optimizer.state` with the host's changes.
+    The state itself is not modified.
+
+    state: `optimizer.state` with these changes.
     shown: record of `optimizer.state` as the optimizer has written it.
     mode: iterate that the parameters hold.
     rebuilt: True if the parameter set is new and does not hold the earlier values.
@@ -253,7 +260,10 @@ def host_changes(
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a plain number under the key `step` as a tensor, since hosts may write one; other values unchanged."""
+    """Return a value of a parameter's state, as a tensor if it is a plain number under the key `step`.
+
+    Frameworks may write such numbers.
+    """
     number = key == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
     dtype = torch.int64 if isinstance(value, int) else torch.float64
     return torch.tensor(value, dtype=dtype, device="cpu") if number else value

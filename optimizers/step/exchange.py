@@ -158,8 +158,7 @@ class LocalExchange:
             values: Sequence[Tensor] | Tensor = direction
             if not stack.joins:
                 if len(direction) > 1 and not direction.is_cpu:
-                    # if strides of a direction differ from those of its parameter, operations on lists of tensors
-                    # launch one kernel for each tensor; contiguous directions need one kernel for all
+                    # for directions with other strides than their parameters, a list is written by one kernel each
                     direction = direction.contiguous()
                 values = StackRows(direction)
             self._move(stack.param_ids, values)

@@ -54,7 +54,7 @@ time of a small model's step (measured)."""
 
 
 class WriteNumbers(NamedTuple):
-    """The numbers of a write.
+    """The numbers of the write of an update into a parameter.
 
     lr: learning rate.
     shrink: 1 - lr alpha.
@@ -82,7 +82,7 @@ class ProgramSource(Protocol):
 
     @property
     def masked(self) -> bool:
-        """True if one input is a mask of the blocks that are written."""
+        """True if one input is a mask that is True for the blocks whose parameters and state are written."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -98,14 +98,14 @@ class ProgramSource(Protocol):
         """Return the key of the compiled program: sources with equal keys share one program."""
 
     def samples(self) -> list[Tensor]:
-        """Return tensors with the shapes and dtypes of a step's inputs, without the numbers that stages ask for."""
+        """Return tensors with the shapes and dtypes of a step's inputs, except the numbers that stages request."""
 
     def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
         """Run one step, and return its directions (empty for a program that writes the parameters itself).
 
         tensors: inputs in the order of `samples`.
-        ask: returns each number that a stage asks for.
-        questions: receives the questions that stages ask about the steps of blocks.
+        ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
+        questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
         """
 
 
@@ -290,7 +290,7 @@ class BlockProgram:
     widths: True if the directions are multiplied by factors `[N]`, one for each block.
     decay: weight decay that is added to the directions; None if the write applies the decay.
     sizes: slots by which that decay is multiplied.
-    signals: by name, shape and dtype of each signal that stages ask for.
+    signals: by name, shape and dtype of each signal that stages request.
     schedules: scheduled numbers of the stages.
     parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
         None if they take no such sums.
@@ -400,8 +400,8 @@ def tracing_context(
     If a stage reads a number of the step from the context, AttributeError is raised, so that no number of one step
     becomes a constant of the program.
 
-    ask: returns each number that a stage asks for.
-    questions: receives the questions that stages ask about the steps of blocks.
+    ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
+    questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
     signals: signals by name; None: there are none.
     steps: step of each block, int64 `[N]`; None: the context has no steps.
     """
@@ -429,11 +429,11 @@ class _NothingDue(dict[int, tuple[()]]):
 
 @dataclass
 class Program:
-    """A traced program, with the numbers that its stages ask for in each step.
+    """A traced program, with the functions that compute its inputs for a step.
 
-    asked: numbers that the stages ask for, in the order of asking.
-    questions: questions that the stages ask about the step. The program was traced with the answers at `TYPICAL_STEP`,
-        a step late in the run.
+    asked: for each number of the step that the stages request, the function that computes it, in the order of requests.
+    questions: conditions on the step that the stages check. The program was traced with their results at
+        `TYPICAL_STEP`, a step late in the run.
     """
 
     source: ProgramSource
@@ -460,7 +460,7 @@ class Program:
     def suits(self, steps: NDArray[np.int64]) -> bool:
         """Return True if the program is valid for all these steps of blocks.
 
-        It is valid for a step that gives the same answer to each question as `TYPICAL_STEP`.
+        It is valid for a step in which every condition in `questions` has the same result as at `TYPICAL_STEP`.
         """
         return all((question(steps) == question(TYPICAL_STEP)).all() for question in self.questions)
 
@@ -470,7 +470,7 @@ class Program:
 
     @cached_property
     def graph(self) -> torch.fx.GraphModule:
-        """The traced program; its inputs are those of `ProgramSource.samples`, then the numbers that stages ask for."""
+        """The traced program; its inputs are those of `ProgramSource.samples`, then the numbers that stages request."""
         samples = self.samples()
         first = len(samples) - len(self.asked)
 
@@ -498,16 +498,16 @@ class Program:
         return [*self.source.samples(), *ones]
 
     def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:
-        """Return the scheduled numbers, then the numbers that stages ask for, as tensors.
+        """Return the last inputs of the program as tensors: scheduled numbers, then the numbers that stages request.
 
-        step: step of the blocks. The numbers that stages ask for are computed from it.
-        run_step: step of the run. The scheduled numbers are computed from it.
+        step: step count of the blocks, from which the requested numbers are computed.
+        run_step: step of the run, from which the scheduled numbers are computed.
         """
         asked = self._asked.row(step) if self.asked else ()
         return (*self._scheduled.row(run_step), *asked) if self.source.schedules.of_numbers else asked
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
-        """Return the numbers of `numbers` on the host."""
+        """Return the same numbers as the method `numbers`, as floats on the host."""
         start = step - step % _SPAN
         if self.asked and (self._lists is None or self._lists[0] != start):
             self._lists = start, self._answers(range(start, start + _SPAN)).tolist()
@@ -529,7 +529,7 @@ class Program:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
-        """Return the numbers of a write as tensors. A cache keeps the tensors of recent writes."""
+        """Return the numbers of a write as tensors on the device. A cache keeps the tensors of recent writes."""
         if write not in self._writes:
             self._writes = {} if len(self._writes) == _SPAN else self._writes
             self._writes[write] = numbers_of(write, self.source.dtype, self.source.device)
@@ -538,11 +538,11 @@ class Program:
 
 @dataclass
 class _Table:
-    """A cache of the numbers of steps on a device, as 0-d tensors.
+    """A cache, on a device, of numbers that depend on the step, as 0-d tensors.
 
     Steps are grouped in fixed spans of 64. The numbers of a span are computed together and uploaded by one copy.
 
-    rows: computes the k numbers of each of n steps on the host, `[n, k]`.
+    rows: function that computes the k numbers of each of n steps on the host, `[n, k]`.
     """
 
     rows: Callable[[range], Tensor]

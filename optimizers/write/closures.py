@@ -322,8 +322,11 @@ class LineSearch(Component):
 
 
 def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
-    """Return <G, D> and <D, D> over all entries of all parameters, including shards of other ranks.
+    """Return <G, D> and <D, D>, where G is the gradient and D the whole step.
 
+    The products are sums over all entries of all parameters, including shards of other ranks.
+
+    start: parameters, with copies of their entries before the step.
     ends: this rank's entries of the parameters after the whole step.
     """
     sums: dict[Any, Tensor] = {}

@@ -70,7 +70,10 @@ class IterateStore:
         }
 
     def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
-        """Return the slots of a parameter of this shape and dtype, by stage and name."""
+        """Return the slots of iterates and constraints for a parameter of this shape and dtype.
+
+        The result is a mapping from the stage of the state keys to slots by name.
+        """
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:
             declared[AVERAGING] = self.averaging.slots(shape, compute_dtype(dtype) != dtype)
