@@ -143,9 +143,9 @@ class RankGroup:
         collectives.
 
         Without this check gloo ends a process without a message if messages of one kind of collective differ in length.
-        The check itself is an all-to-all of digests of `what`. Apart from the check, only the exchange of blocks uses
-        an all-to-all: a rank that calls another kind of collective sends no digest, and the wait for it times out. With
-        backends other than gloo nothing is sent, and no rank waits.
+        The check itself is an all-to-all of digests of `what`. If a rank calls another kind of collective at that time,
+        it sends no digest, and the wait for its digest times out; only the exchange of blocks uses an all-to-all too.
+        With backends other than gloo nothing is sent, and no rank waits.
 
         what: name of the collective that follows.
         remedy: advice for the user of this rank.
@@ -237,7 +237,7 @@ class RankGroup:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Turn an error of torch into a DistributedError that names the collective and the rank."""
+        """Return a context that turns an error of torch into a DistributedError with the collective and the rank."""
         try:
             yield
         except (RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Parameters that changed after the optimizer was made: replaced, cast or moved by a framework, or tied in the model."""
+"""Parameters that a framework replaced, cast or moved after the optimizer was made, or that were tied in the model."""
 
 from __future__ import annotations
 

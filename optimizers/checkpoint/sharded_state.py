@@ -178,9 +178,10 @@ def gathered(state_dict: Any) -> Any:
 
 
 def full_tensor(x: Any) -> Any:
-    """Return a DTensor as a plain tensor, a collective of its ranks, and anything else unchanged.
+    """Return a DTensor as a full plain tensor. Return any other value unchanged.
 
-    Offloaded entries are copied to the device of the ranks before, because collectives need them there.
+    For a DTensor all ranks of its mesh must call it. Offloaded entries are first copied to the device of the mesh,
+    because collectives need them there.
     """
     if not is_dtensor(x):
         return x

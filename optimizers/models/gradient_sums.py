@@ -170,12 +170,15 @@ def _stamp(grad: Tensor | None) -> tuple[int, ...]:
 
 
 def _sample(grad: Tensor) -> Tensor:
-    """Return the entries on the diagonal of a gradient, as a view if the gradient has two axes."""
+    """Return the entries on the diagonal of a gradient's local tensor, `[n]`; a view if the tensor has two axes."""
     return local(grad.detach()).diagonal().flatten()
 
 
 def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a copy of the sample of each gradient, made by one kernel."""
+    """Return copies of the diagonals of the gradients of parameters, which one kernel makes.
+
+    The copy is empty for a parameter without a gradient.
+    """
     own = [
         _sample(p.grad) if p.grad is not None else torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters
     ]
@@ -183,9 +186,10 @@ def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
-    """Return the median of the ratios now / before of entries if more than half of the ratios are close to it, else 1.
+    """Return the factor by which entries of gradients were multiplied, as a 0-d tensor in float32.
 
-    The result is 0-d in float32.
+    It is the median of the ratios now / before of all entries. If at most half of the ratios are close to the median,
+    the entries have no common factor, and the result is 1.
     """
     device = before[0].device
     old, new = (torch.cat([x.to(device) for x in own]).float() for own in (before, now))

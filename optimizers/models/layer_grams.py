@@ -30,7 +30,7 @@ CallRows = Callable[[Tensor], tuple[Tensor, int]]
 """Function that is called during backward with the gradient of a layer's output in one call of the layer. It returns
 the Gram matrix X^T X of the rows X of that call, and the number that the call adds to the layer's count N of rows."""
 INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
-"""Names of the two signals."""
+"""Names of the signals that are collected from inputs of layers and from gradients of outputs of layers."""
 ParamPlace = tuple[int, int]
 """Position of a parameter in an optimizer: (index of its param group, position in the group)."""
 

@@ -240,7 +240,10 @@ def _state_bytes(
 def _offloaded(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> dict[str, NDArray[np.int64]]:
-    """Return `[R]`, the bytes of owned blocks and of shards that are in host memory between steps, by location."""
+    """Return the bytes of state in host memory between steps, of owned blocks and of shards.
+
+    The result is a mapping from the location, "cpu" or "disk", to `[R]`, one number for each rank.
+    """
     found = defaultdict[str, NDArray[np.int64]](lambda: np.zeros(ranks, dtype=np.int64))
     if all(quantizer.location is None for quantizer in recipe.storage.values()):
         return {}

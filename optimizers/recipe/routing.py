@@ -71,7 +71,10 @@ def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> lis
 
 
 def canonical_paths(model: nn.Module) -> dict[str, str]:
-    """Return the canonical path of every module of a model, by path. A wrapper and its module have the same one."""
+    """Return the canonical path of every module of a model, by its path in `named_modules`.
+
+    A wrapper and the module inside it have the same canonical path.
+    """
     inside = _inside(model)
     return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
 

@@ -352,7 +352,8 @@ def warn_of_waiting(
 
 
 REPLICATED = "replicated"
-"""Scope of plain parameters. Every rank of the default process group holds them."""
+"""Scope (key of the ranks that exchange a parameter's blocks) of plain parameters, which every rank of the default
+process group holds."""
 
 
 class Assignments:
@@ -477,7 +478,7 @@ class Assignments:
 
 
 def _shared(specs: Iterable[ParamSpec]) -> dict[RankGroup, list[ParamSpec]]:
-    """Group the parameters that several ranks share by these ranks."""
+    """Return the parameters that several ranks share, as lists by the group of ranks that share them."""
     found: dict[RankGroup, list[ParamSpec]] = {}
     for spec in specs:
         if spec.rank_group is not None:

@@ -84,11 +84,11 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
 
     The blocks are sorted by path and shape, then by name and key. A block's phase is the cost of the refreshes of all
     blocks before it plus half the cost of its own refresh, as a fraction of the total cost. Equal parts of a refresh
-    interval then have equal costs, as nearly as indivisible blocks allow. For a cadence with waves, phases are rounded
-    down to the beginning of a wave.
+    interval then have equal costs, as nearly as indivisible blocks allow. If a cadence divides the interval into waves,
+    whose blocks are refreshed in the same step, phases are rounded down to the beginning of a wave.
 
-    Phases do not depend on ranks, or on the order or the grouping of parameters. In this order, blocks of one path and
-    shape that are due together are neighbours.
+    Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one path and shape that are
+    due together are neighbours in the sorted order.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)

@@ -614,6 +614,6 @@ def _stack_state(
 
 
 def _seed(name: str, key: int) -> int:
-    """Return the seed of a block, a hash of its parameter's name and its key."""
+    """Return the seed of a block's random numbers, a hash of the parameter's name and the block's key."""
     digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -26,7 +26,7 @@ from ..write.averaging import Mode
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
-    """Return shape, dtype and owner of every state tensor, as a list over parameters of dicts by state key."""
+    """Return, for each parameter, a mapping from the key of each state tensor to its shape, dtype and owner."""
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
     for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
         for block in block_group.blocks:

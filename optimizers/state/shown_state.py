@@ -28,9 +28,9 @@ from .manifest import manifest
 
 _END = object()
 _LARGEST = 64
-"""Number of state tensors whose address and version each step checks, to detect changes by other code. The check takes 4
-microseconds. The largest tensors suffice, because a framework that moves or resets state in place changes all tensors,
-or at least the largest."""
+"""Number of state tensors whose address and version each step checks, to detect changes by other code. The check takes
+4 microseconds. The largest tensors suffice, because a framework that moves or resets state in place changes all
+tensors, or at least the largest."""
 _version = attrgetter("_version")
 
 

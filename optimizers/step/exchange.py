@@ -158,7 +158,7 @@ class LocalExchange:
             values: Sequence[Tensor] | Tensor = direction
             if not stack.joins:
                 if len(direction) > 1 and not direction.is_cpu:
-                    # for directions with other strides than their parameters, a list is written by one kernel each
+                    # operations on lists launch a kernel of its own for a tensor with other strides than its parameter
                     direction = direction.contiguous()
                 values = StackRows(direction)
             self._move(stack.param_ids, values)

@@ -245,7 +245,7 @@ class EntryProgram:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """Shape of 64 entries, with as many axes as a block has."""
+        """Shape of a sample block for tracing: 64 entries, with as many axes as the blocks of the stack."""
         return (64, *[1] * (self.axes - 1))
 
     def samples(self) -> list[Tensor]:

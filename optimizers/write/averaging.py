@@ -376,7 +376,7 @@ class BaseAndAverage(Averaging, ABC):
         batch.show_y()
 
     def _step_on_device(self, batch: IterateBatch, update: ParameterUpdate, mixing: Tensor) -> None:
-        """Apply an update with weights c `[n]` that the host does not know."""
+        """Do the same as `step` for weights c `[n]` on a device, which the host does not read."""
         y, z, dtype = batch.y, batch.slots["z"], batch.y[0].dtype
         c, left = mixing.to(dtype), (mixing * self.mu_and_decay[0] + (1 - self.mu_and_decay[0])).to(dtype)
         old = stacked_copies(z)

@@ -261,5 +261,8 @@ def _require_form(
 
 
 def _stage(path: str, constraint: Constraint) -> str:
-    """Return the stage of the state keys of a constraint."""
+    """Return the part of state keys that stands for a constraint, "<path>.constraints.<label>".
+
+    path: path of the update in the recipe.
+    """
     return f"{path}.constraints.{constraint.label}" if path else f"constraints.{constraint.label}"
