@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Return largest work / mean work."""
+        """Return the largest work of a rank divided by the mean work of all ranks."""
         return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
 
     @property
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def state_imbalance(self) -> float:
-        """Return largest state / mean state."""
+        """Return the largest number of bytes of state of a rank divided by the mean number."""
         return float(self.state.max() / self.state.mean()) if self.state.any() else 1.0
 
 

@@ -283,7 +283,7 @@ class StackState:
             self._failing = HostCopy(found) if has_values(found) else None
 
     def failing(self, wait: bool) -> NDArray[np.int64]:
-        """Return the positions of parameters with blocks that failed too often. A result is returned only once.
+        """Return the positions of parameters with a root or basis that failed too often. Each is returned only once.
 
         wait: True to wait for a device. If False, results on a device are left to a later call.
         """

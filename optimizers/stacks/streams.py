@@ -26,7 +26,7 @@ class Streams:
         return nullcontext()
 
     def mark(self) -> Any:
-        """Return a mark after all work that the present stream has received so far, such as a CUDA event."""
+        """Place a mark, such as a CUDA event, after all work that the present stream has received so far. Return it."""
 
     def wait(self, mark: Any) -> None:
         """Let the present stream wait until the work before a mark is done. The host does not wait."""
