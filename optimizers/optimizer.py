@@ -407,8 +407,8 @@ class Optimizer(Reporting):
 
         Also undo the step counts of parameters whose last gradients were unusable.
 
-        thorough: True if state is read or written outside of a step. All of it is compared then, and delayed refreshes
-            are finished.
+        thorough: True if state is read or written outside of a step. All state is then checked for changes, and delayed
+            refreshes are finished. False: only the largest tensors are checked.
         """
         moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)

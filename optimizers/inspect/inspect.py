@@ -354,8 +354,9 @@ def _pairs(basis: Slot, other: Slot) -> bool:
 
 
 def _staleness(stage: Any, context: StepContext) -> Found:
-    """Return the age of the state from which each block was last refreshed, in updates. Without a refresh it is the
-    number of updates.
+    """Return the measure `staleness` of each block: the number of updates since the state of its last refresh.
+
+    For a block that was never refreshed it is the number of all its updates.
     """
     cadence = stage.cadence()
     if cadence is None:

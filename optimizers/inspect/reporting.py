@@ -241,7 +241,7 @@ class Reporting(torch.optim.Optimizer):
     released: Released | None = None
 
     def _adopt_changes(self, thorough: bool = True) -> None:
-        """Apply changes that a host made to parameters and state. Every report that reads state calls this first."""
+        """Adopt changes that other code made to parameters and state; called first by every report that reads state."""
         raise NotImplementedError
 
     @property
@@ -331,7 +331,7 @@ class Reporting(torch.optim.Optimizer):
         ]
 
     def solver_choices(self, device: str | None = None) -> list[str]:
-        """Return a line for each solver that is chosen by device, and each order of its matrices.
+        """Return lines about the solvers that are chosen by device: one for each solver and each size of its matrices.
 
         A line names the path in the recipe, the chosen solver, the other candidates, and the times that decided.
 
@@ -389,7 +389,7 @@ class Reporting(torch.optim.Optimizer):
     def offloaded_bytes(self) -> dict[str, int]:
         """Return the bytes of the slots that are in host memory between steps, by location: "cpu" or "disk".
 
-        Each step brings these bytes in, and takes them back.
+        Each step copies these bytes to the device and back.
         """
         found = Counter[str]()
         for row in self.slot_sizes():

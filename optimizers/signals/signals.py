@@ -234,7 +234,7 @@ class FirstStep:
             self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
 
     def close(self, names: Iterable[str]) -> None:
-        """Remove signals that were provided to a step, even if the step had no usable gradient."""
+        """Require signals no more that were provided to a step, even if the step had no usable gradient."""
         for name in names:
             self.open.pop(name, None)
 

@@ -145,7 +145,9 @@ def numbers_sent(parameters: int, plain: bool) -> int:
 
 
 def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
-    """Return, by name, the numbers that must be equal on all ranks in a step. Tensors on a device are copied on it.
+    """Return, by name, the numbers that must be equal on all ranks in a step.
+
+    A learning rate that is a tensor on a device is copied there, because it may change before the host reads it.
 
     hypers: values of param groups, by index of the group.
     steps: number of steps before this one.

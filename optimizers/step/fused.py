@@ -36,16 +36,16 @@ from .exchange import Step
 from .gradients import leaves_masks
 
 VECTOR = 64
-"""Unit, in entries, in which tensors are cut on a CPU. A CPU's kernel rounds all entries of a tensor alike if their
-number is a multiple of this one; vector registers hold at most so many entries."""
+"""Unit, in entries, in which tensors are cut on a CPU. If the number of entries of a tensor is a multiple of the unit,
+a CPU's kernel rounds all of them alike, because no vector register holds more entries than that."""
 _JOINED = 1 << 14
-"""Block size in entries. On a CPU, stacks of smaller blocks are updated as one joined copy: the cost of one more tensor
-in a call is about that of copying so many entries."""
+"""Block size in entries. On a CPU, the blocks of a stack that are smaller are copied into one tensor and updated
+together, because one more tensor in a call of the kernel costs about as much as a copy of so many entries."""
 _PIECE = 1 << 18
 """Number of entries of a parameter that a CPU copies into another dtype at a time, so that the copy stays in a cache.
 """
 _DEVICES = ("cpu", "cuda")
-"""Device types whose fused kernels are known to compute this formula."""
+"""Device types whose fused kernels are known to compute the formula of Adam's chain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class FusedAdam:
     first, second: the moments m and v of the stack's N blocks, `[N, *block]` each.
     rows: m and v of each block, as views in the shape of its parameter.
     beta1, beta2, eps: constants of Adam's formula.
-    small: True if a joined copy of the whole stack is updated.
+    small: True if the blocks are so small that they are copied into one tensor and updated together.
     factors: `[N]`, factor by which the learning rate of each block is multiplied; None: 1 for all.
     """
 
@@ -71,7 +71,10 @@ class FusedAdam:
     factors: tuple[float, ...] | None = None
 
     def at(self, tensors: Mapping[str, Tensor]) -> FusedAdam:
-        """Return this chain with the moments where they are now: offloaded ones are at other addresses in a step."""
+        """Return this chain with the moments that the stack has now in `tensors`.
+
+        They are other tensors than before if the state is offloaded, because each step copies it to the device.
+        """
         first, second = (tensors[name] for name in self.names)
         if first is self.first:
             return self
@@ -81,7 +84,7 @@ class FusedAdam:
 
 
 def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
-    """Return the moments that the stages of a stack declare if the stages form Adam's chain, else None."""
+    """Return the moments that the stages of a stack declare, or None if the stages do not form Adam's chain."""
     if len(own.rule.update) != 2 or own.rule.after_decay:
         return None
     first, second = (stage.cached_traits(own.stack.block).moment for stage in own.rule.update)
@@ -136,7 +139,7 @@ def not_fused(
 class GraphNumbers:
     """The numbers of a stack that a captured step reads on the device.
 
-    lr: by index of a group of equal rates, the learning rate, 0-d; float64 on a CPU, else float32.
+    lr: the learning rate, 0-d, by index of a group of parameters with equal rates; float64 on a CPU, else float32.
     step: step of all blocks, 0-d float32.
     rates: the rates of the step on the host. The decays are read from here, and become constants of the graph.
     """
@@ -147,7 +150,7 @@ class GraphNumbers:
 
 
 class _Numbers(NamedTuple):
-    """The numbers that all parameters of one call share.
+    """The numbers that all parameters share which one call of a fused kernel updates.
 
     lr: learning rate; if a tensor holds the rate, the id of that tensor and the factor by which it is multiplied.
     decay: weight decay.
@@ -289,8 +292,7 @@ class _Call:
         if own.after and own.decay:
             kept: float | Tensor
             if isinstance(lr, Tensor):
-                # computed in float64, so that a captured step rounds like a step whose rate is a float; then cast,
-                # because foreach needs one dtype
+                # computed in float64, so that a captured step rounds like a step whose rate is a float
                 dtype = torch.promote_types(parameters[0].dtype, torch.float32)
                 kept = (1 - lr.to(torch.float64) * own.decay).to(dtype)
             else:
@@ -327,9 +329,11 @@ class FusedStep:
         self._alike = alike  # whether all parameters are at one step, with the same rates
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
-        """Add the active blocks of a stack. Return False, and add nothing, if no fused kernel can make this step of it.
+        """Add the active blocks of a stack to the fused launch.
 
-        numbers: numbers on the device, for a captured step; None: the step's rates and counts on the host are used.
+        If no fused kernel can compute this stack's step, add nothing and return False.
+
+        numbers: rates and counts as device tensors, for a captured step; None: use the values on the host.
         """
         if self._step.mask is not None:
             return False
@@ -376,10 +380,14 @@ class FusedStep:
     def _call(
         self, adam: FusedAdam, blocks: ActiveBlocks, row: int, factor: float, numbers: GraphNumbers | None
     ) -> _Call | None:
-        """Return the call for blocks with the numbers of one of them; it is made at the first use. Return None if no
-        kernel can compute the decay.
+        """Return the call of a fused kernel for blocks that have the same numbers, made at the first use.
 
-        The factor multiplies the learning rate. Divided by it, the decay keeps its size, as lr alpha does not change.
+        Return None if no kernel can compute the weight decay.
+
+        row: one of the blocks, as index among the active blocks.
+        factor: factor of the learning rate of the blocks. The kernel shrinks parameters by its learning rate times its
+            decay. It therefore gets the decay divided by the factor, so that the product does not change.
+        numbers: numbers on the device, for a captured step; None: use the values on the host.
         """
         rates, position = self._step.rates if numbers is None else numbers.rates, int(blocks.stack.param_ids[row])
         path, group, step = blocks.stack_state.path, int(rates.alike[position]), int(self._counts[position])

@@ -106,7 +106,7 @@ class ParamSet:
         paired = {path for path, update in self.rules.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
-        # a graph reads gradients where they are
+        # a graph reads gradients at fixed addresses, so that stacks of small parameters are not gathered before
         small = [own for own in self.stack_states if own.stack.joins and self.graphs is None]
         self.exchange = (
             LocalExchange(specs, self.iterates, recipe.failure.roots, small)
@@ -140,7 +140,7 @@ class ParamSet:
             self.offloaded.finish()
         left, bad = self.finite_check.resolve_deferred()
         for position in left:
-            if self.step_counts[position]:  # a host may have set it to 0
+            if self.step_counts[position]:  # a framework may have set it to 0
                 self.step_counts[position] -= 1
                 self._begun[position] = self.step_counts[position] > 0
         for own in self.stack_states:
@@ -158,13 +158,16 @@ class ParamSet:
         self._begun = self.step_counts > 0
 
     def counts_set_back(self) -> NDArray[np.bool_]:
-        """Return `[P]`, True for parameters that had steps and whose count a host set to 0, and for counts below 0."""
+        """Return `[P]`, True for parameters whose step count other code has set back.
+
+        Such a count is below 0, or is 0 although the parameter has had steps.
+        """
         back: NDArray[np.bool_] = self.step_counts < self._begun
         return back
 
     def swap_iterate(self, mode: Mode) -> None:
         """Copy the iterate for training or for evaluation into the parameters, as `mode` says."""
-        self.local[:] = self._local(self.parameters)  # new views, since a host may have replaced memory of parameters
+        self.local[:] = self._local(self.parameters)  # new views, since a framework may have replaced their memory
         self.iterates.swap(mode, self.update_counts)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
@@ -299,9 +302,10 @@ class ParamSet:
         self.exchange.finish()
 
     def _run_group(self, states: Sequence[StackState], step: Step, numbers: StackNumbers, fused: FusedStep) -> None:
-        """Run one step of stacks that share sums over parameters. `fused` collects those that a fused kernel updates.
+        """Run one step of stacks that share sums over parameters.
 
-        numbers: as of `_run`.
+        numbers: numbers that graphs read on the device, as in `_run`.
+        fused: receives the stacks that a fused kernel updates, which the caller then runs.
         """
         for together, priming in active_blocks(states, step.active, self.step_counts):
             blocks, how = together[0], self.execution(together[0].stack_state)
