@@ -129,7 +129,7 @@ def _synchronize(rank_groups: list[RankGroup], what: str) -> None:
 
 @contextmanager
 def _all_ranks(what: str) -> Iterator[None]:
-    """Add to the error of a failed collective that all ranks must call `what`."""
+    """Return a context that adds to the error of a failed collective that all ranks must call `what`."""
     try:
         yield
     except DistributedError as error:

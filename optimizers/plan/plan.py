@@ -34,7 +34,8 @@ from .traffic import Traffic, step_traffic
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency below which a plan searches for larger waves of refreshes. Efficiency is mean work / largest work."""
+"""Efficiency, mean work / largest work of a rank, below which a plan searches for larger waves of refreshes. A wave
+consists of the refreshes that are due in one step."""
 STEP_COUNT = 8
 """Bytes of the step count that every rank stores for each parameter."""
 

@@ -227,14 +227,14 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove signals if a parameter that requires them has made a step, here or before a checkpoint was saved."""
+        """Stop requiring signals if a parameter that needs them has made a step, here or before a checkpoint was saved."""
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
             self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
 
     def close(self, names: Iterable[str]) -> None:
-        """Require signals no more that were provided to a step, even if the step had no usable gradient."""
+        """Stop requiring the signals that were provided to a step, even if the step had no usable gradient."""
         for name in names:
             self.open.pop(name, None)
 

@@ -22,7 +22,7 @@ class Streams:
     concurrent = False
 
     def aside(self) -> Any:
-        """Return a context in which operations run beside those of the caller's stream."""
+        """Return a context in which operations run on the second stream."""
         return nullcontext()
 
     def mark(self) -> Any:

@@ -71,9 +71,11 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
-    """Return the source of the tensors whose weight decay is added to directions of the update at a path of the recipe.
+    """Return the source of the tensors from which weight decay is computed, if it is added to directions.
 
     Return None if the weight decay is part of the write.
+
+    path: path of the update in the recipe.
     """
     rule = recipe.rules()[path]
     if not rule.adds_decay():

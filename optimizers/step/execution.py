@@ -246,7 +246,7 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
     "input_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-1:]),
     "output_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-2:-1]),
 }
-"""By extent of a signal, the function that returns its shape in a compiled program of a stack.
+"""Mapping from the extent of a signal to the function that returns the signal's shape in a compiled program of a stack.
 
 A stage that requests a signal of another extent cannot be compiled."""
 

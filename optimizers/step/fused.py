@@ -150,7 +150,7 @@ class GraphNumbers:
 
 
 class _Numbers(NamedTuple):
-    """The numbers that all parameters share which one call of a fused kernel updates.
+    """Numbers that are equal for all parameters that one call of a fused kernel updates.
 
     lr: learning rate; if a tensor holds the rate, the id of that tensor and the factor by which it is multiplied.
     decay: weight decay.

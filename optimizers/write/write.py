@@ -315,7 +315,9 @@ class Rates:
         x: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """Return function(x, y, rates) for the rows of two stacks. Rows with equal rates are computed by one call.
+        """Apply `function(x, y, rates)` to the rows of two stacks, and return the result as a stack.
+
+        Rows with equal rates are computed by one call.
 
         path: path of the update of all rows in the recipe.
         positions: `[n]`, position of the parameter of each row.
