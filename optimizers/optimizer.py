@@ -291,7 +291,7 @@ class Optimizer(Reporting):
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
 
     def begin_step(self) -> list[Hyper]:
-        """Adopt changes that other code made since the last step, and return the values of the param groups."""
+        """Begin a step: adopt changes that other code made since the last one. Return the values of param groups."""
         self._require_training_iterate()
         self.param_sets.consolidated = None
         self._adopt_changes(thorough=False)
@@ -308,7 +308,7 @@ class Optimizer(Reporting):
         return [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
 
     def step_some(self, param_set: ParamSet, hypers: Sequence[Hyper], taken: int, only: NDArray[np.bool_]) -> None:
-        """Update some parameters of a set, in a step that `step` ends.
+        """Update some parameters of a set during backward. The method `step` updates the rest and ends the step.
 
         hypers: values of the param groups.
         taken: number of steps before this one.

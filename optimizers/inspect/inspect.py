@@ -34,7 +34,7 @@ class Watched(Protocol):
     """An optimizer whose steps can be watched.
 
     watched_rows: measurements of the last watched step.
-    released: the release of gradients during backward. None: `step` updates all parameters.
+    released: the object that updates parameters during backward. None: `step` updates all parameters.
     """
 
     param_sets: ParamSets
@@ -116,7 +116,8 @@ _SPIKES = {
     "deviation": "spike_deviation",
     "bound": "spike_bound",
 }
-"""Measures of the spike check in the table, by field of `SpikeCounts`. Their rows belong to no parameter."""
+"""Names of the measures of the spike check in the table, by field of `SpikeCounts`. Rows with these measures belong to
+no parameter."""
 
 
 def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:

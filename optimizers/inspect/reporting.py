@@ -217,21 +217,25 @@ def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
 
 
 class Released(Protocol):
-    """A step that backward has begun: `eigengraft.release` makes it."""
+    """Interface to the release of gradients during backward, which `eigengraft.release` makes."""
 
     @property
     def stepped(self) -> Sequence[str]:
-        """Names of the parameters that have stepped."""
+        """Names of the parameters that were updated in the present backward."""
 
     def finish(self) -> tuple[list[Hyper], int] | None:
-        """End the step. Return its values of param groups and the number of steps before it; None: there is none."""
+        """End the part of a step that ran during backward.
+
+        Return the values of param groups of the step, and the number of steps before it. Return None if backward has
+        updated no parameter.
+        """
 
 
 class Reporting(torch.optim.Optimizer):
     """The methods by which an optimizer reports about itself. No method changes a trajectory.
 
     watched_rows: measurements of the step that was watched last.
-    released: the release of gradients during backward. None: `step` updates all parameters.
+    released: the object that updates parameters during backward. None: `step` updates all parameters.
     """
 
     recipe: Recipe

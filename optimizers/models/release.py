@@ -1,8 +1,10 @@
-"""Gradient release: parameters step during backward, as soon as their gradients are complete, which frees these.
+"""Gradient release: parameters are updated during backward, as soon as their gradients are complete, and the gradients
+are then freed.
 
-A *unit* is what steps together: one parameter where each parameter is updated by itself (Adam's fused kernel, chunks),
-else all parameters that share stacks, because a stack is computed at once. So each parameter has the bits that an
-ordinary step would give it. Rates, schedules and step counts are those of one step, which `optimizer.step()` ends.
+A *unit* is a set of parameters that are updated together. It is one parameter if each parameter is updated by itself
+(Adam's fused kernel, chunks). Else it consists of all parameters that share stacks, because a stack is computed at
+once. So each parameter has the bits that an ordinary step would give it. Rates, schedules and step counts are those of
+one step, which `optimizer.step()` ends.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from ..write.write import Hyper
 from .arguments import require_watchable
 
 RELEASED_SIGNALS = PER_STACK | {"parameter", "step_fraction"}
-"""Signals that are known before backward has ended. An update that requests another signal cannot be released."""
+"""Names of the signals that are known before backward has ended. Parameters whose update requests another signal cannot
+be updated during backward."""
 
 
 @kept_from_compiler
@@ -84,8 +87,8 @@ class _Unit:
 
     param_set: the parameter set.
     positions: positions of the parameters.
-    size: bytes of their gradients on all ranks.
-    missing: number of gradients that are not complete in the present step.
+    size: bytes of the full gradients of the parameters.
+    missing: number of the parameters whose gradients are not complete in the present step.
     """
 
     param_set: ParamSet
@@ -100,10 +103,10 @@ class _Step:
 
     hypers: values of the param groups, which all parameters of the step use.
     taken: number of steps before this one.
-    units: the unit of each parameter, and its position, by id of the parameter.
+    units: (unit of a parameter, position of the parameter in its set), by id of the parameter.
     complete: ids of the parameters with complete gradients.
-    stepped: names of parameters that were updated.
-    pending: complete units that have not stepped.
+    stepped: names of the parameters that were updated.
+    pending: units with complete gradients whose parameters were not updated yet.
     """
 
     hypers: list[Hyper]
@@ -115,10 +118,13 @@ class _Step:
 
 
 class Release:
-    """The release of an optimizer's gradients. `release` makes it."""
+    """The release of an optimizer's gradients during backward, as the function `release` makes it."""
 
     def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
-        """averaged: True if the model averages gradients after they are complete."""
+        """Make the units of an optimizer, without hooks.
+
+        averaged: True if the model averages gradients over ranks after they are complete.
+        """
         self._optimizer, self._parts, self._averaged = weakref.ref(optimizer), parts, averaged
         self._handles: list[RemovableHandle] = []
         self._accumulates = False
@@ -128,14 +134,14 @@ class Release:
         self._units(optimizer)
 
     def hook(self, parameters: Sequence[Tensor]) -> None:
-        """Register the hook of each parameter."""
+        """Register the hook of each parameter, which backward calls when the parameter's gradient is complete."""
         for parameter in parameters:
             handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Only add gradients in this context, for the micro-batches before the last one of a step."""
+        """Return a context for the micro-batches before the last one of a step: gradients are only accumulated."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -152,11 +158,15 @@ class Release:
 
     @property
     def begun(self) -> bool:
-        """True if backward has begun a step that `optimizer.step()` did not end."""
+        """True if backward has begun a step that `optimizer.step()` has not ended yet."""
         return self._step is not None
 
     def note(self, parameter: Tensor) -> None:
-        """Record that backward has completed the gradient of a parameter, and step the units that are due."""
+        """Record that backward has completed the gradient of a parameter.
+
+        If the complete gradients that are kept have 1 / `parts` of the bytes of all gradients, their parameters are
+        updated.
+        """
         optimizer = self._optimizer()
         if optimizer is None or self._accumulates:
             return
@@ -180,9 +190,10 @@ class Release:
                     self._flush(optimizer, step)
 
     def finish(self) -> tuple[list[Hyper], int] | None:
-        """End the step in backward, and return its values of param groups and the number of steps before it.
+        """End the part of a step that ran during backward.
 
-        None: backward has begun no step. Raises RuntimeError if a value of a param group was changed since.
+        Return the values of param groups of the step, and the number of steps before it. Return None if backward has
+        updated no parameter. Raises RuntimeError if a value of a param group has changed since backward began.
         """
         if self._step is None:
             return None
@@ -203,7 +214,7 @@ class Release:
 
     @property
     def stepped(self) -> Sequence[str]:
-        """Names of the parameters that have stepped in the present backward."""
+        """Names of the parameters that were updated in the present backward."""
         return () if self._step is None else self._step.stepped
 
     def _begin(self, optimizer: Optimizer) -> _Step:
@@ -215,9 +226,9 @@ class Release:
         return _Step(hypers, steps_taken(optimizer.param_sets), places)
 
     def _units(self, optimizer: Optimizer) -> list[_Unit]:
-        """Return the units of all parameter sets. They are made again if parameter sets were built again.
+        """Return the units of all parameter sets. The units are made again if parameter sets were built again.
 
-        Raises ValueError if the parameter sets cannot be released.
+        Raises ValueError if the parameters cannot be updated during backward.
         """
         param_sets = list(optimizer.param_sets)
         if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):
@@ -227,7 +238,7 @@ class Release:
         return self._made
 
     def _flush(self, optimizer: Optimizer, step: _Step) -> None:
-        """Step the pending units, and free their gradients."""
+        """Update the parameters of the pending units, and free their gradients."""
         chosen: dict[ParamSet, NDArray[np.bool_]] = {}
         for unit in step.pending:
             only = chosen.setdefault(unit.param_set, np.zeros(len(unit.param_set.specs), dtype=np.bool_))
@@ -241,14 +252,17 @@ class Release:
 
 
 def rates_differ(one: Hyper, two: Hyper) -> bool:
-    """Return True if the host knows that two values of a param group differ."""
+    """Return True if the host knows that the values of a param group differ at two times."""
     if isinstance(one.lr, Tensor) or isinstance(two.lr, Tensor):
         return one.lr is not two.lr or one.weight_decay != two.weight_decay
     return (one.lr, one.weight_decay) != (two.lr, two.weight_decay)
 
 
 def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
-    """Yield the units of a parameter set: the parameters connected by stacks that are not computed row by row."""
+    """Yield the units of a parameter set, the sets of parameters that are updated together.
+
+    Parameters are in one unit if they share a stack in which parameters are not updated one by one.
+    """
     sets: list[set[int]] = [{at} for at in range(len(param_set.specs))]
     for group in param_set.together:
         shared = [

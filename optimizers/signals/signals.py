@@ -227,7 +227,7 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Stop requiring signals if a parameter that needs them has made a step, here or before a checkpoint was saved."""
+        """Stop requiring signals if a parameter that needs them has made a step, in this run or before a checkpoint."""
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
@@ -367,7 +367,10 @@ class Signals:
                     self.provide(name, given, parameters)
 
     def loss(self, parameter: Tensor) -> Tensor | None:
-        """Return the loss that was provided for the next step. None: there is none. parameter: any parameter."""
+        """Return the loss that was provided for the next step, or None if there is none.
+
+        parameter: any parameter, because the loss is one number for all of them.
+        """
         return self.provided.get(known_signals()["loss"], parameter)
 
     def take(

@@ -46,7 +46,7 @@ class ParamSets:
     built: for each batch, its parameter sets, as `build` makes them.
     signals: signals that stages request.
     schedules: scheduled fields of stages.
-    spikes: the check of losses or gradient norms. None: the recipe has none.
+    spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
     asks_signals: True if a step needs any signal.
     consolidated: the state that `consolidate` has gathered; None if it was not called, or if the state has changed
         since.
@@ -318,7 +318,7 @@ class ParamSets:
                 group["spikes"] = text
 
     def read_spikes(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the window of the spike check that is stored in the param groups."""
+        """Replace the window of the spike check by the one that a checkpoint has stored in the param groups."""
         if self.spikes is not None:
             self.spikes.window.read(next((group["spikes"] for group in groups if "spikes" in group), None))
 

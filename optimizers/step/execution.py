@@ -78,7 +78,7 @@ class Execution:
 
     @property
     def by_parameter(self) -> bool:
-        """True if every parameter is updated by itself, so that its bits do not depend on others in the stack."""
+        """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
         return self.adam is not None or (self.chunks and not self.entries)
 
     @property

@@ -33,7 +33,7 @@ from ..write.write import Rates
 
 
 def leaves_masks(failure: Failure, device: torch.device) -> bool:
-    """Return True if steps on a device have masks that the host does not read."""
+    """Return True if steps on a device may have masks of the parameters to update that the host does not read."""
     skips = failure.spike is not None and failure.spike.then == "skip" and device.type != "cpu"
     return skips or (failure.detect == "device" and failure.nonfinite != "ignore")
 
@@ -185,7 +185,7 @@ class LocalSurvey:
         return found.new_zeros(len(gradients)).index_copy_(0, places, found)
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts about the same gradients, after they were multiplied by a number in place."""
+        """Return the facts about the same gradients after these were multiplied by a number in place."""
         return self
 
 
@@ -198,14 +198,15 @@ STALLED = 10
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """A check of gradients that has begun. `FiniteCheck.finish` decides by it which gradients are used.
+    """A check of gradients that has begun. `FiniteCheck.finish` reads it and decides which gradients are used.
 
     given: inputs of the check.
     survey: facts about the gradients.
-    present: `[P]` on the host, True for parameters that have a gradient and are not idle.
-    positions: positions of these parameters.
-    usable: `[n]`, True for usable gradients at the positions. None: all are usable.
-    on_host: True if the host waits for the answers.
+    present: `[P]` on the host, True for parameters that have a gradient and whose group is not idle. A group is idle if
+        its learning rate and all of its gradients are 0.
+    positions: positions of the parameters that `present` marks.
+    usable: `[n]`, True for usable gradients at the positions. None: all of them are usable.
+    on_host: True if the host waits for the result of the check.
     """
 
     given: GivenGradients
@@ -217,7 +218,10 @@ class GradientCheck:
 
     @cached_property
     def answers(self) -> Tensor | None:
-        """Booleans that the host must read, for the gradients and for the scaler of the loss. None: it need not."""
+        """Booleans that the host must read: one for each gradient, then one for the scaler of the loss if there is one.
+
+        None: the host need not read anything.
+        """
         return None if self.usable is None or not self.on_host else _with(self.usable, self.given.allowed)
 
 
@@ -338,7 +342,7 @@ class FiniteCheck:
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
         """Return the mask `[P]` of a step that a number on the device may stop, and begin to copy it to the host.
 
-        active, mask: result of `check`.
+        active, mask: result of `finish`.
         allowed: 0-d boolean on the device, False if the step must change nothing.
         """
         self._stopped = (np.flatnonzero(active).tolist(), HostCopy(allowed.view(1)))
@@ -375,12 +379,16 @@ class FiniteCheck:
 
 
 def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return the answers `[n]` for n gradients, followed by the answer of the scaler if there is one."""
+    """Return the booleans `[n]` of n gradients, followed by that of the scaler of the loss if there is one.
+
+    usable: `[n]`, True for usable gradients.
+    allowed: 0-d, True if the scaler allows the step. None: there is no scaler.
+    """
     return usable if allowed is None else torch.cat([usable, allowed.view(1)])
 
 
 def read_answers(checks: Sequence[GradientCheck]) -> list[list[bool]]:
-    """Return the answers of each check, [] for a check without answers. The host waits once for each device."""
+    """Return the values of `GradientCheck.answers` of each check, [] for None. The host waits once for each device."""
     given: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for index, answers in enumerate(check.answers for check in checks):
         if answers is not None:
@@ -394,17 +402,23 @@ def read_answers(checks: Sequence[GradientCheck]) -> list[list[bool]]:
 
 
 def _values(answers: Tensor) -> list[bool]:
-    """Return the values of answers on the host. Fake tensors have no values, and all of them count as True."""
+    """Return the values of booleans on the host. Fake tensors have no values: all of their booleans count as True."""
     return answers.tolist() if has_values(answers) else [True] * len(answers)
 
 
 def _split(answers: Sequence[bool], count: int) -> tuple[Sequence[bool], bool]:
-    """Return (answers for `count` gradients, True if the scaler stopped the step), of the values of `_with`."""
+    """Return (booleans of `count` gradients, True if the scaler stopped the step).
+
+    answers: values of the booleans that `_with` returns.
+    """
     return answers[:count], not all(answers[count:])
 
 
 def _unusable(positions: Sequence[int], found: Sequence[bool]) -> list[int]:
-    """Return the positions of gradients that are not usable. found: True for each position with a usable gradient."""
+    """Return the positions of the gradients that are not usable.
+
+    found: for each position, True if its gradient is usable.
+    """
     return [position for position, good in zip(positions, found, strict=True) if not good]
 
 

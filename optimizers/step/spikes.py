@@ -24,7 +24,7 @@ from .exchange import Step
 from .step import ParamSet
 
 ReadySteps = Sequence[tuple[ParamSet, Step | None]]
-"""Parameter sets with the inputs of their step. None: the step updates no parameter of the set."""
+"""Pairs (parameter set, inputs of its step). The inputs are None if the step updates no parameter of the set."""
 
 
 class SpikeCounts(NamedTuple):
@@ -33,7 +33,7 @@ class SpikeCounts(NamedTuple):
     spikes: number of spikes so far.
     entered: number of values that have entered the window so far.
     mean, deviation: mean and standard deviation of the values in the window.
-    bound: the largest value that is no spike. inf: the window has too few values.
+    bound: the largest value that is no spike; inf if the window has too few values.
     """
 
     spikes: int
@@ -44,9 +44,9 @@ class SpikeCounts(NamedTuple):
 
 
 class SpikeWindow:
-    """The last finite values of a measure, and the decision whether one more value is a spike.
+    """The last finite values of a measure (loss or gradient norm), from which it follows if the next value is a spike.
 
-    rule: the rule that decides.
+    rule: the rule that says which values are spikes.
     values: `[window]` float64 on the device, a ring buffer. Places without a value are 0.
     entered: 0-d int64 on the device, number of values that have entered. The next place is `entered` mod `window`.
     spikes: 0-d int64 on the device, number of spikes.
@@ -67,9 +67,10 @@ class SpikeWindow:
                 setattr(self, name, getattr(self, name).to(device))
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (mean, standard deviation, bound), 0-d each. The bound is inf if the window has too few values.
+        """Return (mean, standard deviation, bound) of the values in the window, 0-d each.
 
-        The numbers are computed relative to one of the values, so that equal values have the deviation 0 exactly.
+        Larger values than the bound are spikes. The bound is inf if the window has too few values. The numbers are
+        computed relative to one of the values, so that equal values have exactly the deviation 0.
         """
         count = self.entered.clamp(max=self.rule.window)
         held, base = self._places < count, self.values[0]
@@ -81,7 +82,9 @@ class SpikeWindow:
         return base + mean, deviation, torch.where(count >= self.rule.needed, bound, torch.inf)
 
     def observe(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a value. Return (True if it is a spike, bound / value or 1), both 0-d.
+        """Add a value to the window. Return two 0-d tensors: True if the value is a spike, and a factor.
+
+        The factor is bound / value for a spike, and 1 for any other value.
 
         value: 0-d float64. nan: there is no value in this step. inf is a spike, with the factor 0.
         """
@@ -95,7 +98,7 @@ class SpikeWindow:
         return spike, torch.where(spike, bound / value, 1.0).clamp(0.0, 1.0)
 
     def counts(self) -> SpikeCounts:
-        """Return the present numbers. The host waits for the device."""
+        """Return the present numbers of the check as Python's numbers. The host waits for the device."""
         mean, deviation, bound = torch.stack(self.statistics()).tolist()
         return SpikeCounts(int(self.spikes), int(self.entered), mean, deviation, bound)
 
@@ -106,9 +109,9 @@ class SpikeWindow:
         return json.dumps({**numbers, "values": self.values[:entered].tolist()})
 
     def read(self, text: str | None) -> None:
-        """Continue with the window of a checkpoint. None, or a window of another measure: begin with an empty window.
+        """Replace the window by that of a checkpoint. If that window has another length, its last values are used.
 
-        If the window of the checkpoint has another length, its latest values are used.
+        text: result of `to_text`. None, or the window of another measure: begin with an empty window.
         """
         saved = {} if text is None else json.loads(text)
         if saved.get("measure") != self.rule.measure:
@@ -123,7 +126,7 @@ class SpikeWindow:
 
 
 class SpikeCheck:
-    """The spike check of an optimizer.
+    """The check of an optimizer for spikes: it decides for each step, and changes steps that are spikes.
 
     window: the values of earlier steps.
     """
@@ -133,13 +136,13 @@ class SpikeCheck:
 
     @property
     def rule(self) -> Spike:
-        """The rule of the recipe."""
+        """The rule of the recipe, which says which values are spikes and how their steps change."""
         return self.window.rule
 
     def apply(self, ready: ReadySteps, loss: Tensor | float | None) -> ReadySteps:
-        """Return the steps of all parameter sets as the rule changes them. All ranks call it.
+        """Check if this step is a spike. Return the steps of all parameter sets, changed by the rule if it is one.
 
-        Steps that update no parameter are not compared.
+        All ranks call it. A step that updates no parameter is not checked.
 
         loss: the loss of this step. None: this rank has none.
 
@@ -183,7 +186,11 @@ class SpikeCheck:
         return torch.where(absent == 0, value, torch.nan)
 
     def _changed(self, param_set: ParamSet, step: Step, spike: Tensor, factor: float | Tensor) -> Step:
-        """Return the step of a parameter set as the rule changes it."""
+        """Return the step of a parameter set after the rule was applied: skipped, scaled, or with clipped gradients.
+
+        spike: True if the step is a spike; on a device a 0-d tensor that the host does not read.
+        factor: factor of the update or of the gradients; 1 if the step is no spike.
+        """
         if self.rule.then == "skip":
             return replace(step, mask=param_set.finite_check.stop(step.active, step.mask, ~spike))
         if self.rule.then == "scale":
@@ -219,12 +226,12 @@ def _used_squares(step: Step) -> Tensor:
 
 
 def _of_active(step: Step, values: Tensor) -> Tensor:
-    """Return the values of active parameters. values: `[P]`."""
+    """Return those of the values `[P]` that belong to parameters that the step updates."""
     return values if step.active.all() else values[kept_on_device(np.flatnonzero(step.active), values.device)]
 
 
 def ranks_of(param_sets: Sequence[ParamSet]) -> RankGroup | None:
-    """Return the largest group of ranks that share parameters. None: this process shares none."""
+    """Return the largest group of ranks that share parameters, or None if this process shares no parameters."""
     groups = [own.rank_group.all_ranks for own in param_sets if own.rank_group is not None]
     return max(groups, key=lambda group: group.size, default=None)
 

@@ -16,15 +16,19 @@ class Spike(Component):
     m and s are the mean and the standard deviation (with n - 1) of the n values in the window: the last `window` values
     that were finite. A spike enters the window as m + min(sigmas, 2.5) s, other values as they are.
 
-    The rule is that of OLMo-core's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py) with two changes. There
-    values below m - sigmas s are spikes too, and a spike enters the window as it is: a large one then hides all others
-    for `window` steps. A spike that did not enter at all would let no step pass after a lasting change of the level.
+    The rule is that of OLMo-core's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py) with two changes. In
+    OLMo-core, values below m - sigmas s are spikes too, and a spike enters the window as it is. A large spike then
+    hides all other spikes for `window` steps. If spikes did not enter the window at all, no step would pass any more
+    after a lasting rise of the values.
     """
 
     entering: ClassVar[float] = 2.5
-    """Largest number of standard deviations above the mean with which a spike enters the window. In a window of 128
-    values with 10 % of noise, 2.5 finds every value that is 5 times too large if 1 in 10 is; after all values grow by a
-    factor of 10, 123 of them are spikes. With 2 it is 1 in 5 and 252 spikes. 6 misses most if 1 in 20 is."""
+    """Largest number of standard deviations above the mean with which a spike enters the window.
+
+    Measured in a window of 128 values with 10 % of noise. With 2.5, every value that is 5 times too large is found even
+    if 1 in 10 values is too large; after all values have grown by a factor of 10, 123 values are spikes. With 2, every
+    such value is found even if 1 in 5 is too large; after the growth, 252 values are spikes. With 6, most such values
+    are missed if 1 in 20 is too large."""
 
     measure: Literal["gradient_norm", "loss"] = Field(
         default="gradient_norm",
@@ -48,7 +52,7 @@ class Spike(Component):
         return max(2, self.window // 2) if self.least is None else self.least
 
     def describe(self, spikes: int, entered: int, mean: float, deviation: float, bound: float) -> str:
-        """Return a text about the present numbers of the check, which are the fields of `SpikeCounts`."""
+        """Return a text about the present numbers of the spike check, which are the fields of `SpikeCounts`."""
         held = f"{min(entered, self.window)} of {self.window} values"
         where = f"above {bound:.4g}" if bound < math.inf else f"none before {self.needed} values"
         return f"{spikes} by {self.measure} ({where}; mean {mean:.4g}, deviation {deviation:.4g}, {held}; {self.then})"
