@@ -141,7 +141,7 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield the rows of a watched step for the blocks of a stack. A later sample of a block replaces an earlier one."""
+    """Yield the measurements of a watched step for the blocks of a stack. Later samples replace earlier ones."""
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
         if isinstance(rows, torch.Tensor):
@@ -157,7 +157,7 @@ def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sam
 
 
 def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
-    """Yield the rows of the state of all parameters that have been updated at least once."""
+    """Yield the measurements of the state of all parameters that have been updated at least once."""
     groups = [[stack_state] for stack_state in param_set.stack_states]
     if param_set.offloaded is not None:
         param_set.offloaded.schedule(groups)
@@ -167,7 +167,7 @@ def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
 
 
 def _of_stack(param_set: ParamSet, stack_state: StackState) -> Iterator[Measurement]:
-    """Yield the rows of the state of a stack, for all its parameters that have been updated at least once."""
+    """Yield the measurements of the state of a stack, for its parameters that have been updated at least once."""
     blocks = stack_state.select(param_set.update_counts > 0)
     if blocks is None:
         return
