@@ -261,7 +261,7 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
         from pyarrow import Table
         from pyarrow.parquet import write_table
     except ImportError:
-        raise RecipeError("--parquet: pyarrow is not installed; run `pip install eigengraft[parquet]`") from None
+        raise RecipeError("--parquet: pyarrow is not installed; run `pip install pyarrow`") from None
     runs, metrics, written = [], [], []
     for run in records.runs:
         runs.append(run_row(run, records))
@@ -275,7 +275,7 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
 
 
 def load_runs(directory: str | Path) -> DataFrame:
-    """Return a data frame with a row for each run of a directory. Needs pandas: `pip install eigengraft[frames]`.
+    """Return a data frame with a row for each run of a directory. Needs pandas.
 
     Args:
         directory: directory of a study, or of studies and single runs, finished or not.
@@ -317,7 +317,7 @@ def _frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     try:
         from pandas import DataFrame
     except ImportError:
-        raise RecipeError("load_runs: pandas is not installed; run `pip install eigengraft[frames]`") from None
+        raise RecipeError("load_runs: pandas is not installed; run `pip install pandas`") from None
     return DataFrame(list(rows), columns=_columns(rows))
 
 

@@ -184,7 +184,7 @@ def rendezvous_at(study: str, directory: Path, storage: str | None) -> Rendezvou
     try:
         from .workers.database import DatabaseRendezvous
     except ImportError:
-        raise RecipeError("--storage: SQLAlchemy is not installed; run `pip install eigengraft[search]`") from None
+        raise RecipeError("--storage: SQLAlchemy is not installed; run `pip install sqlalchemy`") from None
     return DatabaseRendezvous(directory, storage, study)
 
 

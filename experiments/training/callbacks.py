@@ -165,7 +165,7 @@ class JSONL(Tracker):
 class TensorBoard(Tracker):
     """Event files of TensorBoard in the folder `tensorboard` of the run: `tensorboard --logdir runs`.
 
-    Needs TensorBoard: `pip install eigengraft[trackers]`.
+    Needs TensorBoard: `pip install tensorboard`.
     """
 
     kind: Literal["tensorboard"] = "tensorboard"
@@ -183,7 +183,7 @@ class WandB(Tracker):
     """A run of Weights & Biases. It is offline unless `mode` is online; `wandb sync` uploads it later.
 
     Each start of a continued run is a new run of wandb, in the group of the run's directory. Needs wandb: `pip install
-    eigengraft[trackers]`.
+    wandb`.
     """
 
     kind: Literal["wandb"] = "wandb"
@@ -245,7 +245,7 @@ class _WandBLog:
 
 
 def _missing(package: str) -> RecipeError:
-    return RecipeError(f"callbacks.{package}: {package} is not installed; run `pip install eigengraft[trackers]`")
+    return RecipeError(f"callbacks.{package}: {package} is not installed; run `pip install {package}`")
 
 
 @dataclass(frozen=True)

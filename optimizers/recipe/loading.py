@@ -272,7 +272,7 @@ def parse_yaml(text: str, source: str = "value") -> Any:
         from ruamel.yaml import YAML
         from ruamel.yaml.error import MarkedYAMLError, YAMLError
     except ModuleNotFoundError:
-        raise RecipeError(f"{source}: reading YAML needs ruamel.yaml; install eigengraft[cli]") from None
+        raise RecipeError(f"{source}: ruamel.yaml is not installed; run `pip install ruamel.yaml`") from None
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
@@ -291,7 +291,7 @@ def write_yaml(data: Any, unicode: bool = True) -> str:
     try:
         from ruamel.yaml import YAML
     except ModuleNotFoundError:
-        raise RecipeError("to_yaml: writing YAML needs ruamel.yaml; install eigengraft[cli]") from None
+        raise RecipeError("to_yaml: ruamel.yaml is not installed; run `pip install ruamel.yaml`") from None
     yaml, stream = YAML(typ="safe"), StringIO()
     yaml.default_flow_style = False
     yaml.allow_unicode = unicode

@@ -13,7 +13,7 @@ def command_line() -> None:
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("eigengraft"):
             raise
-        sys.exit(f"eigengraft: the command line needs '{error.name}'; pip install 'eigengraft[experiments]'")
+        sys.exit(f"eigengraft: the command line needs '{error.name}'; run `pip install -e \".[experiments]\"` in the clone of eigengraft")
     main()
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -128,6 +129,17 @@ def test_paths_for_the_authors_soap_exist() -> None:
 def test_every_shipped_recipe_is_in_the_guide() -> None:
     for name in eigengraft.shipped_recipes():
         assert f"`{name}`" in text("docs/guide/recipes.md"), name
+
+
+def test_the_install_page_has_every_extra_with_its_packages() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = [[re.findall(r"[\w.-]+", package) for package in packages] for packages in declared.values()]
+    expected = {
+        extra: [name for first, *rest in packages for name in (rest if first == "eigengraft" else [first])]
+        for extra, packages in zip(declared, names, strict=True)
+    }
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text("docs/install.md"), flags=re.MULTILINE)
+    assert {extra: re.findall(r"[\w.-]+", packages) for extra, packages in rows} == expected
 
 
 def test_every_paper_is_in_the_index() -> None:

@@ -148,7 +148,7 @@ class Random(Sampled):
 class TPE(Sampled):
     """x = argmax l(x) / g(x), with l the density of good trials and g of all others (Bergstra et al. 2011), by Optuna.
 
-    Needs Optuna: `pip install eigengraft[search]`. Trials that successive halving stopped count as worse than others.
+    Needs Optuna: `pip install optuna`. Trials that successive halving stopped count as worse than others.
     """
 
     kind: Literal["tpe"] = "tpe"
@@ -184,9 +184,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise RecipeError(
-            "tune.kind: tpe needs Optuna, which is not installed; run `pip install eigengraft[search]`"
-        ) from None
+        raise RecipeError("tune.kind: tpe needs Optuna, which is not installed; run `pip install optuna`") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

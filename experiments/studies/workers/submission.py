@@ -73,5 +73,5 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise RecipeError("--submit: submitit is not installed; run `pip install eigengraft[slurm]`") from None
+        raise RecipeError("--submit: submitit is not installed; run `pip install submitit`") from None
     return submitit

@@ -332,7 +332,7 @@ def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
         (["--option", "timeout_min=5"], ("--option", "--submit")),
         (["--storage", "sqlite:///x.db", "--submit", "local"], ("--storage",)),
         (["--storage", "sqlite:///x.db", "--dry-run"], ("--storage",)),
-        (["--submit", "local"], ("--submit", "submitit", "eigengraft[slurm]")),
+        (["--submit", "local"], ("--submit", "submitit", "pip install submitit")),
     ],
 )
 def test_options_of_jobs_that_do_not_fit_are_refused(options, says, tmp_path, monkeypatch):
