@@ -6,6 +6,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import commands
 import components
@@ -47,6 +48,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav.append({"Changelog": "changelog.md"})
     config.extra["generated"] = pages | papers | repository.front_pages()
     return config
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turns links of the repository into links of the site."""
+    return repository.links_in_site(markdown, page.file.src_uri)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -10,11 +10,12 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
+PAPERS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "papers").rglob("*.md"))}
 FILE = re.compile(r"# (\w+\.(?:py|yaml))\n")
 
 
 def text(page: str) -> str:
-    return PAGES[page].read_text(encoding="utf-8")
+    return (PAGES | PAPERS)[page].read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str) -> list[str]:

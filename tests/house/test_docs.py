@@ -26,7 +26,7 @@ from eigengraft.experiments.training.experiment import load_experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..processes import run
-from .pages import PAGES, ROOT, blocks, files, script, text
+from .pages import PAGES, PAPERS, ROOT, blocks, files, links, script, text
 
 HOSTS = "docs/guide/hosts.md"
 """A page whose examples need other libraries; tests/hosts runs them."""
@@ -146,6 +146,12 @@ def test_every_paper_is_in_the_index() -> None:
     index = (ROOT / "papers" / "README.md").read_text(encoding="utf-8")
     for folder in (path for path in (ROOT / "papers").iterdir() if path.is_dir()):
         assert f"{folder.name}/README.md" in index
+
+
+@pytest.mark.parametrize("page", [*PAGES, *PAPERS])
+def test_links_lead_somewhere_in_a_clone(page: str) -> None:
+    """Without the site: a page that is generated is no target, see docs/hooks/repository.py."""
+    assert [link for link in links(page) if not ((ROOT / page).parent / link).exists()] == []
 
 
 def test_files_that_pages_name_exist() -> None:

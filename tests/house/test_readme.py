@@ -20,10 +20,9 @@ def test_the_front_page_says(word: str) -> None:
     assert word in text(README)
 
 
-def test_links_of_the_front_page_lead_somewhere() -> None:
-    assert [link for link in links(README) if not (ROOT / link).exists()] == []
+def test_every_guide_is_linked_from_the_front_page() -> None:
     guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "guide").glob("*.md")}
-    assert guides <= set(links(README)), "every guide is linked from the front page"
+    assert guides <= set(links(README))
 
 
 @pytest.mark.slow
