@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import eigengraft
-from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, TOKENS, optimizer_ms
+from eigengraft.experiments.cli.purposes import GOALS
+from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
 from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track
 from eigengraft.optimizers.plan.plan import plan
@@ -103,35 +104,34 @@ def section(name: str, up: str) -> str:
 
 
 @cache
-def goals() -> dict[str, tuple[str, list[str]]]:
-    """Return goal -> (rule of the choice, names of the recipes that it chooses, the best first)."""
+def goals() -> dict[str, tuple[tuple[str, str], ...]]:
+    """Return goal -> (name, numbers) of the recipes that the track chooses, the best first, as `purposes.GOALS` has."""
     run = [name for name in eigengraft.shipped_recipes() if task_scores(name)]
     near = [name for name in run if profile_of(name) >= NEAR_BEST]
     least = [name for name in run if profile_of(name) >= profile_of(BASELINE)]
     all_reached = [name for name in run if all(one.steps < math.inf for one in task_scores(name).values())]
 
-    def first(names: Sequence[str], key: Callable[[str], tuple[float, ...]]) -> list[str]:
-        return sorted(names, key=lambda name: (*key(name), name))[:SHOWN]
+    def first(names: Sequence[str], key: Callable[[str], float], text: str) -> tuple[tuple[str, str], ...]:
+        chosen = sorted(names, key=lambda name: (key(name), -profile_of(name), name))[:SHOWN]
+        return tuple((name, _numbers(name, text)) for name in chosen)
 
     return {
-        "fewest steps": ("largest profile of steps", first(run, lambda name: (-profile_of(name),))),
-        "least time": (
-            f"largest profile of counted cost at {COUNTED_MODELS[COUNTED]}, {TOKENS:,} tokens a step on a {H100.name}",
-            first(run, lambda name: (-profile_of(name, COUNTED),)),
+        "few steps and little time": first(
+            run, lambda name: -min(profile_of(name), profile_of(name, COUNTED)), "{steps:.2f}, {time:.2f}"
         ),
-        "little memory, few steps": (
-            f"least state with a profile of {NEAR_BEST} or more",
-            first(near, lambda name: (state_bytes(name),)),
-        ),
-        "least memory": (
-            "least state with a profile of AdamW's or more",
-            first(least, lambda name: (state_bytes(name), -profile_of(name))),
-        ),
-        "no tuning": (
-            "least ratio between the best learning rates of the five tasks, all targets reached; then the profile",
-            first(all_reached, lambda name: (spread_of_rates(name), -profile_of(name))),
-        ),
+        "fewest steps": first(run, lambda name: -profile_of(name), "{steps:.2f}"),
+        "least time": first(run, lambda name: -profile_of(name, COUNTED), "{time:.2f}"),
+        "few steps and little memory": first(near, state_bytes, "{steps:.2f}, {state:.2f} bytes"),
+        "least memory": first(least, state_bytes, "{steps:.2f}, {state:.2f} bytes"),
+        "no tuning": first(all_reached, spread_of_rates, "{steps:.2f}, factor {rates:.3g}"),
+        "to compare with": ((BASELINE, _numbers(BASELINE, "{steps:.2f}, {time:.2f}, {state:.2f} bytes")),),
     }
+
+
+def _numbers(name: str, text: str) -> str:
+    """Return a text with the profiles, the bytes of state and the spread of learning rates of a recipe."""
+    numbers = {"steps": profile_of(name), "time": profile_of(name, COUNTED), "state": state_bytes(name)}
+    return text.format(**numbers, rates=spread_of_rates(name))
 
 
 def spread_of_rates(name: str) -> float:
@@ -140,24 +140,13 @@ def spread_of_rates(name: str) -> float:
     return max(rates) / min(rates)
 
 
-def goals_table() -> str:
-    """Return the table of goals, with the numbers of each recipe that is named."""
+def goals_table(link: Callable[[str], str]) -> str:
+    """Return the table of goals, with the numbers of each recipe that is named.
+
+    link: function that returns the target of the link to a recipe.
+    """
     rows = []
-    for goal, (rule, names) in goals().items():
-        links = ", ".join(f"[`{name}`]({name}.md) ({_number(goal, name)})" for name in names)
-        rows.append([goal, links, rule])
-    tuned = "[`adamw`](adamw.md); [`lora_rite`](lora_rite.md) and [`lora_muon`](lora_muon.md) for LoRA"
-    rows.append(
-        ["fine-tuning", tuned, "not measured: the method that the model was trained with, or one for pairs of factors"]
-    )
-    return table(["goal", "recipes", "rule"], rows)
-
-
-def _number(goal: str, name: str) -> str:
-    if goal == "least time":
-        return f"{profile_of(name, COUNTED):.2f}"
-    if "memory" in goal:
-        return f"{state_bytes(name):.2f} bytes, profile {profile_of(name):.2f}"
-    if goal == "no tuning":
-        return f"ratio {spread_of_rates(name):.3g}, profile {profile_of(name):.2f}"
-    return f"{profile_of(name):.2f}"
+    for goal in GOALS:
+        recipes = [f"[`{name}`]({link(name)})" + (f" ({numbers})" if numbers else "") for name, numbers in goal.recipes]
+        rows.append([goal.title, ", ".join(recipes), goal.rule])
+    return table(["goal", "recipes (measured)", "chosen by"], rows)

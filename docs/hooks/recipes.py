@@ -102,7 +102,7 @@ def index_page() -> str:
 The table follows from the runs of the [laptop track](../../papers/laptop_track/README.md), small tasks that train in
 seconds. Start with a recipe of your goal, and compare it with `adamw` on a task of your own (`eigengraft ablate`).
 
-{goals_table()}
+{goals_table("{}.md".format)}
 
 ## All recipes
 

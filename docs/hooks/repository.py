@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import components
+import eigengraft
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ("experiments/studies/results", "papers/basis_transport")
@@ -87,6 +88,8 @@ def source_pages() -> dict[str, str]:
     """
     pages = {"optimizers/recipe/shipped": "reference/recipes/index.md"}
     pages["src/eigengraft/component.py"] = "reference/families.md"
+    for name in eigengraft.shipped_recipes():
+        pages[f"optimizers/recipe/shipped/{name}.yaml"] = f"reference/recipes/{name}.md"
     for name, family in components.shipped_families().items():
         pages[f"{_file(family)}#{name}"] = f"reference/{name}.md"
     for page, (_, classes) in components.DECLARATIONS.items():

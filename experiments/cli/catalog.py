@@ -21,42 +21,60 @@ from eigengraft.errors import did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
-from .purposes import FAMILIES, STAGES, Purpose, by_purpose
+from .purposes import FAMILIES, GOALS, STAGES, Purpose, by_purpose
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
 
-RECIPES = "recipes"
-"""The word for the shipped recipes, as an argument of `list` in place of the name of a family."""
+RECIPES, BY_GOAL = "recipes", "goals"
+"""Words for the shipped recipes and for their choice by goal, as arguments of `list` in place of a family's name."""
+_NOTES = {
+    BY_GOAL: """\
+A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or the least time, on
+every task. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE` prints one.""",
+    RECIPES: "`eigengraft list goals` says which to use for few steps, little time, little memory or no tuning.",
+}
+"""Text below a list."""
 
 
 def list_command(
-    what: Annotated[str | None, typer.Argument(help="`recipes` or a family; default all families")] = None,
+    what: Annotated[str | None, typer.Argument(help="`goals`, `recipes` or a family; default all families")] = None,
     words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
     imports: Imports = None,
 ) -> None:
-    """List families by purpose, the shipped recipes with what they follow, or the kinds of a family with what they
-    compute.
+    """List families by purpose, recipes by goal (fewest steps, least time or memory, no tuning), all shipped recipes
+    with what they follow, or the kinds of a family with what they compute.
     """
     registered = _registered(imports or ())
     if what is None:
-        about = {RECIPES: "whole optimizers, by their papers", **{n: _about(f) for n, f in sorted(registered.items())}}
+        about = {
+            BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
+            RECIPES: "all shipped recipes, by their papers",
+            **{name: _about(family) for name, family in sorted(registered.items())},
+        }
         _print_entries(("family", "members"), about.items(), FAMILIES)
-        typer.echo("eigengraft list FAMILY [WORDS] lists its members, eigengraft show KIND prints one,")
-        typer.echo("eigengraft show FAMILY prints what a member of your own defines")
+        typer.echo("`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft show KIND` prints one,")
+        typer.echo("`eigengraft show FAMILY` prints what a member of your own defines.")
         return
-    if what == RECIPES:
+    head: tuple[str, ...] = ("recipe" if what == RECIPES else what, "about")
+    entries: list[tuple[str, ...]]
+    if what == BY_GOAL:
+        head = ("goal", "recipes (measured)", "chosen by")
+        entries = [(goal.title, "\n".join(map(_measured, goal.recipes)), goal.rule) for goal in GOALS]
+    elif what == RECIPES:
         entries = list(recipe_entries())
     elif what in registered:
         entries = [(kind, _about(member)) for kind, member in sorted(registered[what].members.items())]
     else:
-        hint = did_you_mean(what, [RECIPES, *registered])
-        raise ValueError(f"list: '{what}' is no family{hint} (families: {', '.join((RECIPES, *sorted(registered)))})")
+        known = (BY_GOAL, RECIPES, *sorted(registered))
+        raise ValueError(f"list: '{what}' is no family{did_you_mean(what, known)} (families: {', '.join(known)})")
     sought = [word.lower() for word in words or ()]
     found = [entry for entry in entries if all(word in " ".join(entry).lower() for word in sought)]
     if not found:
         raise ValueError(f"list: no entry of '{what}' contains {' and '.join(words or ())}; search with fewer words")
-    _print_entries(("recipe" if what == RECIPES else what, "about"), found, STAGES if what == "stage" else ())
+    _print_entries(head, found, STAGES if what == "stage" else ())
+    if what in _NOTES:
+        typer.echo(_NOTES[what])
 
 
 def diff_command(
@@ -146,6 +164,12 @@ def print_family(name: str) -> bool:
     if file.is_file():
         typer.echo(f"\nA complete file, with its check: {file}")
     return True
+
+
+def _measured(recipe: tuple[str, str]) -> str:
+    """Return the name of a recipe with its measured numbers."""
+    name, numbers = recipe
+    return f"{name} ({numbers})" if numbers else name
 
 
 def _about(cls: type[Component]) -> str:

@@ -1,4 +1,7 @@
-"""Families and stages by purpose, each group with a line on when one is needed. `eigengraft list` prints them."""
+"""Families and stages by purpose, each group with a line on when one is needed, and recipes by goal.
+
+`eigengraft list` prints them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ FAMILIES = (
     Purpose(
         "Whole optimizers",
         "to train, or to begin a recipe of your own with `base`",
-        ("recipes",),
+        ("goals", "recipes"),
     ),
     Purpose(
         "The update",
@@ -48,7 +51,7 @@ FAMILIES = (
     ),
     Purpose("Benches", "to measure parts alone, on matrices of given spectra or on your own", ("bench", "spectrum")),
 )
-"""Families by purpose, and the shipped recipes."""
+"""Families by purpose, the shipped recipes, and their choice by goal."""
 
 STAGES = (
     Purpose(
@@ -89,6 +92,64 @@ STAGES = (
     ),
 )
 """Kinds of stages by purpose."""
+
+
+class Goal(NamedTuple):
+    """Recipes for one goal.
+
+    title: the goal.
+    recipes: (name, measured numbers) of the recipes that are named, the best first.
+    rule: rule by which they were chosen among the recipes that were run on the laptop track.
+    """
+
+    title: str
+    recipes: tuple[tuple[str, str], ...]
+    rule: str
+
+
+GOALS = (
+    Goal(
+        "few steps and little time",
+        (("soap_int8", "0.90, 0.90"), ("soap_fitted", "0.88, 0.88"), ("soap_factorized", "0.87, 0.88")),
+        "both profiles are large: the lower one of steps and time is compared",
+    ),
+    Goal(
+        "fewest steps",
+        (("sinksoap", "0.96"), ("reference/distributed_shampoo", "0.96"), ("okls", "0.94")),
+        "largest profile of steps",
+    ),
+    Goal(
+        "least time",
+        (("turbo_muon", "0.92"), ("polar_express", "0.92"), ("dion", "0.91")),
+        "largest profile of time, counted for GPT-2 small with 65,536 tokens a step on one H100 SXM",
+    ),
+    Goal(
+        "few steps and little memory",
+        (("muon_8bit", "0.86, 1.00 bytes"), ("turbo_muon", "0.87, 4.00 bytes"), ("polar_express", "0.87, 4.00 bytes")),
+        "fewest bytes of state per parameter with a profile of steps of 0.8 or more",
+    ),
+    Goal(
+        "least memory",
+        (("swan", "0.63, 0.00 bytes"), ("adafactor", "0.57, 0.01 bytes"), ("muon_8bit", "0.86, 1.00 bytes")),
+        "fewest bytes of state per parameter with AdamW's profile of steps or more",
+    ),
+    Goal(
+        "no tuning",
+        (("polar_express", "0.87, factor 2"), ("shampoo_kl", "0.85, factor 2"), ("eshampoo", "0.74, factor 2")),
+        "least factor between the best learning rates of the tasks, all targets reached; then the profile of steps",
+    ),
+    Goal(
+        "fine-tuning",
+        (("adamw", ""), ("lora_rite", "LoRA"), ("lora_muon", "LoRA")),
+        "not measured: the method that the model was trained with, or one for pairs of factors",
+    ),
+    Goal(
+        "to compare with",
+        (("adamw", "0.43, 0.54, 8.00 bytes"),),
+        "profile of steps, profile of time, bytes of state per parameter",
+    ),
+)
+"""Recipes by goal. A test compares them with the entries of the laptop track in papers/."""
 
 REST = Purpose("Others", "defined outside of the groups above", ())
 """Group of the members that no purpose names, such as members that imported files define."""

@@ -20,7 +20,7 @@ from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.cli.purposes import FAMILIES, STAGES, by_purpose
+from eigengraft.experiments.cli.purposes import FAMILIES, GOALS, STAGES, by_purpose
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, start
@@ -243,7 +243,14 @@ class TestImports:
 class TestList:
     def test_every_family_is_listed(self) -> None:
         rows = [line.split()[0] for line in succeeds("list").splitlines() if line.strip()]
-        assert {"recipes", *families()} <= set(rows)
+        assert {"goals", "recipes", *families()} <= set(rows)
+
+    def test_recipes_by_goal_are_listed_and_exist(self) -> None:
+        every, memory = succeeds("list", "goals"), succeeds("list", "goals", "memory")
+        for goal in GOALS:
+            assert {name for name, _ in goal.recipes} <= set(eigengraft.shipped_recipes())
+            check_said(every, goal.title, *(word for recipe in goal.recipes for word in recipe))
+            assert (f"  {goal.title}  " in memory) == ("memory" in goal.title)
 
     def test_every_recipe_and_every_kind_is_listed(self) -> None:
         for what, names in (("recipes", eigengraft.shipped_recipes()), ("stage", eigengraft.Stage.members)):
@@ -252,7 +259,7 @@ class TestList:
 
     def test_families_and_stages_are_grouped_by_purpose(self) -> None:
         for arguments, purposes, names in (
-            ((), FAMILIES, {"recipes", *families()}),
+            ((), FAMILIES, {"goals", "recipes", *families()}),
             (("stage",), STAGES, set(eigengraft.Stage.members)),
         ):
             members = [name for purpose in purposes for name in purpose.members]

@@ -20,6 +20,7 @@ import eigengraft
 import eigengraft.testing
 from eigengraft.component import families, validated
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.cli.purposes import GOALS
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.experiment import load_experiment
@@ -178,14 +179,15 @@ def generated() -> dict[str, dict[str, str]]:
 def test_recipes_by_goal_follow_from_the_laptop_track(generated: dict[str, dict[str, str]]) -> None:
     import measured
 
-    goals = {goal: names for goal, (_, names) in measured.goals().items()}
-    now = measured.track()
+    goals, now = measured.goals(), measured.track()
+    assert {goal.title: goal.recipes for goal in GOALS if goal.title in goals} == goals, "copy goals() to GOALS"
+    assert measured.goals_table("optimizers/recipe/shipped/{}.yaml".format) in text("README.md")
     run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
-    assert goals["fewest steps"][0] == max(run, key=measured.profile_of)
-    assert all(now.profiles[""][name.replace("/", "_")] >= 0.8 for name in goals["little memory, few steps"])
-    assert measured.state_bytes(goals["least memory"][0]) < 0.1
+    assert goals["fewest steps"][0][0] == max(run, key=measured.profile_of)
+    assert all(now.profiles[""][name.replace("/", "_")] >= 0.8 for name, _ in goals["few steps and little memory"])
+    assert measured.state_bytes(goals["least memory"][0][0]) < 0.1
     reached = [name for name in run if all(one.steps < math.inf for one in measured.task_scores(name).values())]
-    assert measured.spread_of_rates(goals["no tuning"][0]) == min(map(measured.spread_of_rates, reached))
+    assert measured.spread_of_rates(goals["no tuning"][0][0]) == min(map(measured.spread_of_rates, reached))
     for name in run:  # each page has the steps of the track's page
         page = generated["recipes"][name]
         for task, score in measured.task_scores(name).items():
