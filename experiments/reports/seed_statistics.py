@@ -67,8 +67,10 @@ class Target(Component):
     which larger values are better.
     """
 
-    value: float = Field(description="value that the metric has to reach")
-    sigma: float = Field(gt=0, description="standard deviation of the metric over seeds where it reaches the value")
+    value: float = Field(examples=[2.2], description="value that the metric has to reach")
+    sigma: float = Field(
+        gt=0, examples=[0.01], description="standard deviation of the metric over seeds where it reaches the value"
+    )
     z: float = Field(default=3.0, ge=0, description="how many standard errors the mean must be better than the value")
 
     def first(self, seeds: Sequence[Mapping[int, float]], sign: int = 1) -> int | None:

@@ -44,8 +44,8 @@ def inside(where: Where, labels: Mapping[str, str]) -> bool:
 class Setting(Component):
     """Values for the cells that `when` selects."""
 
-    when: Where = Field(min_length=1, description="axis -> label or list of labels")
-    set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
+    when: Where = Field(min_length=1, examples=[{"method": "soap"}], description="axis -> label or list of labels")
+    set: dict[str, Any] = Field(min_length=1, examples=[{"lr": 0.01}], description="dotted path -> value")
 
     @field_validator("when", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
     @classmethod

@@ -56,10 +56,12 @@ class Study(Component):
     name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
     description: str = Field("", description="question of the study in a sentence or two")
     base: dict[str, Any] = Field(
-        description="base experiment, with the fields of an experiment file; in a study file also the path of one"
+        examples=[{"task": "digits", "recipe": "adamw"}],
+        description="base experiment, with the fields of an experiment file; in a study file also the path of one",
     )
     axes: dict[str, dict[str, Changes]] = Field(
         min_length=1,
+        examples=[{"lr": [0.001, 0.01]}],
         description="dotted path -> list of values, or any name -> {label -> {dotted path -> value}}, or any name -> "
         "{dotted path -> list of values}, in which values at the same place belong together",
     )

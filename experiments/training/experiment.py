@@ -62,8 +62,8 @@ class Experiment(Component):
     }
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
     name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
-    task: Task = Field(description="task to train")
-    recipe: eigengraft.Recipe = Field(description="the optimizer", json_schema_extra=_or_recipe_name)
+    task: Task = Field(examples=["digits"], description="task to train")
+    recipe: eigengraft.Recipe = Field(examples=["soap"], description="the optimizer", json_schema_extra=_or_recipe_name)
     overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
     lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
     weight_decay: float | None = Field(default=None, ge=0, description="weight decay; none: the recipe's")

@@ -112,11 +112,13 @@ class UpdateRule(Component):
 class Route(UpdateRule):
     """An update rule for the parameters that match a condition, in place of the recipe's own rule."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
-    match: Match = Field(default=Match(), description="which parameters")
-    lr_multiplier: float = Field(default=1.0, ge=0, description="multiplies the group's learning rate")
-    weight_decay: WeightDecay | None = Field(default=None, description="their decay; default: that of the recipe")
-    optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["gates"], description="name of the route in paths")
+    match: Match = Field(default=Match(), description="conditions on a parameter; default: every parameter")
+    lr_multiplier: float = Field(default=1.0, ge=0, description="factor on the group's learning rate")
+    weight_decay: WeightDecay | None = Field(
+        default=None, description="weight decay of these parameters; default: that of the recipe"
+    )
+    optional: bool = Field(default=False, description="if true, it is no error that no parameter matches")
 
 
 def adam_route() -> Route:

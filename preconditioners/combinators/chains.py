@@ -36,7 +36,7 @@ class Chain(Stage):
 class Path(Schedulable):
     """One summand of a `sum`."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="name of the path")
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["a"], description="name of the path")
     weight: float = Field(default=1.0, description="factor of its direction")
     stages: Stages = Field(description="its chain")
 

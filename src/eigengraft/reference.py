@@ -59,7 +59,8 @@ def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
     fields = list(fields_of(cls))
     if fields:
         parts.append("Fields:\n" + "\n".join(textwrap.indent(_entry(field), "    ") for field in fields))
-    if not inspect.isabstract(cls) and fields:
+    exemplified = all(info.examples for info in cls.model_fields.values() if info.is_required())
+    if not inspect.isabstract(cls) and fields and exemplified:
         parts.append("Example:\n" + textwrap.indent(example_of(cls), "    "))
     return "\n\n".join(part for part in parts if part)
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 import eigengraft
 from eigengraft import RecipeError, Stage
 from eigengraft.component import Component, families, validated
+from eigengraft.experiments import Experiment, Study
 from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
@@ -293,6 +294,18 @@ def test_the_example_of_a_docstring_runs(member: type[Component]) -> None:
     found = eval(call, names)
     assert isinstance(found, member)
     assert validated(families()[str(member.family_name)], parse_yaml(in_yaml)) == found
+
+
+def test_the_examples_of_components_without_a_family_run() -> None:
+    """`help` shows none if a required field has none."""
+    found, every = [], list(Component.__subclasses__())
+    for cls in every:
+        every += cls.__subclasses__()
+        _, shown, text = (cls.__doc__ or "").partition("Example:\n")
+        if shown and cls.family_name is None and cls.__module__.startswith("eigengraft."):
+            exec(inspect.cleandoc(text), {})
+            found.append(cls.__name__)
+    assert {"Route", "Path", Experiment.__name__, Study.__name__} <= set(found)
 
 
 @pytest.mark.parametrize("cls", [Shampoo, Chain, Every, eigengraft.Recipe, Stage])

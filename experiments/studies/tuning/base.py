@@ -183,8 +183,8 @@ NEAR = 0.05
 class Range(Component):
     """All numbers from `low` to `high`, both included, rounded to six digits."""
 
-    low: float = Field(description="least value")
-    high: float = Field(description="largest value")
+    low: float = Field(examples=[1e-4], description="least value")
+    high: float = Field(examples=[1e-2], description="largest value")
     log: bool = Field(False, description="if true, equal ratios are equally likely; else equal differences")
     integer: bool = Field(False, description="whole numbers only")
 

@@ -30,7 +30,7 @@ class Halving(Component):
     """
 
     rate: int = Field(3, ge=2, description="one of this many runs continues to this many times the steps")
-    least: int = Field(ge=1, description="steps before runs are compared for the first time")
+    least: int = Field(ge=1, examples=[30], description="steps before runs are compared for the first time")
 
     @property
     def rule(self) -> str:
