@@ -38,13 +38,13 @@ every task. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE
 
 
 def list_command(
-    what: Annotated[str | None, typer.Argument(help="`goals`, `recipes` or a family; default all families")] = None,
+    what: Annotated[
+        str | None, typer.Argument(help="`goals`, `recipes`, a family, or a word to search for; default all families")
+    ] = None,
     words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
     imports: Imports = None,
 ) -> None:
-    """List families by purpose, recipes by goal (fewest steps, least time or memory, no tuning), all shipped recipes
-    with what they follow, or the kinds of a family with what they compute.
-    """
+    """List recipes by goal, all recipes, families of parts, or the members of a family; or search in all of them."""
     registered = _registered(imports or ())
     if what is None:
         about = {
@@ -53,28 +53,32 @@ def list_command(
             **{name: _about(family) for name, family in sorted(registered.items())},
         }
         _print_entries(("family", "members"), about.items(), FAMILIES)
-        typer.echo("`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft show KIND` prints one,")
-        typer.echo("`eigengraft show FAMILY` prints what a member of your own defines.")
+        typer.echo("`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.")
+        typer.echo("`eigengraft show KIND` prints a member, `eigengraft show FAMILY` what one of your own defines.")
         return
-    head: tuple[str, ...] = ("recipe" if what == RECIPES else what, "about")
-    entries: list[tuple[str, ...]]
-    if what == BY_GOAL:
-        head = ("goal", "recipes (measured)", "chosen by")
-        entries = [(goal.title, "\n".join(map(_measured, goal.recipes)), goal.rule) for goal in GOALS]
-    elif what == RECIPES:
-        entries = list(recipe_entries())
-    elif what in registered:
-        entries = [(kind, _about(member)) for kind, member in sorted(registered[what].members.items())]
-    else:
-        known = (BY_GOAL, RECIPES, *sorted(registered))
-        raise ValueError(f"list: '{what}' is no family{did_you_mean(what, known)} (families: {', '.join(known)})")
-    sought = [word.lower() for word in words or ()]
-    found = [entry for entry in entries if all(word in " ".join(entry).lower() for word in sought)]
-    if not found:
-        raise ValueError(f"list: no entry of '{what}' contains {' and '.join(words or ())}; search with fewer words")
-    _print_entries(head, found, STAGES if what == "stage" else ())
+    lists: dict[str, list[tuple[str, ...]]] = {
+        BY_GOAL: [(goal.title, "\n".join(map(_measured, goal.recipes)), goal.rule) for goal in GOALS],
+        RECIPES: [*recipe_entries()],
+        **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
+    }
+    sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
+    chosen = {what: lists[what]} if what in lists else lists
+    found = {name: [row for row in rows if _contains(row, sought)] for name, rows in chosen.items()}
+    if not any(found.values()):
+        missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
+        hint = "" if what in lists else did_you_mean(what, lists)
+        raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)})")
+    for name, rows in found.items():
+        if rows:
+            heads = {BY_GOAL: ("goal", "recipes (measured)", "chosen by"), RECIPES: ("recipe", "about")}
+            _print_entries(heads.get(name, (name, "about")), rows, STAGES if name == "stage" else ())
     if what in _NOTES:
         typer.echo(_NOTES[what])
+
+
+def _contains(row: Sequence[str], words: Iterable[str]) -> bool:
+    text = " ".join(row).lower()
+    return all(word in text for word in words)
 
 
 def diff_command(
@@ -136,8 +140,9 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
 
 
 def print_kind(family: str, member: type[Component]) -> None:
-    """Print a component: family and kind, its docstring with the formula, and a table of its fields."""
-    typer.echo(f"{family} {next(kind for kind, own in _registered(())[family].members.items() if own is member)}\n")
+    """Print a component: family, kind and import, its docstring with the formula, and a table of its fields."""
+    kind = next(kind for kind, own in _registered(())[family].members.items() if own is member)
+    typer.echo(f"{family} {kind}, in Python: from {public_module(member)} import {member.__name__}\n")
     typer.echo(summary(member))
     table = _table("field", "values", "default", "meaning")
     for field in fields_of(member):

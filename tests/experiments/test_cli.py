@@ -287,6 +287,11 @@ class TestList:
         check_said(succeeds("list", "stage", "hone", "--import", file), "hone", "d |d|^(p - 1)")
         check_said(succeeds("show", "hone", "--import", file), "power", "(0, ∞)", 1.5)
 
+    def test_a_word_that_is_no_family_is_searched_in_all_lists(self) -> None:
+        output = succeeds("list", "norm", "clip")
+        check_said(output, "clip_norm", "recipe", "stage")
+        assert "adamw" not in output and "cadence" not in output
+
     def test_an_unknown_family_and_words_without_an_entry_are_refused(self) -> None:
         for arguments, data in ((("stagee",), ("stagee", "stage")), (("stage", "xyzzy"), ("stage", "xyzzy"))):
             result = call("list", *arguments)

@@ -19,6 +19,7 @@ import torch
 import eigengraft
 import eigengraft.testing
 from eigengraft.component import families, validated
+from eigengraft.experiments.cli.catalog import find_kinds
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.purposes import GOALS
 from eigengraft.experiments.reproduction.claims import PaperClaims
@@ -87,7 +88,7 @@ def test_commands_exist(page: str) -> None:
 def check_arguments(command: str, rest: list[str]) -> None:
     from eigengraft.experiments.benches import Bench
 
-    if command == "show":
+    if command == "show" and not find_kinds(rest[0]):
         eigengraft.load_recipe(rest[0], [word for word in rest[1:] if "=" in word])
     if command == "bench":
         assert rest[0] in Bench.members, rest
