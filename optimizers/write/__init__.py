@@ -26,3 +26,9 @@ from .contrib.constraints import RadiusPin as RadiusPin
 from .contrib.constraints import RowFloor as RowFloor
 from .iterate_store import IterateStore as IterateStore
 from .rounding import Rounding as Rounding
+from .write import L2 as L2
+from .write import CautiousDecay as CautiousDecay
+from .write import Corrected as Corrected
+from .write import Decoupled as Decoupled
+from .write import Independent as Independent
+from .write import WeightDecay as WeightDecay

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import eigengraft
+import eigengraft.experiments
 import eigengraft.testing
 from eigengraft.component import families, validated
 from eigengraft.experiments.cli.catalog import find_kinds
@@ -142,6 +143,13 @@ def test_the_install_page_has_every_extra_with_its_packages() -> None:
     }
     rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text("docs/install.md"), flags=re.MULTILINE)
     assert {extra: re.findall(r"[\w.-]+", packages) for extra, packages in rows} == expected
+
+
+def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
+    page = text("docs/reference/python.md")
+    for package in (eigengraft, eigengraft.experiments):
+        for name in package.__all__:
+            assert re.search(rf"\b{name}\b", page), f"{package.__name__}.{name}"
 
 
 def test_every_paper_is_in_the_index() -> None:
