@@ -192,6 +192,8 @@ def test_recipes_by_goal_follow_from_the_laptop_track(generated: dict[str, dict[
     assert {goal.title: goal.recipes for goal in GOALS if goal.title in goals} == goals, "copy goals() to GOALS"
     assert measured.goals_table("optimizers/recipe/shipped/{}.yaml".format) in text("README.md")
     run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
+    costs = [f"{now.costs[measured.COUNTED][name]:.2f}" for name in ("sinksoap", "soap_fitted")]
+    assert re.findall(r"with `sinksoap` takes (\S+) .* `soap_fitted` (\S+) times", text("README.md")) == [tuple(costs)]
     assert goals["fewest steps"][0][0] == max(run, key=measured.profile_of)
     assert all(now.profiles[""][name.replace("/", "_")] >= 0.8 for name, _ in goals["few steps and little memory"])
     assert measured.state_bytes(goals["least memory"][0][0]) < 0.1
