@@ -152,7 +152,7 @@ def test_a_search_with_halving_stops_runs_and_takes_none_of_them(tmp_path):
     ]
 
 
-def test_tpe_without_optuna_names_the_extra(monkeypatch):
+def test_tpe_without_optuna_names_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with refused(RecipeError, "tune.kind", "[search]"):
+    with refused(RecipeError, "tune.kind", "pip install optuna"):
         TPE(seeds=(0,), space=SPACE).draw([], 1)

@@ -83,7 +83,7 @@ def test_a_missing_package_is_named(task: Task, package: str, monkeypatch: pytes
     images._rows.cache_clear()
     monkeypatch.setitem(sys.modules, "mnist1d.data", None)
     monkeypatch.setattr(images, "find_spec", lambda name: None)
-    with refused(ValueError, package, "[data]"):
+    with refused(ValueError, package, f"pip install {package}"):
         task.load()
 
 
