@@ -72,12 +72,16 @@ def _entry(field: FieldText) -> str:
 
 
 def example_of(cls: type[BaseModel]) -> str:
-    """Return an import and a call of the class with its required fields, or else with one field as it is by default.
+    """Return an import and a call of the class with its required fields, or else with a field that has an example, or
+    else with one field as it is by default.
 
     A class that has a kind is shown in YAML too.
     """
-    required = {name: info for name, info in cls.model_fields.items() if info.is_required()}
-    given = {info.alias or name: info.examples[0] for name, info in required.items() if info.examples}
+    examples = [
+        (info, info.alias or name, info.examples[0]) for name, info in cls.model_fields.items() if info.examples
+    ]
+    required = [example for example in examples if example[0].is_required()]
+    given = {name: value for _, name, value in required or examples[:1]}
     if not given:
         chosen = [name for name in cls.model_fields if name not in ("kind", "name")]
         infos = [(cls.model_fields[name].alias or name, cls.model_fields[name].default) for name in chosen]

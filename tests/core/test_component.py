@@ -298,6 +298,8 @@ def test_the_example_of_a_docstring_runs(member: type[Component]) -> None:
 
 def test_the_examples_of_components_without_a_family_run() -> None:
     """`help` shows none if a required field has none."""
+    import eigengraft.experiments.benches  # noqa: F401  with the components that it uses
+
     found, every = [], list(Component.__subclasses__())
     for cls in every:
         every += cls.__subclasses__()

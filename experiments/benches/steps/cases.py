@@ -29,7 +29,7 @@ class StepCase(Component):
     with the same `maths`, the name of their algorithm, are compared with each other.
     """
 
-    recipe: str | None = Field(default=None, description="shipped name or YAML file")
+    recipe: str | None = Field(default=None, examples=["soap"], description="shipped name or YAML file")
     overrides: tuple[str, ...] = Field(default=(), strict=False, description="dotted.path=value, in order")
     peer: str | None = Field(default=None, description="class of another library: module:Class, or file.py:Class")
     options: dict[str, Any] = Field(default={}, description="what the class is called with besides parameters")
