@@ -34,7 +34,9 @@ Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in the first steps of a 
 as the weights.
 """
 HEALTHY_STEP = 0.03
-"""Ratio |update| / |weight|. A layer with far larger updates is reported if the median of the other layers is below."""
+"""Upper bound of the other layers' median ratio |update| / |weight|. Only below it, a layer with far larger updates is
+reported.
+"""
 SMALL_STEP = 1e-6
 """Ratio |update| / |weight| of all layers together below which the learning rate of a stalled run counts as too low.
 
@@ -42,13 +44,16 @@ Rounding in float32 changes a number by up to 6e-8 of its size. A thousand steps
 most 0.1 %.
 """
 LEAST_FALL = 0.02
-"""Fraction of the first loss. A run whose loss falls by less counts as stalled. Runs that learn exceed it by far."""
+"""Least fall of a healthy loss, as a fraction of the first loss. A run whose loss falls by less counts as stalled. Runs
+that learn exceed this value by far.
+"""
 EXPLODED = 10
-"""Growth of a weight norm, over its first value and over the other layers' median growth, that counts as explosion."""
+"""Growth of a layer's weight norm above which the layer counts as exploding: over its first norm, and over the median
+growth of the other layers.
+"""
 EXPLODED_ALONE = 10
-"""Factor by which EXPLODED is multiplied if nothing else is wrong with the run.
-
-A layer with small initial weights grows in healthy runs too.
+"""Factor on EXPLODED for a run in which nothing else is wrong. Layers with small initial weights grow in healthy runs
+too.
 """
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
@@ -148,7 +153,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of the doctor about a run. `print` shows them. A diagnosis without findings is false.
+    """The findings of the doctor about a run. `print` shows them. `bool(diagnosis)` is False if there are no findings.
 
     directory: directory of the run.
     findings: faults of the run, the first cause first; () if nothing was found.
@@ -254,7 +259,10 @@ After a finding of this kind, layers and initial weights are checked too, and fi
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
-    """Yield the fault that the run recorded. If steps were large, a fault of the model counts as one of lr."""
+    """Yield the recorded fault of the run, if any.
+
+    If the steps were large, a fault attributed to the model is attributed to the learning rate instead.
+    """
     fault = record.fault
     if fault is None:
         return

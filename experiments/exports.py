@@ -23,7 +23,8 @@ from .training.experiment import load_experiment
 
 _TRACKER = {"kind": "wandb", "mode": "online"}
 _RUN = 'file=$0; exec eigengraft train "$file" "$@" --out "runs/sweep-$WANDB_SWEEP_ID/$WANDB_RUN_ID"'
-"""Command of the shell that an agent of W&B starts. Its arguments are overrides; each run has its own directory."""
+"""Shell command with which an agent of W&B starts a run. Its arguments are overrides; each run has its own directory.
+"""
 _INTERVAL = re.compile(r"interval\((.+),(.+)\)")
 
 
@@ -85,7 +86,11 @@ def export_sweep(source: str | Path | Mapping[str, Any] | Study, folder: Path, o
 
 
 def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the only path that an axis sets, and its value for each label. A label without it has that of the base."""
+    """Return the path that an axis sets, and its value for each label. A label that does not set it has the value of
+    the base.
+
+    Raises RecipeError if the axis sets several paths.
+    """
     paths = sorted({path for changes in choices.values() for path in changes})
     if len(paths) != 1:
         raise RecipeError(
@@ -105,7 +110,9 @@ def _argument(value: Any) -> Any:
 
 
 def _distribution(values: Any) -> dict[str, Any]:
-    """Return the parameter of a sweep for a range or a list of values of a search."""
+    """Convert one parameter of a search, a range or a list of values, to the entry of that parameter in a sweep
+    configuration.
+    """
     if not isinstance(values, Range):
         return {"values": list(map(_argument, values))}
     if values.integer and values.log:

@@ -31,7 +31,7 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Return a line "entry: recorded -> present" for each entry in which two environments differ."""
-    # imported here because it imports torch, which reports do not need
+    # This import is here because the module imports torch, which reports do not need.
     from eigengraft.optimizers.recipe.overrides import differences
 
     return differences(provenance_of(known), provenance_of(found))
@@ -45,7 +45,7 @@ def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     if all(one == found[0] for one in found):
         return ["" for _ in found]
-    # imported here because it imports torch, which most reports do not need
+    # This import is here because the module imports torch, which most reports do not need.
     from eigengraft.optimizers.recipe.overrides import flatten
 
     flat = [{path: str(value) for path, value in flatten(one)} for one in found]

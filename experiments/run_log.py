@@ -192,7 +192,9 @@ def import_run(
 
 
 def _is_number(value: Any) -> bool:
-    """Return True if a value of the file is a number. Other columns are left out, unless they are named."""
+    """Return True if a value of the file is a number. Columns with other values are left out, unless the caller names
+    them.
+    """
     try:
         float(value)
     except (TypeError, ValueError):

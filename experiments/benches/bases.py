@@ -37,9 +37,10 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 class BasisBench(MatrixBench):
     """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
 
-    The columns of G have covariance U_t diag(lambda) U_t^T. U_t turns by `drift` radians per step, so that the last
-    basis is as good a start for a solver as in training, and no better. With `record`, G are the gradients of a run. A
-    `checkpoint` contains one statistic, for which the basis is refreshed repeatedly.
+    G `[d, d]` is the gradient of step k. Its columns have covariance U_t diag(lambda) U_t^T, where lambda is the
+    spectrum. The eigenvectors U_t turn by `drift` radians per step, so that the last basis is as good a start for a
+    solver as in training, and no better. With `record`, G are the gradients of a run. A `checkpoint` contains one
+    statistic, for which the basis is refreshed repeatedly.
     """
 
     kind: Literal["bases"] = "bases"
@@ -89,8 +90,8 @@ class BasisBench(MatrixBench):
         ]
 
     def _paths(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield (name, size, function that returns the statistic at every refresh) for each path of a drifting
-        statistic.
+        """Yield (name, size, function) for each drifting statistic. The function returns the statistic at every
+        refresh.
         """
         last = max(self.refreshes)
         if self.record is not None:

@@ -60,9 +60,11 @@ class Bench(Component, ABC, family="bench"):
     columns: ClassVar[Mapping[str, Column]]
     """Measured numbers of a row, by name."""
     quick_fields: ClassVar[Mapping[str, Any]]
-    """Fields of the quick run, which takes seconds."""
+    """Values of fields for the quick run, which takes seconds."""
     joint: ClassVar[bool] = False
-    """True if one call of `cells_of` measures all candidates of a problem together, as one cell."""
+    """True if all candidates of a problem are measured together, as one cell. If False, each candidate on each problem
+    is one cell.
+    """
 
     @abstractmethod
     def problems(self) -> Sequence[Problem]:
@@ -100,7 +102,7 @@ class Bench(Component, ABC, family="bench"):
         return None
 
     def reference(self, given: Any) -> Iterable[Row]:
-        """Return rows of a problem that belong to no candidate."""
+        """Return further rows of a problem that belong to no candidate, such as the best value that is possible."""
         return ()
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
@@ -127,19 +129,20 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def run(self) -> list[Row]:
-        """Measure all rows."""
+        """Measure every candidate on every problem, and return the rows."""
         return [row for cell in self.cell_by_cell() for row in cell]
 
     @final
     def cells(self) -> int:
-        """Return the number of items of `cell_by_cell`."""
+        """Return the number of cells of the bench, which is the number of items of `cell_by_cell`."""
         return len(self.problems()) * (1 if self.joint else len(self.contenders()))
 
     @final
     def cell_by_cell(self) -> Iterator[list[Row]]:
-        """Yield the rows of one cell after the other, measured on the declared number of threads.
+        """Yield the rows of one cell after the other. A cell is one candidate on one problem.
 
-        The number is 1 by default, because threads delay each other on small matrices.
+        The cells are measured with `threads` threads of torch. The default is one, because threads delay each other on
+        small matrices.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
@@ -158,7 +161,7 @@ class Bench(Component, ABC, family="bench"):
             first = []
 
     def _attempt(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> list[Row]:
-        """Return the rows of one cell. If nothing can be measured, return one row with the reason."""
+        """Return the rows of one candidate on one problem. If it cannot be measured, return one row with the reason."""
         reason = self.refusal(candidate, fields)
         if reason is None:
             try:
@@ -169,9 +172,10 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def row(self, candidate: Any, fields: Mapping[str, Any], /, **measured: Any) -> Row:
-        """Return a row: the candidate, its declaration, the device, the problem and the measured columns.
+        """Return a row: the candidate, its declaration, the device, the fields of the problem, and the measured
+        columns.
 
-        problem: the reason why nothing was measured, or "".
+        The column `problem` is "", or the reason why nothing was measured.
         """
         declared: Any = None
         if candidate is not None:
@@ -184,7 +188,9 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def advice(self, rows: Sequence[Row]) -> list[str]:
-        """Recommend candidates for this device by these rows, one line for each problem."""
+        """Return lines that recommend candidates for this device, given all rows: one line for each problem, and then
+        the notes.
+        """
         return [*recommend(self.recommendations(), rows), *self.notes(rows)]
 
     @final

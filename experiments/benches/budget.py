@@ -96,8 +96,10 @@ class BudgetBench(MatrixBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return layer -> for each axis a list of factors: the present one, then for a run one for the last root of
-        each interval.
+        """Return the factors of each layer: layer -> for each axis a list of factors.
+
+        The first factor of a list is the present one. With the factors of a run, one more factor follows for each of
+        `intervals`: the one from which the root in use was computed.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:
@@ -132,7 +134,9 @@ class BudgetBench(MatrixBench):
                 yield {"interval": interval, **self._stored(candidate, storage, interval, roots, given)}
 
     def _root(self, solver: RootSolver, a: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return (root, matrix): the damped factor in float32, and its root, None if the solver rejects the matrix."""
+        """Return the root of a damped factor, and the damped factor in float32. The root is None if the solver rejects
+        the matrix.
+        """
         damped = (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), torch.float32)
         found = solver.root(damped, self.exponent)
         usable = bool(found.ok.all()) and bool(found.value.isfinite().all())
@@ -146,7 +150,9 @@ class BudgetBench(MatrixBench):
         roots: Sequence[tuple[Tensor | None, Tensor]],
         given: LayerFactors,
     ) -> Row:
-        """Return the row of a layer with stored roots: error, time and bytes, or why nothing was measured."""
+        """Return a row for a layer whose roots were stored: error, time and bytes, or the reason why nothing was
+        measured.
+        """
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
         for (root, damped), path in zip(roots, given.paths, strict=True):
             assert root is not None
@@ -165,7 +171,11 @@ class BudgetBench(MatrixBench):
         return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
 
     def squared_sine(self, x: Tensor, a: Tensor) -> float:
-        """Return the largest 1 - cos_i^2 over the stacks `[N, d, d]` of decoded roots X and of present factors A."""
+        """Return the largest squared sine of the angle between directions, 1 - cos_i^2, over the matrices of a stack.
+
+        x: decoded roots X_i, `[N, d, d]`.
+        a: present factors A_i, `[N, d, d]`.
+        """
         y = inverse_power(a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype), float(self.exponent))
 
         def unit(z: Tensor) -> Tensor:
@@ -196,7 +206,9 @@ class BudgetBench(MatrixBench):
         )
 
     def choice(self, rows: BenchRows) -> Row | None:
-        """Return the row of least cost among the rows of a layer whose error is at most the bound, or None."""
+        """Return the cheapest row with an error of at most the bound among the rows of a layer; None if there is no
+        such row.
+        """
         good = [row for row in rows if row["error"] <= self.bound]
         return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
 
@@ -211,7 +223,9 @@ class BudgetBench(MatrixBench):
         return []
 
     def notes(self, rows: BenchRows) -> list[str]:
-        """Name each choice with its layers, compare sums with the most accurate choices, and name the worst layer."""
+        """Return lines that name each choice with its layers, compare its sums with those of the most accurate choices,
+        and name the worst layer.
+        """
         layers = view.groups(view.measured_rows(rows), lambda row: row["layer"])
         chosen = {layer: self.choice(own) for layer, own in layers}
         kinds: dict[str, list[str]] = {}

@@ -15,7 +15,10 @@ Declaration = Mapping[str, Any]
 
 
 def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple[Declaration, ...]:
-    """Return the preferred declarations whose kind is registered, then every other member without required fields."""
+    """Return the declarations of default candidates of a family.
+
+    These are the preferred declarations whose kind is registered, then every other member that has no required fields.
+    """
     chosen = [declared for declared in preferred if declared["kind"] in family.members]
     kinds = {declared["kind"] for declared in chosen}
     others = [kind for kind in sorted(family.members) if kind not in kinds and _needs_no_field(family.members[kind])]
@@ -30,8 +33,8 @@ def default_members(
 ) -> Callable[[], tuple[Any, ...]]:
     """Return a function that makes the default candidates of a bench, as `defaults` declares them.
 
-    usual: Return the declaration that a kind stands for; None: the kind alone.
-    keep: Return True for members that are candidates.
+    usual: function from a kind to the declaration that it stands for; None: the kind alone.
+    keep: function that returns True for members that are candidates.
     """
 
     def make() -> tuple[Any, ...]:
@@ -67,7 +70,7 @@ def kind_alone(kind: str) -> Declaration:
 def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
     """Return `kind field=value ...` with the fields that differ from those of `usual(kind)`.
 
-    usual: Return the declaration that a kind stands for. Nested components are named by the same rule.
+    usual: function from a kind to the declaration that it stands for. Nested components are named by the same rule.
     always: names of fields that are always shown.
     """
     kind = str(getattr(component, "kind"))  # noqa: B009  every member has a kind, the family has none

@@ -39,7 +39,7 @@ class GradientRun:
     """A training run of an experiment, one batch at a time."""
 
     def __init__(self, source: Any) -> None:
-        """source: a mapping, an experiment file, or the directory of a run."""
+        """Read the experiment of the run. source: a mapping, an experiment file, or the directory of a run."""
         if isinstance(source, str) and Path(source).is_dir():
             config = read_object(Path(source) / "config.json")
             if not config:
@@ -50,7 +50,7 @@ class GradientRun:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Make data, model and optimizer. Inside, the run has its own random state and number of threads."""
+        """Make data, model and optimizer. In the block, the run has its own random state and number of threads."""
         with isolated_run(self.experiment):
             task, lr = self.experiment.task, self.experiment.lr
             self.dataset, self.model = task.load(), task.new_model(self.experiment.seed)
@@ -58,7 +58,9 @@ class GradientRun:
             yield
 
     def gradients(self) -> dict[str, Tensor]:
-        """Compute the gradients of the next batch. Return those of tensors with two axes or more as matrices."""
+        """Compute the gradients of the next batch. Return those of parameters with two or more axes, as matrices by
+        parameter name.
+        """
         batch = self.dataset.batch(self.experiment.seed, self.batches)
         self.batches += 1
         self.optimizer.zero_grad()
@@ -194,8 +196,10 @@ def _optimizer_state(path: str) -> Mapping[str, Any]:
 def _statistics(group: Mapping[str, Any]) -> set[str]:
     """Return the names "<stage path>/<slot>" of all slots of a saved recipe that hold statistics.
 
-    Slots depend on the number of axes of a block, which the state does not contain. Blocks of one to four axes together
-    have all slots that exist.
+    The slots of a stage depend on the number of axes of a block, which the state does not contain. The result therefore
+    has the slots for blocks of one, two, three and four axes.
+
+    group: a param group of the saved state, which contains the recipe.
     """
     declared = json.loads(group["recipe"])
     declared.pop("schema", None)

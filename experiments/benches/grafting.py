@@ -44,7 +44,7 @@ SHAPES = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (64, 16), (16, 256
 
 
 def usual_fields(kind: str) -> Declaration:
-    """Return the declaration that a stage's bare name stands for in labels."""
+    """Return the declaration that a stage's kind stands for. Labels show only fields that differ from it."""
     return {"kind": kind, **({"beta": 0.9} if kind == "momentum" else {})}
 
 

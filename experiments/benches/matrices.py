@@ -24,11 +24,11 @@ OWN_BETA = 0.95
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """Matrices of one size: a spectrum, or the factor of a layer.
+    """Matrices of one size: those of a spectrum, or the factor of a layer.
 
     name: label of the spectrum, or names of the parameter and its factor.
     size: order d.
-    stack: Return the matrices `[N, d, d]` in float64, or None if there is none of this size.
+    stack: function that returns the matrices `[N, d, d]` in float64, or None if there is none of this size.
     spectrum: the spectrum; None for the user's own matrices.
     """
 
@@ -58,12 +58,19 @@ class OwnMatrices(Bench, ABC):
         return self.record is not None
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
-        """Return one recommendation. For own matrices each layer is a problem of its own."""
+        """Return the recommendation of a bench, in a list. For the user's own matrices it is given for each layer
+        separately.
+
+        where: function that returns the text that names the problem of a row.
+        fields: other fields of `Recommendation`.
+        """
         named = (lambda row: f"{row[self.layer_field]}: {where(row)}") if self.own else where
         return [Recommendation(named, **fields)]
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """Name the layer on which the most accurate candidate has the largest error."""
+        """Return a line that names the layer on which the most accurate candidate has the largest error; [] without own
+        matrices.
+        """
         first = next(iter(self.recommendations()), None)
         if not self.own or first is None or first.error is None:
             return []

@@ -173,5 +173,5 @@ class PolarBench(OwnMatrices):
 
 
 def _band(rows: Sequence[Row]) -> str:
-    """Return the band of singular values over all rows."""
+    """Return "least - largest" of the singular values in all rows."""
     return f"{view.least('low')(rows):.3f} - {view.largest('high')(rows):.3f}"

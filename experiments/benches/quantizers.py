@@ -57,7 +57,10 @@ _PREFERRED: tuple[Declaration, ...] = (
 
 
 def without_least_size(declared: Any) -> Any:
-    """Return the declaration with `min_elements: 1`, because a least size selects slots and is no part of a format."""
+    """Return the declaration of a quantizer with `min_elements: 1`, so that it stores matrices of every size.
+
+    A declared `min_elements` is kept. In recipes this field leaves out small slots, which is no property of the format.
+    """
     if isinstance(declared, str):
         declared = {"kind": declared}
     if not isinstance(declared, Mapping):
@@ -73,12 +76,16 @@ def without_least_size(declared: Any) -> Any:
 
 
 def parse_quantizers(value: Any) -> Any:
-    """Read declarations without a least size. Instances are returned as they are."""
+    """Read declarations of quantizers, with `min_elements: 1` unless they declare another value. Instances are returned
+    as they are.
+    """
     return tuple(map(without_least_size, listed(value)))
 
 
 def quantizer_label(quantizer: Quantizer) -> str:
-    """Return the kind, the inner format and the fields that differ from those of a format without a least size."""
+    """Return the kind, the inner format and the fields that differ from the defaults, where `min_elements` has the
+    default 1.
+    """
     return label(quantizer, without_least_size, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
 
 
@@ -100,15 +107,20 @@ def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | No
 
 
 class QuantizerBench(MatrixBench):
-    """Quantizers x spectra x sizes x dtypes, and the root (B + r I)^-e, r = ridge lambda_max, of the decoded B.
+    """Quantizers x spectra x sizes x dtypes: errors of a stored matrix, and of the root (B + r I)^-e with r = ridge
+    lambda_max.
 
-    A is the matrix, V its eigenvectors and l its eigenvalues. A quantizer stores A, V or the root in the first of
-    `roles` that it accepts: structures for orthonormal columns store V. For a decoded basis W, B = W Diag(l) W^T with l
-    exact. For the role root, read A^-e for A. If a quantizer is declared without a least size (`min_elements`), the
-    least size is 1. Each matrix is encoded `writings` times. Each encoding starts from the codes of the previous
-    one, because `eigen` is made for matrices that change slowly. Error feedback makes a single decoding, which is
-    measured here, less accurate, and the mean over many decodings more accurate. Times do not depend on the values, and
-    are measured once for each size and dtype.
+    A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. A quantizer stores A, V or A^-e: the first
+    of `roles` that it accepts. Quantizers for orthonormal columns store V. B is the matrix that results from the
+    decoding. If W is a decoded V, B = W Diag(l) W^T with the exact l. With the role root, the errors are those of the
+    stored A^-e in place of A.
+
+    Each matrix is encoded `writings` times. Each encoding starts from the codes of the previous one, because the format
+    `eigen` is made for matrices that change slowly. Error feedback makes a single decoding, which is measured here,
+    less accurate, and the mean over many decodings more accurate.
+
+    If a quantizer is declared without `min_elements`, the value is 1. Times do not depend on the values of a matrix,
+    and are measured once for each size and dtype.
     """
 
     kind: Literal["quantizers"] = "quantizers"
@@ -168,7 +180,7 @@ class QuantizerBench(MatrixBench):
             return None
         values, vectors = torch.linalg.eigh(a)
         if isinstance(spectrum, Synthetic):
-            # the vectors that were drawn, because eigh chooses other vectors for equal eigenvalues
+            # These are the drawn eigenvectors: eigh would choose other vectors for equal eigenvalues.
             values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
         settings = (self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
         return StorageProblem(a, values, vectors, *settings)
@@ -198,7 +210,11 @@ class QuantizerBench(MatrixBench):
         }
 
     def _times(self, stored: StoredStack) -> dict[str, float]:
-        """Return the columns that are times. A copy is measured between encoding and decoding."""
+        """Return the columns that are times: of encoding and of decoding, and their speeds relative to a copy of the
+        tensor.
+
+        The copy is measured between the encoding and the decoding.
+        """
         works = (stored.encode, stored.x.clone, stored.decode)
         encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(stored.x) for work in works)
         speed = stored.traffic_over_copy() * copy
@@ -319,16 +335,16 @@ class StorageProblem:
         return worst_of(torch.where(low > rounding, high / low, torch.inf))
 
     def exact(self, role: Role) -> Tensor:
-        """Return the matrix that decoded matrices are compared with, in float64."""
+        """Return the matrix that decoded matrices are compared with, in float64: the root for the role root, else A."""
         return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:
-        """Return the tensor that the quantizer encodes."""
+        """Return the tensor that the quantizer encodes in a role: A, V or the root."""
         x = self.vectors if role == "basis" else self.exact(role)
         return x.to(self.device, self.dtype)
 
     def root(self, b: Tensor) -> Tensor:
-        """Return (B + r I)^-e of symmetric matrices. Eigenvalues below 0 count as 0."""
+        """Return (B + r I)^-e for symmetric matrices B. Eigenvalues of B below 0 count as 0."""
         values, q = torch.linalg.eigh(b)
         values = values.clamp_min(0)
         values = values + self.ridge * values[:, -1:]
@@ -362,7 +378,9 @@ class StoredStack:
         return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
 
     def traffic_over_copy(self) -> float:
-        """Return the bytes read and written by one encoding over those of a copy: x and codes, over x twice."""
+        """Return the bytes that one encoding reads and writes (x and codes) divided by the bytes of a copy (twice those
+        of x).
+        """
         return (self.x.nbytes + self._code_bytes()) / (2 * self.x.nbytes)
 
     def bytes_per_entry(self) -> float:

@@ -93,7 +93,9 @@ class RankBench(Bench):
         return [Problem({"ranks": ranks}, partial(list, [alone])) for ranks in self.ranks]
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of all variants on one number of ranks, which start their processes once."""
+        """Yield the rows of all variants on one number of ranks. The processes of the ranks are started once for all
+        variants.
+        """
         (alone,), ranks = problem.make(), problem.fields["ranks"]
         measured = busy_times([self._job(recipe) for _, _, recipe in self.variants()], ranks)
         if not alone:

@@ -41,15 +41,16 @@ def ridgeless(kind: str) -> Declaration:
 
 
 RootSolvers = Annotated[tuple[RootSolver, ...], kinds_as(ridgeless)]
-"""Root solvers; a bare kind is one without a ridge of its own."""
+"""The candidates of the bench. A solver that is declared by its kind alone has ridge 0."""
 default_solvers = default_members(RootSolver, _PREFERRED, ridgeless)
 
 
 class RootBench(MatrixBench):
     """(A + r I)^-e,  r = ridge lambda_max:  solvers x exponents x spectra x sizes x dtypes.
 
-    The ridge belongs to the problem, so that all solvers have the same one. A solver named by its kind alone gets no
-    ridge of its own (`eps: 0`). A solver declared in full is measured as it is declared. Times are per matrix.
+    The bench adds the ridge r I to the matrices, so that all solvers have the same one. A solver that is declared by
+    its kind alone adds no further ridge (`eps: 0`). A solver declared in full is measured as it is declared. Times are
+    per matrix.
     """
 
     kind: Literal["roots"] = "roots"
@@ -157,6 +158,6 @@ class RootBench(MatrixBench):
 
 
 def _fault(row: Row) -> float:
-    """Return the error if every root of the stack may be used, and infinity otherwise."""
+    """Return the error of a row if all roots were found and are positive definite, and infinity otherwise."""
     error = view.number_of(row, "error")
     return error if row["ok"] == 1 and row["definite"] == 1 and math.isfinite(error) else math.inf

@@ -40,7 +40,10 @@ def with_unit_norm(a: Tensor) -> Tensor:
 
 
 class Spectrum(Component, ABC, family="spectrum"):
-    """Stacks `[N, d, d]` in float64, scaled so that the largest eigenvalue is 1; equal arguments give equal stacks."""
+    """A kind of test matrices, made as stacks `[N, d, d]` in float64 whose largest eigenvalue is 1.
+
+    Equal arguments of `stack` give equal stacks.
+    """
 
     singular: ClassVar[bool] = False
     """True if some matrices have no inverse."""

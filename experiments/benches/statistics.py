@@ -29,28 +29,30 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "gram"}, *({"kind": "bregman", "
 
 
 def slow(kind: str) -> Declaration:
-    """Return the statistic called `kind`, with a long memory if it has a decay."""
+    """Return the statistic called `kind`. If it has a decay, the decay is LONG."""
     member = Statistic.members.get(kind)
     return {"kind": kind, **({"beta": LONG} if member is not None and "beta" in member.model_fields else {})}
 
 
 def statistic_label(statistic: Statistic) -> str:
-    """Return the statistic's name, which always shows the power of a Bregman divergence."""
+    """Return the statistic's name in tables. The power q of a Bregman divergence is always part of it."""
     return label(statistic, slow, always=("q",))
 
 
 BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
-"""Candidates of the rows that belong to no statistic."""
+"""Names, in the column of candidates, of two approximations of C that no statistic makes."""
 
 
 class StatisticBench(OwnMatrices):
     """Statistics x layers x numbers of gradients, with gradients of a byte-level language model after a short training.
 
-    S = L x R is the Kronecker product of a statistic's estimates, C the second moment over all training gradients. Gain
-    errors are those of S on gradients that no statistic has seen. If the factors are not coupled, S is scaled to the
-    trace of C. The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every`
-    gradients from the `start`-th on, because coupled statistics read the roots. With `record`, gradients are the
-    leading `width` x `width` entries of those of a run's layers.
+    S = L x R is the Kronecker product of a statistic's estimates for the two axes. C is the second moment over all
+    training gradients. Gain errors compare S with gradients that no statistic has seen. If a statistic computes its two
+    factors independently of each other, S is scaled to the trace of C.
+
+    The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every` gradients from the
+    `start`-th on. It needs this stage because statistics with coupled factors read the roots. With `record`, gradients
+    are the leading `width` x `width` entries of the gradients of a run's layers.
     """
 
     kind: Literal["statistics"] = "statistics"
@@ -130,7 +132,7 @@ class StatisticBench(OwnMatrices):
                     }
 
     def _one_interval(self, runner: StageRunner, gradient: Tensor) -> None:
-        """Run the steps of one interval between refreshes and restore the state."""
+        """Run the steps of one interval between refreshes, for timing, and restore the state."""
         saved, steps = {name: tensor.clone() for name, tensor in runner.state.tensors.items()}, runner.steps
         for _ in range(self.every):
             runner.step(gradient)
@@ -157,7 +159,9 @@ class StatisticBench(OwnMatrices):
         return found[0], found[1]
 
     def reference(self, given: LayerGradients) -> Iterator[Row]:
-        """Yield the cosines of the best Kronecker product and of the diagonal of C, for each layer."""
+        """Yield, for each layer, the cosine between the second moment C and its best Kronecker product, and that
+        between C and its diagonal.
+        """
         for name, c in zip(given.names, given.moments, strict=True):
             values = kronecker.best_cosine(c, self.width, self.width), kronecker.cosine(c, c.diagonal().diag())
             for candidate, value in zip((BEST, DIAGONAL), values, strict=True):
@@ -180,7 +184,9 @@ class StatisticBench(OwnMatrices):
         )
 
     def _at_end(self, name: str, form: Callable[[float], str]) -> Callable[[BenchRows], str]:
-        """Return the text of a column's mean over layers after all gradients."""
+        """Return a function from rows to the text of a column's mean over layers, after the largest number of
+        gradients.
+        """
 
         def text(rows: BenchRows) -> str:
             values = [row[name] for row in rows if row["samples"] == max(self.samples) and name in row]

@@ -31,17 +31,17 @@ GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squ
 
 
 def parse_candidates(value: Any) -> Any:
-    """Read "module:Class" as a peer and another name as a recipe."""
+    """Read "module:Class" as an optimizer of another library (a peer), and any other name as a recipe."""
     return [{"peer" if ":" in item else "recipe": item} if isinstance(item, str) else item for item in listed(value)]
 
 
 class StepBench(Bench):
     """Candidates x sets of parameters x intervals, in rounds in which each candidate makes one step: A B C A B C ...
 
-    The first `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. `periods`
-    intervals are measured. Candidates with the same algorithm take turns in the same rounds. If no candidate has
-    refreshes, one interval is measured. The columns `steady` to `largest` are computed from medians over intervals. The
-    field `seconds` has no effect.
+    Candidates with the same algorithm take turns in the same rounds. The first `warm` rounds are not timed, nor are the
+    steps in which operators and bytes are counted. After that, `periods` intervals between refreshes are measured, or
+    one interval if no candidate has refreshes. The columns `steady` to `largest` are computed from medians over these
+    intervals. The field `seconds` has no effect.
     """
 
     kind: Literal["step"] = "step"
@@ -106,7 +106,7 @@ class StepBench(Bench):
         return sets
 
     def problems(self) -> Sequence[Problem]:
-        # Shared by all problems, so that the machine is measured once, on the declared number of threads.
+        # All problems share this result, so that the machine is measured once, with the declared number of threads.
         rates: list[MachineRates] = []
         found = []
         for name in self.sets:
@@ -233,7 +233,10 @@ def _points(x: str, y: str) -> LinePoints:
 
 
 def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
-    """Return how times grow: (candidate, varied dimension as gpt:layers, exponent of the number of parameters)."""
+    """Return how the time of a step grows with the number of parameters, for each candidate and each varied dimension.
+
+    Each item is (candidate, varied dimension such as gpt:layers, slope of log time over log number of parameters).
+    """
     found = []
     varied = [row for row in view.measured_rows(rows) if ":" in row["set"]]
     for (name, dimension, _), own in view.groups(

@@ -163,9 +163,10 @@ class StorageBench(Bench):
 
 
 def _slowest_first(name: str) -> Any:
-    """Return a function from rows to the points (rank, time / median time of an unquantized step) of all steps.
+    """Return a function from rows to the points of a line: one point (rank, time) for each step.
 
-    Rank 1 is the slowest step, so that refreshes are visible.
+    Rank 1 is the slowest step, so that refreshes are visible. The time is divided by the median time of a step with
+    unquantized state.
     """
 
     def points(rows: Sequence[Row]) -> list[tuple[float, float]]:

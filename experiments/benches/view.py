@@ -40,9 +40,9 @@ class Panel:
 
     x, y: labels of the axes.
     lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
-    keep: Return True for rows that are drawn.
-    same: fields in which all drawn rows equal the first row. The panel's title shows their values.
-    largest: fields whose largest value alone is drawn. The panel's title shows that value.
+    keep: function that returns True for rows that are drawn.
+    same: fields whose value in all drawn rows is that of the first row. The panel's title shows their values.
+    largest: fields of which only the largest value is drawn. The panel's title shows that value.
     band: a value, as (v, v), or an interval to compare with.
     """
 
@@ -67,16 +67,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """For each problem, the candidate of least cost among those whose error is at most a threshold.
+    """A rule that recommends, for each problem, the candidate of least cost among those whose error is at most a
+    threshold.
 
-    where: Return the text that names the problem of a row. Candidates are compared within one problem.
-    cost: Return the cost of a candidate, computed from its rows of one problem.
+    where: function that returns the text that names the problem of a row. Candidates are compared within one problem.
+    cost: function that returns the cost of a candidate, computed from its rows of one problem.
     cost_text: format of a cost.
     costs: noun for the ratio of the next candidate's cost to the least, such as "the time" in "2.0 times the time".
-    error: Return the error of a candidate, computed from the same rows; None means that all candidates are accepted.
+    error: function that returns the error of a candidate, computed from the same rows; None: all candidates are
+        accepted.
     error_name: name of the error in the text.
     threshold: largest error that is accepted.
-    keep: Return True for rows that count.
+    keep: function that returns True for rows that count.
     all_good: True if every accepted candidate is named instead of the first two.
     """
 
@@ -92,7 +94,7 @@ class Recommendation:
 
 
 def groups(rows: Iterable[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
-    """Collect rows with equal keys, in the order in which the keys first appear."""
+    """Return rows grouped by equal keys, as (key, rows), in the order in which the keys first appear."""
     found: dict[K, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -139,7 +141,7 @@ def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
 
 
 def recommend(recommendations: Iterable[Recommendation], rows: BenchRows) -> list[str]:
-    """Return one line for each recommendation and problem."""
+    """Return the text of each recommendation, one line for each problem."""
     lines = []
     for one in recommendations:
         for where, own in groups((row for row in measured_rows(rows) if one.keep(row)), one.where):

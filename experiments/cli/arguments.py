@@ -31,13 +31,18 @@ def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
 
 
 def _path(override: str) -> str:
-    """Return the path of an override, without the prefix `recipe.` if a field inside the recipe follows."""
+    """Return the path of an override. The prefix `recipe.` is removed, unless the path is a whole field such as
+    `recipe.update`.
+    """
     path = override.partition("=")[0].strip()
     inner = path.removeprefix("recipe.")
     return inner if "." in inner else path
 
 
 def _replaces(later: str, path: str) -> bool:
-    """Return True if setting `later` drops the value at `path`: the same field, a field around it, or another kind."""
+    """Return True if an override of `later` replaces the value that an earlier override has set at `path`.
+
+    It does if `later` is the same field, a field that contains it, or the `kind` of a component that contains it.
+    """
     whole = later.removesuffix(".kind")
     return path == later or path.startswith(f"{whole}.")

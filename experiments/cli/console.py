@@ -61,7 +61,9 @@ class LogLines:
         return self._now() - self._began
 
     def write(self, text: Callable[[], str]) -> None:
-        """Write a line with the date if one is due. text: function that is called only then."""
+        """Write a line with the date if one is due. text: function that returns the text; it is called only if a line
+        is written.
+        """
         if self._now() >= self._next:
             typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
             least, most = _LOG_SECONDS
@@ -150,7 +152,10 @@ def _encoding() -> str:
 
 
 class _Captured(StringIO):
-    """Text for the standard output. rich draws boxes with ASCII characters if its encoding is not UTF-8."""
+    """A stream that collects text for the standard output and has its encoding.
+
+    rich draws boxes with ASCII characters if the encoding of its stream is not UTF-8.
+    """
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

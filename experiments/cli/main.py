@@ -33,7 +33,7 @@ from .console import (
 
 
 class Commands(TyperGroup):
-    """Commands that print an error which a user can repair as one message without a traceback."""
+    """A group of commands that prints an error which a user can repair as one message, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

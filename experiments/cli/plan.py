@@ -76,7 +76,9 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
 
 
 def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
-    """Return the recipe with measured work, and print the lines of YAML that declare it."""
+    """Return the recipe with the measured times of its blocks in `distribution.work`, and print the YAML that declares
+    them.
+    """
     import json
 
     from eigengraft.distributed.distribution import Distribution
@@ -89,7 +91,7 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
 
 
 def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
-    """Return the mesh of every plan to make."""
+    """Return the shapes of the meshes for which plans are made, one for each number of ranks."""
     if worlds and world is not None:
         raise RecipeError(f"--world {world} cannot be combined with --worlds '{worlds}'; give one")
     if worlds:
@@ -123,7 +125,9 @@ MAX_ROWS = 16
 
 
 def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
-    """Return (title, function of a plan to values [R], unit) of every column."""
+    """Return (title, function, unit) of every column of the table. The function returns the values of all ranks `[R]`
+    of a plan.
+    """
     return [
         ("blocks", lambda plan: plan.blocks, ""),
         ("state", lambda plan: plan.state, "B"),
@@ -139,7 +143,7 @@ def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
 
 
 def _everywhere(plan: Plan) -> list[Traffic]:
-    """Return the messages of a step that are the same for every backend."""
+    """Return the messages of a step that do not depend on the backend."""
     return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
 
 

@@ -113,8 +113,8 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
-    Beside it: runs.csv, tables.md and tables.tex. A directory of several studies has a panel for each task, its data
-    and the length of runs.
+    Also writes runs.csv, tables.md and tables.tex there. A directory of several studies has a panel for each
+    combination of task, data and length of runs.
     """
     from ..reports.report import Report
     from ..reports.tables import write_parquet
@@ -361,7 +361,7 @@ class StudyProgress:
         self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
 
     def _figures(self, fraction: float) -> str:
-        """Return the number of finished runs, and the time left at the speed so far."""
+        """Return a text with the number of finished runs, and the time left at the speed so far."""
         self.start_fraction = fraction if self.start_fraction is None else self.start_fraction
         gained, spent = fraction - self.start_fraction, monotonic() - self.began
         text = f"{self.done} of {self.runs} runs"
@@ -396,7 +396,9 @@ def cells_table(preview: StudyPreview) -> Table:
 
 
 def differences_table(preview: StudyPreview) -> Iterator[Table]:
-    """Yield a table with a row for each field in which the compared labels differ, or nothing."""
+    """Yield a table with a row for each field in which the compared labels differ. Yield nothing if there is no such
+    field.
+    """
     from ..reports.recipe_diff import diff_recipes
 
     labels = list(dict.fromkeys(label for panel in preview.configs.values() for label in panel))

@@ -1,7 +1,8 @@
-"""Comparison of the runs of a study.
+"""Comparison of the runs of a study along one of its axes, the compared axis.
 
-A panel has the runs of equal conditions, with a row and two curves for each label of the compared axis. A sweep is a
-curve of the final metric over labels that are numbers, such as learning rates or intervals.
+A panel has all runs with equal labels on the other axes. It has a row for each label of the compared axis, and each row
+is drawn as one line in every figure of the panel. A sweep is a curve of the final metric over labels that are numbers,
+such as learning rates or intervals.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, sum
 class ComparisonRow:
     """All runs of one label in one panel.
 
-    label: label on the compared axis, with the variant of the runs.
+    label: label on the compared axis, followed by the variant if runs of one cell differ in configuration or
+        provenance.
     style: number of the colour and the marker in all figures.
     runs: one run for each seed.
     metric: metric of the comparison.
@@ -44,7 +46,7 @@ class ComparisonRow:
 
     @property
     def comparable(self) -> bool:
-        """True if all runs of this row and of the baseline have the same data, and no recorded provenance differs."""
+        """True if all runs of this row and of the baseline have the same data and the same recorded provenance."""
         runs = [run for run in (*self.runs, *(self.baseline.runs if self.baseline else ())) if run.config]
         entries = {entry for run in runs for entry in run.provenance.items()}
         return len({run.data[0] for run in runs}) < 2 and len(entries) == len({name for name, _ in entries})
@@ -75,9 +77,12 @@ class ComparisonRow:
         return paired(self.finals, self.baseline.finals)
 
     def reached(self, axis: int) -> dict[int, float | None]:
-        """Return seed -> where its run reaches the final metric of the baseline's run with that seed, or None.
+        """Return where each run first reaches the final metric of the baseline's run with the same seed.
 
-        axis: 0 for the step at which the metric is reached, 1 for the second.
+        Returns seed -> step or second, None if the run never reaches the metric. Seeds without a finite final metric of
+        the baseline are left out. Empty if the rows are not comparable.
+
+        axis: 0 for the step, 1 for the second.
         """
         levels = self.baseline.finals if self.baseline else self.finals
         found = {}
@@ -91,8 +96,9 @@ class ComparisonRow:
         return found
 
     def first(self, target: Target) -> int | None:
-        """Return the first step at which the runs of the row together reach a target (`Target.first`). Steps that a run
-        lacks do not count.
+        """Return the first step at which the mean over the row's runs reaches a target, None if there is none.
+
+        `Target.first` says what counts as reached. A step that one of the runs lacks does not count.
         """
         curves = (run.curve(self.metric) for run in self.runs)
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
@@ -109,8 +115,8 @@ class ComparisonRow:
 
         Runs that diverged are separate lines of the curve. Returns None if there is nothing to draw.
 
-        drawn: metric that is drawn; None: the metric of the comparison, which in any case decides which runs
-            have diverged.
+        drawn: metric to draw; None: the metric of the comparison. For every drawn metric, runs count as diverged by the
+            metric of the comparison.
         """
         drawn = drawn or self.metric
         fine = [run for run in self.runs if run.status(self.metric) != "diverged"]
@@ -227,7 +233,7 @@ def _row_label(run: Run, records: Records) -> str:
 
 
 def named(axis: str, label: str) -> str:
-    """Return a label for readers. A label that is a number follows the last two parts of the name of its axis."""
+    """Return a label for readers. A number is written after the name of its axis, as `refresh.steps 10`."""
     try:
         float(label)
     except ValueError:
@@ -236,21 +242,27 @@ def named(axis: str, label: str) -> str:
 
 
 def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
-    """Return the finite evaluations of a run that diverged, and where it ended. None if that was not recorded."""
+    """Return the finite evaluations of a run that diverged, and the step or time at which it ended.
+
+    Returns None if the run has not recorded the quantity `along`.
+    """
     ends = run.abscissas(along)
     points = [(x, y) for x, y in run.points(metric, along).values() if math.isfinite(y)]
     return LostRun([x for x, _ in points], [y for _, y in points], ends[-1]) if ends else None
 
 
 RATE = "lr"
-"""The axis whose best label each method may choose for itself, whichever axis the study compares."""
+"""The axis of learning rates. If a study has this axis, its report also compares methods that each have their best
+label on it, whichever axis the study compares.
+"""
 
 
 def swept(records: Records) -> Records:
-    """Return the runs compared along the learning rate, if that is an axis other than the one that the study compares.
+    """Return the records with the learning rate as the compared axis, if the study has such an axis and compares
+    another one.
 
-    The label of the method is then the last of the other labels, and the runs of the baseline come first. Other records
-    are returned unchanged.
+    The compared axis of the study, the method, then becomes the last of the axes that are not compared, and the runs of
+    the baseline come first. Records of all other studies are returned unchanged.
     """
     if records.compare == RATE or not all(RATE in run.labels for run in records.runs):
         return records
@@ -265,10 +277,11 @@ def _rate_last(labels: Mapping[str, str], method: str) -> dict[str, str]:
 
 
 def sweeps(records: Records) -> dict[str, list[Curve]]:
-    """Return curves by title, one curve for each panel. Panels that differ only in the last label share a title.
+    """Return the curves of the final metric over the labels of the compared axis, one curve for each panel.
 
-    Empty unless there are at least three labels and all are numbers. Diverged runs leave a gap, and rows without a
-    finished run are left out.
+    The curves are grouped by title. Panels whose labels differ only on the last axis share a title, and so a figure.
+    Returns {} unless the compared axis has at least three labels and all are numbers. Diverged runs leave a gap, and
+    rows without a finished run are left out.
     """
     panels = compare(records)
     numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
@@ -297,10 +310,11 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
 
 
 def at_their_best(records: Records) -> list[ComparisonPanel]:
-    """Return panels that compare methods, each with its own best value of a sweep. Methods are the labels of the axis
-    before the last.
+    """Return panels in which every row is a method at its best label of the compared axis, such as its best learning
+    rate.
 
-    The first method is the baseline. Empty without a sweep, or with a single method.
+    Methods are the labels of the last axis that is not compared. The first method is the baseline. Returns [] unless
+    the compared axis has numbers as labels (see `sweeps`) and there are several methods.
     """
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
     for panel in compare(records) if sweeps(records) else ():

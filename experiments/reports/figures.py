@@ -177,7 +177,7 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
 
 
 def log_ticks(axis: Axis, digits: Sequence[float]) -> None:
-    """Set the ticks of a logarithmic axis to these digits, written as plain numbers."""
+    """Put the ticks of a logarithmic axis at these digits times powers of ten, written as plain numbers."""
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_locator(NullLocator())

@@ -14,10 +14,12 @@ from .records import learning_rate
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 
 Tree = dict[str, "str | Tree"]
-"""A configuration as nested texts. Stages of a list have their names as keys, and the key "" has the whole chain."""
+"""A configuration as nested mappings of texts. A list of stages is a mapping from the names of the stages; its key ""
+has the whole chain as text.
+"""
 
 FieldPath = tuple[str, str]
-"""(panel, label) of a configuration."""
+"""(panel, label): the place of a configuration among those that are compared."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,11 @@ class DiffRow:
 
 
 def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[DiffRow]:
-    """Return the rows in which labels of a panel differ.
+    """Return a row for each difference between the labels of a panel.
 
-    A field with different values is a row. A component that only some labels have is one row, with all its fields that
-    are in no other row. If a value differs between panels, the name of the panel follows each value.
+    A field with different values is a row. A component that only some labels have is a single row, which lists its
+    fields, except for fields that have rows of their own. If the value of a label differs between panels, the name of
+    the panel follows each value.
 
     configs: panel -> label -> configuration.
     """
@@ -46,7 +49,10 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
 
 
 def _rows(path: str, nodes: Mapping[FieldPath, Tree]) -> Iterator[tuple[str, dict[FieldPath, str]]]:
-    """Yield the rows below one path. `nodes` has the tree at this path by (panel, label), empty if there is none."""
+    """Yield (path, texts by (panel, label)) for each row below one path.
+
+    nodes: the part of each configuration below this path by (panel, label); empty if a configuration has none.
+    """
     present = {place: node for place, node in nodes.items() if node}
     shared, rows = [], []
     for key in dict.fromkeys(key for node in present.values() for key in node):
@@ -85,7 +91,7 @@ def _text(label: str, found: Mapping[FieldPath, str]) -> str:
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the learning rate that the run uses, and without that of the recipe."""
+    """Return the configuration with the learning rate that the run uses. The field `lr` of the recipe is removed."""
     recipe = {key: value for key, value in config.get("recipe", {}).items() if key != "lr"}
     return {"lr": learning_rate(config), **{k: v for k, v in config.items() if k != "lr"}, "recipe": recipe}
 

@@ -71,7 +71,7 @@ def metric_of(name: str, larger: bool = False) -> Metric:
 
 
 TRAINING_LOSS = Metric("loss", "training loss", 1)
-"""Mean loss of the steps between two rows. Runs are compared by it only if none has a validation loss."""
+"""The metric of a study whose runs have no validation loss: the mean loss of the steps between two rows."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,9 @@ class TunedCell:
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each field whose best value is at an end of the tried values; one if all runs diverged."""
+        """A sentence for each field whose best value is at an end of the tried values. If all runs diverged, one
+        sentence that says so.
+        """
         if self.best.mean is None:
             return [
                 "every value that was tried diverged or failed, so that none is the best; what went wrong is in tuning"

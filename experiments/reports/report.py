@@ -84,7 +84,7 @@ class Report:
 
     @cached_property
     def records(self) -> Records:
-        """The runs, as they were when the report first needed them."""
+        """The runs, as read from their files when the report first needed them."""
         records = read_records(Path(self.directory), self.baseline, self.only, self.labels)
         for along in self.x:
             if along not in ABSCISSAS:
@@ -95,7 +95,9 @@ class Report:
 
     @cached_property
     def panels(self) -> list[ComparisonPanel]:
-        """The comparisons. A panel compares methods at the best values of swept numbers, or runs of one condition."""
+        """The panels of the report: first those that compare methods at their best learning rate or other number, then
+        those of all runs.
+        """
         return [*at_their_best(swept(self.records)), *compare(self.records)]
 
     def runs(self) -> DataFrame:
@@ -185,7 +187,9 @@ class Report:
         )
 
     def _of_grids(self) -> list[Drawing]:
-        """Return a figure for each group of panels in which a number varies, and one for each search."""
+        """Return the figures of the final metric against numbers: one for each sweep over labels, and one for each
+        search.
+        """
         records, along = self.records, swept(self.records)
         metric, look = records.metric.title, Look(self.width)
         found = []
@@ -225,7 +229,9 @@ class Report:
 
 
 def _recorded(records: Records, along: Abscissa) -> bool:
-    """Return True if at least one run has recorded a quantity, or if a run has not started."""
+    """Return True if metrics can be drawn along a quantity: a run has recorded it, or may still do so because it has
+    not started.
+    """
     return any(not run.rows or run.abscissas(along) for run in records.runs)
 
 
@@ -234,7 +240,7 @@ Drawing = tuple[str, str, Figure]
 
 
 def _drawn(drawings: Sequence[Drawing], prefix: str, title: str = "") -> list[tuple[str, Markup]]:
-    """Return the caption and the SVG of figures for a page. `title`: text that follows every caption."""
+    """Return (caption, SVG) of each figure, for a page. `title`: text that follows every caption."""
     return [  # matplotlib has escaped the labels
         (
             f"{caption}: {title}" if title else caption,
@@ -257,7 +263,7 @@ def _failed(run: Run, records: Records) -> bool:
 
 
 def _environments(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the distinct values of every field of the runs' environments, by field."""
+    """Return the values of every field of the runs' environments, by field. Equal values are listed once."""
     fields: dict[str, dict[str, None]] = {}
     for run in runs:
         for key, value in _leaves(run.environment):
@@ -274,8 +280,9 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """Return a comparison without values for the study's number of seeds. The page reads from it the smallest |t| that
-    is significant. None for a single seed.
+    """Return a comparison that has the study's number of seeds and no values; None for a single seed.
+
+    The page reads from it (`Paired.needed`) the smallest |t| that is significant with this number of seeds.
     """
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None

@@ -23,7 +23,9 @@ _NONE, _MINUS = "\u2013", "\u2212"
 
 
 def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
-    """Yield sentences that describe the numbers of a panel."""
+    """Yield sentences about a panel: the best row, the baseline, their difference, and the steps to reach the
+    baseline's value.
+    """
     best, base = panel.best, panel.baseline
     if best is None:
         return
@@ -325,8 +327,8 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
     """Return all table entries of a run by column.
 
     Labels have columns `axis.NAME`, values found by a search `tuned.PATH`, and further metrics of the task `val.NAME`.
-    An axis named like a measured number, for instance `lr` or `steps`, therefore does not replace it. `peak_lr` is the
-    learning rate in force.
+    So the label on an axis called `lr` or `steps` is not confused with the measured number of that name. `peak_lr` is
+    the peak learning rate that the run uses.
     """
     values = records.tuned_values(run.labels)
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}

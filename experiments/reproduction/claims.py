@@ -63,9 +63,10 @@ class PaperClaim(CellPair):
     """One claim: the measured difference or ratio of cells, seed by seed, is between `least` and `most`.
 
     If `of` selects several cells, the value of a seed is the mean over these cells. With a second pair of cells,
-    `beside`, its difference is subtracted, or the ratio is divided by its ratio. `steps_to_loss` is the step at which a
-    run first reaches the final loss of its partner, as a ratio to the steps of the partner. `fitted_steps` is the ratio
-    of steps to an equal loss, from fits over cells of different lengths: see `fitted_steps_ratio`.
+    `beside`, the difference of that pair is subtracted, or the ratio is divided by the ratio of that pair. For
+    `steps_to_loss`, the value is the step at which a run first reaches the final loss of its partner, divided by the
+    steps of the partner. For `fitted_steps`, it is the ratio of steps to an equal loss, from fits over cells of
+    different lengths: see `fitted_steps_ratio`.
     """
 
     says: str = Field(min_length=1, description="claim of the paper in one sentence")

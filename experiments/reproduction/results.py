@@ -123,7 +123,9 @@ def _read(row: Mapping[str, Any], study: Study) -> ResultRow:
 
 
 def _own_labels(row: Mapping[str, Any], study: Study) -> dict[str, str]:
-    """Return the labels among the numbers of a row, stored under the axis or the last part of its path."""
+    """Return label by axis for a row that has its labels among its numbers: under the axis, or under the last part of
+    the axis's path.
+    """
     return {axis: as_label(row[axis] if axis in row else row[axis.rpartition(".")[2]]) for axis in study.axes}
 
 

@@ -115,7 +115,10 @@ def judge(claims: Mapping[str, PaperClaim], results: Mapping[str, StudyResults])
 
 
 def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
-    """Return the finding of one claim. p is not corrected. If there is a test, the mean alone decides the verdict."""
+    """Return the finding of one claim before the correction for several claims.
+
+    The p-value is not corrected. The verdict of a claim with a test says only if the mean is in the required interval.
+    """
     ratio = claim.compare == "ratio"
     to, back = (_log, math.exp) if ratio else (float, float)
     values = _by_seed(claim, claim, results)
@@ -175,7 +178,10 @@ def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[i
 
 
 def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
-    """Return the logarithm of the ratio of steps to an equal loss from one seed's runs. Each pair has one length."""
+    """Return the logarithm of the ratio of steps to an equal loss, from the runs of one seed.
+
+    pairs: for each length of a run, the run of the claim's cell and that of its partner.
+    """
     own, other = (
         {int(row.numbers["steps"]): _number(row, "val_loss") for row in rows} for rows in zip(*pairs, strict=True)
     )
@@ -202,7 +208,10 @@ def _number(row: ResultRow, metric: ClaimMetric) -> float:
 
 
 def _steps_ratio(row: ResultRow, partner: ResultRow) -> float:
-    """Return where the run first reaches its partner's final loss, over the partner's steps; infinity if nowhere."""
+    """Return the step at which a run first reaches the final loss of its partner, divided by the steps of the partner.
+
+    Infinity if the run never reaches it.
+    """
     steps, losses = row.numbers["curve"]
     curve = [math.inf if loss is None else loss for loss in losses]
     reached = reaches(steps, curve, _number(partner, "val_loss"))

@@ -19,7 +19,7 @@ Changes = dict[str, Any]
 """Values by dotted path, as overrides have them: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
 
 Label = str | int | float | bool
-"""A label as a study file may contain it. The label of a value is the text of the value."""
+"""A label of an axis as a study file may contain it. A number or bool stands for its text."""
 
 LABEL = re.compile(r"[\w.+-]+")
 """Pattern of a label. A label is part of a directory's name."""
@@ -67,10 +67,10 @@ def require_baselines(
     exclude: Iterable[Where],
     compared: tuple[str, str],
 ) -> None:
-    """Check a study whose cells train for equal seconds.
+    """Check the cells of a study that train for equal seconds.
 
-    Raises ValueError if a cell has no baseline whose seconds it could train for, or if a cell that is not a baseline is
-    given `steps`, which would have no effect.
+    Raises ValueError if a cell has no baseline whose training seconds it could have. Also raises ValueError if a cell
+    that is not a baseline sets `steps`, which would have no effect.
 
     compared: the compared axis and the label of its baseline.
     """

@@ -42,7 +42,7 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """Short name for progress displays."""
+        """Short name of the run, for displays of progress."""
         return "/".join([*self.labels.values(), f"seed-{self.seed}"])
 
 
@@ -104,7 +104,7 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
     """Return the experiment `base` with values set by dotted path. Raises RecipeError."""
-    # Whole fields come first: a path into a recipe or a task means the recipe or the task that the cell has chosen.
+    # Whole fields are set first, because a path into a recipe refers to the recipe that the cell has set.
     complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
     deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]
     return load_experiment({**base, **complete}, deep)

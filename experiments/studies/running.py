@@ -45,7 +45,7 @@ Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere"]
 
 @dataclass(frozen=True)
 class StudyEvent:
-    """An event of one run.
+    """An event of one run, which `run_study` yields.
 
     kind: "died" if the run's process died and the run is started again; "elsewhere" if another worker holds the run.
     value: a Tick for "progress", a Result for "done", the reason as text for "failed" and "died", else None.
@@ -83,7 +83,10 @@ class PreparedStudy:
 def prepare_study(
     study: Study, directory: Path, failed: Collection[str] = (), storage: str | None = None
 ) -> PreparedStudy:
-    """Check every cell of the study and every run that `directory` has already. Nothing is run. Raises RecipeError.
+    """Check every cell of the study and every run that `directory` has already, and return the runs to do. Nothing is
+    run.
+
+    Raises RecipeError if a cell is invalid, or if `directory` has runs with other settings, code or data.
 
     failed: directories of runs that failed; in searches, their values count as diverged.
     storage: URL of the database through which workers exchange results. Its results are copied to `directory` before

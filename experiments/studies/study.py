@@ -263,7 +263,7 @@ def _values(text: str) -> list[Any]:
 
 
 def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the raw study with more axes, the last of which is compared. An axis of the same name is replaced."""
+    """Return the data of a study with further axes, the last of which is compared. Axes of equal names are replaced."""
     known = data.get("axes") or {}
     if not axes or not isinstance(known, Mapping):
         return dict(data)
@@ -271,7 +271,9 @@ def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[s
 
 
 def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the raw study of a file with overrides. An experiment file with an axis is the base of a study."""
+    """Return the data of a study file with overrides. If the file is an experiment and an override is an axis, the
+    experiment becomes the base of a study.
+    """
     axes, own = split_axes(overrides)
     raw = read_yaml(path)
     if not axes or not isinstance(raw, Mapping) or "task" not in raw:

@@ -156,8 +156,8 @@ class DecoderBlock(nn.Module):
 class EncoderDecoder(nn.Module):
     """Encoder and decoder of n symbols each, [B, 2 n] -> logits [B, n, symbols], with learned positions.
 
-    The first n columns are the input of the encoder. The others are the input of the decoder: a start symbol, and each
-    output symbol but the last.
+    The first n columns are the input of the encoder. The last n columns are the input of the decoder: a start symbol,
+    and each output symbol but the last.
     """
 
     def __init__(self, symbols: int, length: int, layers: int, width: int, heads: int) -> None:

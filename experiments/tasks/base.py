@@ -53,7 +53,12 @@ class LabelError(ValueError):
     """An error about classes in a batch for which the outputs of the model have no score."""
 
     def __init__(self, kind: str, targets: Tensor, classes: int) -> None:
-        """kind: kind of the task. targets: classes, integers. classes: number of scores of each output."""
+        """Make the error with a message that names the range of the classes.
+
+        kind: kind of the task.
+        targets: the classes, integers.
+        classes: number of scores of each output.
+        """
         low, high = int(targets.min()), int(targets.max())
         super().__init__(
             f"task.{kind}: targets from {low} to {high} are out of range, as each output has {classes} scores, for the "
@@ -236,7 +241,9 @@ class Task(Component, family="task"):
 
 
 def generator(*key: int) -> np.random.Generator:
-    """Return a random stream named by `key` (non-negative integers). Different keys give independent streams."""
+    """Return a random generator that depends on `key` (non-negative integers) alone. Different keys give independent
+    numbers.
+    """
     return np.random.default_rng(key)
 
 

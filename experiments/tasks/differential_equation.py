@@ -18,7 +18,7 @@ from .base import Batch, Dataset, Fingerprint, Task, generator
 from .equations import Burgers, Equation, Grid, Partials
 
 WEIGHT = 100.0
-"""Default weight of the conditions on the sides."""
+"""Default weights w_i and w_b of the conditions at the start and at the ends in the loss."""
 GRID = (33, 128)
 """Number of points along t and along x on which a network is compared with the solution."""
 
@@ -74,9 +74,9 @@ class DifferentialEquation(Task):
 
 
 class Points(Dataset):
-    """Rows (x, t, a, b, c) for which the network returns `a * residual + b * u_t + c * u`.
+    """The dataset of points: rows (x, t, a, b, c), for which the network returns `a * residual + b * u_t + c * u`.
 
-    The factors a, b and c contain the weights, so that the mean square over rows is the loss.
+    The factors a, b and c contain the weights of the conditions, so that the mean squared error over rows is the loss.
     """
 
     def __init__(self, task: DifferentialEquation) -> None:
@@ -128,9 +128,10 @@ def _drawn(random: np.random.Generator, count: int, equation: Equation) -> Grid:
 
 
 def _weighted(groups: list[tuple[Grid, tuple[float, float, float], float, Grid]]) -> tuple[Grid, Grid]:
-    """Return rows and targets whose mean square is the sum over groups of weighted means.
+    """Return rows and targets whose mean squared error is the sum over groups of `weight` times the group's mean
+    squared error.
 
-    groups: (points, factors a b c, weight, values) each.
+    groups: for each group the points, the factors (a, b, c) of `Points`, the weight, and the target values.
     """
     total = sum(len(points) for points, *_ in groups)
     rows, targets = [], []
@@ -148,8 +149,9 @@ def _batch(rows: Grid, targets: Grid) -> Batch:
 class Axis(nn.Module):
     """Features of one coordinate z [N]: z scaled to [-1, 1], and sines and cosines of z.
 
-    Frequencies are 1 to `harmonics` times that of one period. The period is twice the range. For a periodic coordinate
-    it is the range, and there are only sines and cosines (Dong & Ni 2021, J. Comput. Phys. 435).
+    Their frequencies are 1 to `harmonics` times the base frequency, whose period is twice the range of z. For a
+    periodic coordinate the period is the range, and there are only sines and cosines (Dong & Ni 2021, J. Comput. Phys.
+    435).
     """
 
     def __init__(self, ends: tuple[float, float], harmonics: int, periodic: bool) -> None:
@@ -190,7 +192,7 @@ class EquationNetwork(nn.Module):
         self.x_axis = Axis(equation.x_range, harmonics, equation.periodic)
         self.t_axis = Axis(equation.t_range, harmonics, False)
         sizes = [self.x_axis.size + self.t_axis.size] + [width] * layers
-        # Not a list of modules: `fully_shard` would gather its layers one by one, but weights are used outside calls.
+        # `fully_shard` gathers the layers of a list when they are called. These layers are never called, so no list.
         for index, (fan_in, fan_out) in enumerate(pairwise(sizes)):
             self.add_module(f"hidden{index}", nn.Linear(fan_in, fan_out))
         self.head = nn.Linear(width, 1)

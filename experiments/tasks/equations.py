@@ -41,9 +41,9 @@ class Equation(Component, ABC, family="equation"):
     """
 
     x_range: ClassVar[tuple[float, float]] = (-1.0, 1.0)
-    """Ends of x."""
+    """Ends of the range of x."""
     t_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    """Ends of t."""
+    """Ends of the range of t."""
     orders: ClassVar[tuple[int, int]]
     """Highest derivatives along x and along t in the residual, at most 3 each."""
     periodic: ClassVar[bool] = False

@@ -33,7 +33,7 @@ from ..tasks.model_shapes import MODELS
 TOKENS = 65_536
 """Tokens of a step on one card: the share of one of 8 cards in the batch of modded-nanogpt's track 3."""
 COUNTED_MODELS = {"gpt2": "GPT-2 small", "llama-1b": "Llama 3.2 1B"}
-"""Models whose steps are counted, by their name in `MODELS`, with their name in tables."""
+"""Models for which the time of a step is computed: name in `MODELS` -> name in tables."""
 
 
 class Card(NamedTuple):
@@ -68,7 +68,7 @@ def optimizer_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100)
 
 
 def step_costs(recipes: Mapping[str, Mapping[str, Any]], model: str, base: str = "adamw") -> dict[str, float]:
-    """Return the counted time of a step with each recipe over that with `base`, a shipped recipe."""
+    """Return the counted time of a step with each recipe, divided by the time with `base`, a shipped recipe."""
     unit = step_ms(base, model)
     return {name: step_ms(recipe, model) / unit for name, recipe in recipes.items()}
 
@@ -115,6 +115,6 @@ def _half_operations(recipe: Recipe, infos: Sequence[ParamInfo]) -> float:
 
 
 def _in_bfloat16(stage: Stage) -> bool:
-    """Return True if a component of the stage, other than a stage, computes products in bfloat16."""
+    """Return True if a component of the stage computes products in bfloat16. Stages inside this stage do not count."""
     parts = [value for _, value in stage if isinstance(value, Component) and not isinstance(value, Stage)]
     return any(getattr(part, "precision", None) == "bfloat16" for part in (stage, *parts))

@@ -70,7 +70,7 @@ def read_rankings(folder: Path) -> dict[str, Ranking]:
 class Standing:
     """All entries of a folder with their scores, the best profile first.
 
-    costs: model -> entry -> counted time of a step over AdamW's.
+    costs: model -> entry -> counted time of a step, divided by that of AdamW.
     profiles: key -> entry -> profile score. The key is "" for scores of steps, and the name of a model for scores of
         counted cost.
     """
@@ -112,7 +112,10 @@ def track_page(now: Standing, folder: Path) -> dict[Path, str]:
 
 
 def steps_table(now: Standing) -> str:
-    """Return a table with the steps to each target and seconds, or the final loss, and the profiles of each entry."""
+    """Return a table with a row for each entry: its profiles, and for each task the steps and seconds to the target.
+
+    If the target is not reached, the cell has the final loss.
+    """
     goals = [f"{name} to {task.target:g} of {task.experiment['steps']}" for name, task in now.track.tasks.items()]
     heads = ("entry", "profile", *(f"by cost, {title}" for title in COUNTED_MODELS.values()), *goals)
     rows = []
@@ -123,7 +126,11 @@ def steps_table(now: Standing) -> str:
 
 
 def cost_table(now: Standing) -> str:
-    """Return a table with the counted cost of a step, and of the steps to each target at the first counted model."""
+    """Return a table of counted cost with a row for each entry.
+
+    It has the time of the optimizer and of a step for each counted model. For each task it has the cost of the steps to
+    the target at the first counted model, in steps of AdamW.
+    """
     first = next(iter(COUNTED_MODELS))
     models = [head for title in COUNTED_MODELS.values() for head in (f"{title}: optimizer ms", "step / AdamW's")]
     heads = ("entry", *models, *(f"{task}, AdamW steps" for task in now.track.tasks))
@@ -188,7 +195,9 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def draw_profiles(now: Standing) -> Figure:
-    """Draw rho(tau) of the DRAWN entries with the best profiles, and of AdamW: of steps, and of counted cost."""
+    """Draw the profiles rho(tau) of the DRAWN best entries and of AdamW, in two diagrams: for steps, and for counted
+    cost.
+    """
     first, title = next(iter(COUNTED_MODELS.items()))
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     shown = [*now.order[:DRAWN], *(name for name in now.order[DRAWN:] if name == BASELINE)]
@@ -201,7 +210,7 @@ def draw_profiles(now: Standing) -> Figure:
         for style, name in enumerate(shown):
             at = sorted({1.0, WORST_RATIO, *(one for one in apart[name].values() if one < WORST_RATIO)})
             dash = "-" if style < len(LIGHT) else (0, (5, 1.5))
-            # each line is a little lower than the one before, so that lines that coincide stay visible
+            # Each line is a little lower than the one before, so that lines that coincide stay visible.
             shares = [share - 0.006 * style for share in profile(apart[name], at)]
             colour = LIGHT[style % len(LIGHT)]
             axes.plot(at, shares, drawstyle="steps-post", color=colour, linewidth=1.7, linestyle=dash, label=name)

@@ -237,7 +237,7 @@ def _run(row: Mapping[str, str]) -> TaskRun:
 
 
 WORST_RATIO = 4.0
-"""Largest ratio to the fewest steps that counts in a profile."""
+"""Largest ratio of an entry's steps to the fewest steps of all entries up to which a profile is computed."""
 
 
 @dataclass(frozen=True)

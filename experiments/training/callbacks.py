@@ -61,8 +61,9 @@ class Callback(Component, ABC, family="callback"):
     def started(self, run: RunView) -> None:
         """Called before the first step of this process, on every rank, also when a run continues.
 
-        Signals of your own are provided here: `run.optimizer.provide("sharpness", function)` calls the function before
-            each step, when the gradients of the batch `run.batch()` are computed.
+        Signals of your own are provided in this method. For example, after `run.optimizer.provide("sharpness",
+        function)` the optimizer calls `function` before each step. At that time the gradients of the batch
+        `run.batch()` have been computed.
         """
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
@@ -92,7 +93,9 @@ class Patience(Callback):
 
 
 class StopAfter(Callback):
-    """End the run early after a step that has a row of metrics. Learning rates are those of the whole run."""
+    """End the run early, after a step that has a row of metrics. The schedule of the learning rate is still that of the
+    full length.
+    """
 
     kind: Literal["stop_after"] = "stop_after"
     step: int = Field(ge=1, examples=[100], description="the first step after which the run may end")
@@ -175,7 +178,7 @@ class TensorBoard(Tracker):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("tensorboard") from None
-        # a continued run repeats the steps after its checkpoint, and writes their rows again
+        # A continued run repeats the steps after its checkpoint, and writes their rows again.
         return _TensorBoardLog(SummaryWriter(run.directory / "tensorboard", purge_step=step))
 
 

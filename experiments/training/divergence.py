@@ -65,7 +65,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A run after the step at which it diverged.
+    """A run at the step at which it diverged, with everything that the search for the first wrong value needs.
 
     batch: batch of that step, the rows of all ranks.
     step: number of that step, from 1.
@@ -86,9 +86,9 @@ class Divergence:
     def fault(self) -> Fault:
         """Return the first value that is not finite, in the order batch, state, weight, loss, validation, gradient.
 
-        State is checked before weights. Gradients that are not finite do not change state, so that state that is not
-        finite is the cause of such weights, and not their effect. All ranks must call this, and all receive the same
-        fault.
+        State is checked before weights, because gradients that are not finite change neither. If both state and weights
+        are wrong, a step wrote the wrong state first and then the weights. All ranks must call this, and all receive
+        the same fault.
         """
         if text := data_fault(self.batch):
             text = f"the batch of step {self.step} has {text}; the data are at fault, another learning rate cannot help"
@@ -211,7 +211,7 @@ class Divergence:
 
 
 def worse_than_at_first(first: float | None, last: float | None) -> str:
-    """Return a sentence if the training loss ended far above its first value, else an empty text."""
+    """Return a sentence about it if the training loss ended above WORSE times its first value, else an empty text."""
     if first is None or last is None or not 0 < WORSE * first < last:
         return ""
     return f"the training loss rose from {first:.4g} at the first step to {last:.4g} at the end; a smaller lr may help"

@@ -35,7 +35,9 @@ _REPLACED = {"lr": "lr", "weight_decay.rate": "weight_decay"}
 
 
 def _or_recipe_name(schema: dict[str, Any]) -> None:
-    """Extend the JSON schema of the field `recipe`: a file may also contain a name or a list of stages."""
+    """Let the JSON schema of the field `recipe` accept a name or a list of stages too, as experiment files may contain
+    them.
+    """
     mapping = {"$ref": schema.pop("$ref")} if "$ref" in schema else {}
     schema["anyOf"] = [mapping, {"type": "string"}, {"type": "array"}]
 
@@ -121,7 +123,7 @@ class Experiment(Component):
 
     @property
     def gradient_pass(self) -> GradientPass:
-        """Computation of the gradient of a batch."""
+        """The object that computes the gradient of a batch, with the experiment's `accumulate` and `precision`."""
         return GradientPass(self.task, self.accumulate or 1, self.precision)
 
     @property
@@ -137,7 +139,7 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     data = dict(data)
     imports = data.get("imports")
     if isinstance(imports, (list, tuple)):
-        # absolute, so that the recorded configuration of a run can be used from any directory
+        # Paths become absolute, so that the recorded configuration of a run can be used from any directory.
         data["imports"] = [str(Path(name).absolute()) if names_a_file(name) else name for name in map(str, imports)]
         for source in data["imports"]:
             import_component(source)
@@ -226,13 +228,13 @@ def _listed(data: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides of the experiment, and those of its recipe without the prefix `recipe.`, in their order."""
+    """Return two lists: overrides of the experiment, and overrides of its recipe without the prefix `recipe.`."""
     own: list[str] = []
     recipes: list[str] = []
     fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
     for override in overrides:
         first, dot, _ = _path(override).removeprefix("~").partition(".")
-        # A field of both the experiment and the recipe is a number in the experiment: a longer path means the recipe.
+        # Fields of both, such as `lr`, are numbers in an experiment. A longer path therefore means the recipe.
         if first in fields and not (dot and first in {"recipe", *of_recipe}):
             own.append(override)
         elif first == "recipe" or first in of_recipe:

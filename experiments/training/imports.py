@@ -67,7 +67,9 @@ def _digests(root: str) -> dict[str, str]:
 
 
 def _used(module: ModuleType) -> Iterator[str]:
-    """Yield the names of modules among the globals of a module, and of the modules that define its other globals."""
+    """Yield the names of modules that a module uses: modules among its globals, and the modules that define its other
+    globals.
+    """
     for value in vars(module).values():
         if isinstance(value, ModuleType):
             yield value.__name__
@@ -77,7 +79,13 @@ def _used(module: ModuleType) -> Iterator[str]:
 
 
 def _followed(name: str, file: Path, root: str) -> bool:
-    """Return True if the code of a module counts as code of the imported module `root`."""
+    """Return True if the module `name` belongs to the code of the imported module `root`.
+
+    A module of the library belongs to it only if it is `root` itself. Any other module belongs to it if both are of one
+    package, or if it is not installed.
+
+    file: the file of the module.
+    """
     if not file.is_file():  # modules that are made at run time, as torch.ops, may name a file that does not exist
         return False
     package = name.partition(".")[0]
@@ -96,7 +104,7 @@ def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise RecipeError(f"imports: there is no file '{path}'; give an existing one")
-    # The name contains a hash of the path, so that files of one name stay apart and all processes use the same name.
+    # The module's name has a hash of the path: files with equal names differ, and all processes use the same name.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -67,7 +67,7 @@ class LayerRecord:
     steps: int = 0
 
     def add(self, norms: dict[str, Norms]) -> None:
-        """Take the norms of a measured step into account."""
+        """Add the norms of a measured step to the record."""
         self.steps += 1
         for name, own in norms.items():
             self.zeros[name] = self.zeros.get(name, 0) + (not own.gradient)
@@ -151,7 +151,7 @@ _ENDS: dict[str, Callable[..., str]] = {"largest": max, "smallest": min}
 
 
 def _together(norms: Collection[Norms]) -> Norms:
-    """Return the norms of all layers as one vector."""
+    """Return the norms of one vector that has the entries of all layers."""
     fields = ([one.weight for one in norms], [one.update for one in norms], [one.first for one in norms])
     weight, update, first = (math.hypot(*values) for values in fields)
     return Norms(weight, math.hypot(*(one.gradient or 0.0 for one in norms)), update, first)

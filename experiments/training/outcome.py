@@ -92,7 +92,7 @@ class TrainedWork:
 
 @dataclass
 class MetricsWindow:
-    """Losses, milliseconds and events of the steps since the last row of metrics.
+    """Losses, milliseconds and events of the steps since the last row of metrics, from which the next row is made.
 
     skipped: number of updates of a parameter that were skipped because its gradient was not finite.
     clipped: number of steps in which `grad_clip` shortened the gradient.

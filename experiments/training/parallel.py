@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the processes of a run.
+    """The place of this process among the processes of a run.
 
     rank: number of this process.
     size: number of processes.
@@ -91,7 +91,9 @@ class Ranks:
         return found  # type: ignore[return-value]  # all entries are filled
 
     def on_first(self, act: Callable[[], Answer]) -> Answer:
-        """Run `act` on rank 0 and return its result on every rank. A ValueError or OSError is raised on every rank."""
+        """Run `act` on rank 0 and return its result on every rank. A ValueError or OSError of `act` is raised on every
+        rank.
+        """
         if self.size == 1:
             return act()
         answer: list[Answer | Exception | None] = [None, None]
@@ -117,7 +119,9 @@ def is_first_process() -> bool:
 
 
 class Parallelism(Component, family="parallel"):
-    """A placement of parameters. Each rank computes the gradient of its rows of the batch. A step uses their mean."""
+    """A placement of parameters on ranks. Each rank computes the gradient of its rows of the batch, and a step uses the
+    mean over ranks.
+    """
 
     @abstractmethod
     def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
@@ -206,7 +210,7 @@ def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters in the outermost lists of modules of `model`."""
+    """Yield the layers of a model: the modules with parameters in its outermost lists of modules."""
     for child in model.children():
         if not isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _layers(child)
@@ -260,8 +264,9 @@ def _start(device: torch.device, timeout: float) -> None:
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
-    """Return the device `name` for process `local_rank` of `local_size` on this machine. With cuda each process has its
-    own device.
+    """Return the device of process `local_rank` of `local_size` on this machine.
+
+    name: kind of device, such as cpu or cuda. With cuda each process has its own device.
     """
     device = torch.device(name)
     if device.type != "cuda":

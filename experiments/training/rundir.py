@@ -126,7 +126,7 @@ class RunDirectory:
         return [*(_file_step(file) for file in files if file.is_file()), *map(_step, _complete(self))]
 
     def rewind_checkpoints(self, step: int) -> None:
-        """Drop checkpoints after a step, so that the run continues from the newest of the others."""
+        """Drop checkpoints after a step, so that the run continues from the newest remaining checkpoint."""
         branch, last = self.path / "branch.pt", self.path / "checkpoint.pt"
         if branch.is_file() and _file_step(branch) <= step and last.is_file() and _file_step(last) > step:
             branch.replace(last)

@@ -51,7 +51,7 @@ class Trainer:
         self.device = self.ranks.device
         self.dataset, self.gradients = experiment.task.load(), experiment.gradient_pass
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
-        # before the optimizer is made, which reads placements
+        # The model is wrapped before the optimizer is made, because the optimizer reads the placements of parameters.
         self.module = experiment.parallel.wrap(self.model, self.ranks)
         options: dict[str, Any] = {"checked": checked, "steps": experiment.steps, "silence": experiment.silence}
         rates = (experiment.lr, experiment.weight_decay)
@@ -104,13 +104,15 @@ class Trainer:
         return self._finish(metrics or self._evaluate())
 
     def _divergence(self, step: int, loss: float | None = None, val_loss: float | None = None) -> Divergence:
-        """Return the state of this run after a step, in which a fault can be searched."""
+        """Return this run at a step, as the search for the first value that is not finite needs it."""
         batch = self.dataset.batch(self.experiment.seed, step - 1)
         shown = (self.model, self.optimizer, self.gradients, self.dataset, batch)
         return Divergence(*shown, step, loss, val_loss, self.ranks)
 
     def _skipped_gradient(self) -> Fault:
-        """Return the fault of the last step, which skipped a gradient. No messages are sent between ranks."""
+        """Return the fault of the last step, in which the optimizer skipped a gradient. No messages are sent between
+        ranks.
+        """
         return replace(self._divergence(self.step), ranks=Ranks(device=self.device)).fault()
 
     def _note_fault(self, fault: Fault) -> None:
@@ -303,7 +305,7 @@ class Trainer:
         if notes is not None:
             self.scheduler.load_state_dict(notes["scheduler"])
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
-            # checkpoints of older versions do not have these entries
+            # Checkpoints of older versions do not have these entries.
             self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
             self.work.tokens = notes.get("tokens", 0)
             self.layers.record = LayerRecord(**notes.get("layers", {}))

@@ -59,7 +59,7 @@ class StepCase(Component):
 
     @property
     def refreshes(self) -> bool:
-        """Return True if the interval changes the candidate."""
+        """Return True if the candidate depends on the interval between refreshes."""
         return any(INTERVAL in text for text in self.overrides) or INTERVAL in self.options.values()
 
     def build(self, parameters: Sequence[Parameter], interval: int) -> torch.optim.Optimizer:
@@ -92,7 +92,7 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """Return a recipe that computes the algorithm of the peers, for one process.
+    """Return a recipe that computes the same as the optimizers of other libraries with this algorithm, for one process.
 
     Nothing is split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of an
     interval.
@@ -106,7 +106,11 @@ _EIGENBASIS, _SHAMPOO = "update.eigenbasis", "update.graft.direction.shampoo"
 
 
 def _heavyball(name: str, maths: str) -> StepCase:
-    """Return the case of a class of HeavyBall with the same algorithm, not compiled."""
+    """Return the candidate for an optimizer class of HeavyBall, without compilation.
+
+    name: name of the class.
+    maths: name of its algorithm.
+    """
     options = {"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precond_dim": 1024, "merge_dims": False}
     return StepCase(
         peer=f"heavyball:{name}",

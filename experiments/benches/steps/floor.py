@@ -138,7 +138,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
-    # diag(Q^T A Q), which a power step computes anyway
+    # The eigenvalues diag(Q^T A Q) cost nothing more, because a power step computes them anyway.
     sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
     return solver + sums + (2 * d**3 + moved if slots else 0.0)
 

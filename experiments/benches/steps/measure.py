@@ -80,7 +80,7 @@ def take_turns(
 ) -> list[list[StepTime]]:
     """Let the contenders take one step each in every round. Return the times of the measured steps of each contender.
 
-    gradients: gradients of all parameters, for rounds in turn.
+    gradients: several sets of gradients of all parameters, which the rounds use in turn.
     """
     times: list[list[StepTime]] = [[] for _ in contenders]
     _free_activations()
@@ -133,7 +133,7 @@ def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[
 
 
 def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
-    """Copy gradients in place into those of a contender's parameters, so that their addresses do not change."""
+    """Copy gradients into the gradients of a contender's parameters in place, so that their addresses do not change."""
     for parameter, gradient in zip(contender.parameters, gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.dtype, copy=True)

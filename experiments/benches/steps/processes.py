@@ -28,7 +28,7 @@ def path_of(busy: BusyTimes) -> float:
 
 
 def efficiency_of(alone: float, ranks: int, path: float) -> float:
-    """Return the work of a step on one rank over the work that R ranks could do during the critical path."""
+    """Return the efficiency of R ranks: the work of a step on one rank, divided by R times the critical path."""
     return alone / (ranks * path)
 
 
@@ -88,7 +88,7 @@ def answer(ours: Connection) -> list[list[float]]:
 
 def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
     """Run all jobs as one rank and send the times. This is the main function of a process."""
-    # the bench measures this waiting time itself, so the warning adds nothing
+    # The ignored warning says that ranks wait. The bench measures the waiting time itself.
     warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")
     try:
         torch.set_num_threads(1)

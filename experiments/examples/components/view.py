@@ -14,7 +14,9 @@ from eigengraft.blocking import Matrices, ModuleFacts, View, ViewChoice
 
 
 class Halves(View):
-    """Matrices [m, n] with m >= ratio n and even m are two of [m / 2, n]; other parameters stay as they are."""
+    """Split matrices [m, n] with m >= ratio n and even m into two matrices [m / 2, n]; leave other parameters as they
+    are.
+    """
 
     kind: Literal["halves"] = "halves"
     ratio: float = Field(default=4.0, gt=0, description="least ratio of rows to columns of what is divided")

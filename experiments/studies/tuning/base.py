@@ -164,7 +164,7 @@ def trial_name(values: Mapping[str, Any]) -> str:
 
 
 def text(value: object) -> str:
-    """Return one value as text for names."""
+    """Return a value as it is written in the name of a trial."""
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 

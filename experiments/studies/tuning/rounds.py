@@ -106,7 +106,7 @@ class _CellSearch:
 
 
 def _was_stopped(experiment: Experiment, run: Run, metric: Metric) -> bool:
-    """Return True if the limits of an experiment ended its run."""
+    """Return True if successive halving ended a run early, by the callback `Limits` of its experiment."""
     limits = next((one for one in experiment.callbacks if isinstance(one, Limits)), None)
     step = int(run.result["steps"])
     return limits is not None and step < experiment.steps and limits.exceeded(step, run.final(metric))
@@ -122,10 +122,12 @@ TIMED_STEPS = 100
 def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> tuple[list[PlannedRun], Study]:
     """Return the timed runs that are not done yet, or, if there are none, the study with the steps of every cell set.
 
-    A cell has round(N r) steps. N is the number of steps of its baseline, and r the median of s_b / s over
-    rounds, where s_b and s are the seconds per step of the baseline and of the cell. Only training seconds count,
-    without evaluation. The result depends on the runs in `directory` alone. Raises RecipeError if a timed run has
-    failed, diverged at once, or had other settings.
+    In a round every cell has one timed run. Let s be the seconds per step of the cell in a round, and s_b those of its
+    baseline. The cell then has round(N r) steps, where N is the number of steps of the baseline and r the median of s_b
+    / s over rounds. Only training seconds count, without evaluation. The result depends on the runs in `directory`
+    alone.
+
+    Raises RecipeError if a timed run has failed, diverged at once, or had other settings.
 
     failed: directories of runs that failed.
     """

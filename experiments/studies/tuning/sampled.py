@@ -49,10 +49,11 @@ class Halving(Component):
         return found
 
     def limits(self, experiment: Experiment, trials: Sequence[Trial], metric: Metric) -> Limits | None:
-        """Return the worst metric at each rung with which a run with the seed of `experiment` continues. None: no limit
-        yet.
+        """Return the limits for a run of the next trial: for each step at which runs are compared, the worst metric to
+        continue with.
 
-        Raises RecipeError if there is no evaluation before the last step.
+        The limits follow from runs of earlier trials with the seed of `experiment`. Returns None if there are no limits
+        yet. Raises RecipeError if there is no evaluation before the last step.
         """
         limits, rungs = [], self.rungs(experiment)
         if not rungs:

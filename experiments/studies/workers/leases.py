@@ -73,7 +73,7 @@ class Leases(ABC):
             return
         with self.created(own) as created:
             if created and any(number != own and self.alive(number) for number in self.numbers()):
-                # leases were removed meanwhile, and another worker holds another lease: release this one
+                # Other workers have removed leases meanwhile, and one holds another lease. So this one is released.
                 self.remove([own])
                 created = False
             if not created:
