@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -64,10 +64,13 @@ class LineCounts:
     kernels: int = 0
     traffic: int = 0
 
-    def add(self, numbers: Mapping[str, int]) -> None:
+    def add(self, waits: int = 0, uploads: int = 0, downloads: int = 0, kernels: int = 0, traffic: int = 0) -> None:
         """Add each number to the field with its name."""
-        for name, number in numbers.items():
-            setattr(self, name, getattr(self, name) + number)
+        self.waits += waits
+        self.uploads += uploads
+        self.downloads += downloads
+        self.kernels += kernels
+        self.traffic += traffic
 
 
 @dataclass(eq=False)
@@ -101,7 +104,7 @@ class DeviceCounts(LineCounts):
         for (code, line, operation), counts in self.lines.items():
             if not names or any(getattr(counts, name) for name in names):
                 file = "/".join(Path(code.co_filename).parts[-3:])
-                found[f"{file}:{line} {operation}"].add(vars(counts))
+                found[f"{file}:{line} {operation}"].add(**vars(counts))
         return dict(sorted(found.items(), key=lambda item: (-item[1].waits, -item[1].kernels)))
 
 
@@ -147,12 +150,24 @@ class SimulatedTensor(torch.Tensor):
     _memory: _Memory
 
     @staticmethod
-    def __new__(cls, host: Tensor) -> SimulatedTensor:
+    def __new__(cls, host: Tensor, shares: SimulatedTensor | None = None) -> SimulatedTensor:
+        """Make a tensor on the entered device.
+
+        Args:
+            host: a CPU tensor that requires no gradient.
+            shares: a tensor on the device whose memory `host` is a view of; None if the memory may be new.
+        """
         device = _entered()
-        place: dict[str, Any] = {"device": device.place, "storage_offset": host.storage_offset()}
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: SimulatedTensor = make(cls, host.size(), dtype=host.dtype, strides=host.stride(), **place)
-        made.host, made._memory = host.detach(), _Memory(device, host)
+        made: SimulatedTensor = make(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=device.place,
+        )
+        made.host, made._memory = host, _Memory(device, host) if shares is None else shares._memory
         return made
 
     @classmethod
@@ -345,10 +360,10 @@ class _Device(TorchDispatchMode):
 
     def note(self, operation: str, **numbers: int) -> None:
         """Add numbers to the counts of all open blocks and of the calling line."""
-        code, line = _site()
+        line = (*_site(), operation)
         for counts in self.sections:
-            counts.add(numbers)
-            counts.lines[code, line, operation].add(numbers)
+            counts.add(**numbers)
+            counts.lines[line].add(**numbers)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, tensors_in((args, kwargs))
@@ -364,21 +379,24 @@ class _Device(TorchDispatchMode):
             if name in ("_pin_memory", "is_pinned"):
                 return args[0].clone() if name == "_pin_memory" else False
             return func(*args, **kwargs)
-        copies = self._copies(name, args, kwargs, (own, tensors), target)
-        if not copies:
+        copies = name in _COPIES and self._copies(name, args, kwargs, (own, tensors), target)
+        if not copies and (name in _CHECKED or len(own) < len(tensors)):
             self._require_one_device(name, args, own, tensors)
         if here:
             kwargs["device"] = torch.device("cpu")
-        given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
-        plain_args, plain_kwargs = _mapped(_to_host, (args, kwargs))
+        plain_args, plain_kwargs = _on_host(args), _on_host(kwargs)
         if copies and name == "copy_" and (stream := _Stream.current()) is not _Stream.first:
             stream.add(lambda: func(*plain_args, **plain_kwargs))
             return args[0]
         found = _float_sums(plain_args) if _sums_in_float(func) else func(*plain_args, **plain_kwargs)
-        stays = here or (target is None and name != "_local_scalar_dense")
-        result = _mapped(lambda x: given.get(id(x), SimulatedTensor(x) if stays else x), found)
-        if not copies:
-            self._count(func, name, plain_args, own, tensors_in(result))
+        result = found
+        if here or (target is None and name != "_local_scalar_dense"):
+            shares = own[0] if own and func.is_view else None
+            given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
+            result = _mapped(lambda x: given[id(x)] if id(x) in given else SimulatedTensor(x, shares), found)
+        if not copies and (launched := costs.launched_kernels(func, args)):
+            stored = [x for x in tensors_in(result) if isinstance(x, SimulatedTensor)]
+            self.note(name, kernels=launched, traffic=costs.traffic(own, stored))
         return result
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
@@ -414,12 +432,6 @@ class _Device(TorchDispatchMode):
                 f"{name}: expected all tensors to be on the same device, got {self.place} and cpu (shapes {wrong})"
             )
 
-    def _count(self, func: Any, name: str, args: Any, own: list[Any], made: list[Tensor]) -> None:
-        lists = [tensors_in(x) for x in args if isinstance(x, (list, tuple))]
-        if launched := costs.launched_kernels(func, args, lists):
-            here = [x for x in made if isinstance(x, SimulatedTensor)]
-            self.note(name, kernels=launched, traffic=costs.traffic(func, own, here))
-
 
 def _entered() -> _Device:
     if _Device.current is None:
@@ -429,8 +441,13 @@ def _entered() -> _Device:
     return _Device.current
 
 
-def _to_host(x: Tensor) -> Tensor:
-    return x.host if isinstance(x, SimulatedTensor) else x
+def _on_host(x: Any) -> Any:
+    """Return arguments with the CPU tensor in place of each simulated tensor."""
+    if isinstance(x, SimulatedTensor):
+        return x.host
+    if isinstance(x, (tuple, list)):
+        return type(x)([_on_host(item) for item in x])
+    return {key: _on_host(item) for key, item in x.items()} if isinstance(x, dict) else x
 
 
 def _sums_in_float(func: Any) -> bool:
@@ -444,11 +461,20 @@ def _float_sums(args: Any) -> Tensor:
 
 def tensors_in(x: Any) -> list[Tensor]:
     """Return all tensors among the arguments or results of an operation."""
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, dict):
-        x = list(x.values())
-    return [tensor for item in x for tensor in tensors_in(item)] if isinstance(x, (tuple, list)) else []
+    found = list[Tensor]()
+    _collect((x,), found)
+    return found
+
+
+def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
+    """Add all tensors among items, and inside of items that are lists, tuples or dicts, to a list."""
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            _collect(item, found)
+        elif isinstance(item, dict):
+            _collect(item.values(), found)
 
 
 def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
@@ -460,6 +486,10 @@ def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
     return {key: _mapped(function, item) for key, item in x.items()} if isinstance(x, dict) else x
 
 
+_COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
+"""Operations that may copy between host and device."""
+_CHECKED = costs.INDEXING | costs.WAITING
+"""Operations that may wait although all of their tensors are on the device."""
 _OWN_FILES = (__file__, costs.__file__, mock.__file__)
 
 

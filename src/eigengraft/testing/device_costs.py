@@ -44,15 +44,13 @@ _LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
 """Number of kernels for one matrix, for decompositions that cuSOLVER computes for one matrix after another."""
 
 
-def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:
-    """Return the number of kernels that an operation launches.
-
-    lists: those arguments of the operation that are lists of tensors.
-    """
+def launched_kernels(func: Any, args: Sequence[Any]) -> int:
+    """Return the number of kernels that an operation launches for its positional arguments."""
     name = func.overloadpacket.__name__
     if name in _NO_KERNEL or func.is_view:
         return 0
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        lists = ([own for own in x if isinstance(own, Tensor)] for x in args if isinstance(x, (list, tuple)))
         return _multi_tensor_kernels(name, [own for own in lists if own])
     if name in _LOOPED:
         matrices = args[0].shape[:-2].numel() if args[0].ndim > 2 else 1
@@ -90,7 +88,7 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def traffic(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+def traffic(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors that an operation reads and makes.
 
     A tensor that is written in place, or as `out`, counts once.
@@ -99,8 +97,7 @@ def traffic(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     made: results of the operation.
     """
     written = {id(x): x for x in made}
-    tensors = [*(x for x in given if id(x) not in written), *written.values()]
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return sum([x.nbytes for x in given if id(x) not in written]) + sum([x.nbytes for x in written.values()])
 
 
 def is_mask(indices: Tensor) -> bool:
