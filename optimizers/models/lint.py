@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -62,7 +63,7 @@ class Composition:
     def slots(self) -> dict[StateKey, dict[Slot, None]]:
         """Return the distinct slots of all blocks of the model, on all ranks, by state key without a block index."""
         found = dict[StateKey, dict[Slot, None]]()
-        for rule, path, block in self._blocks():
+        for rule, path, block in self._blocks:
             for key, slot in slot_keys(rule, path, block).items():
                 found.setdefault(key, {})[slot] = None
         return found
@@ -73,22 +74,22 @@ class Composition:
         Chains inside stages are included.
         """
         found = dict[str, tuple[Stages, list[tuple[int, ...]]]]()
-        for rule, path, block in self._blocks():
+        for rule, path, block in self._blocks:
             for name, stages in (("update", rule.update), ("after_decay", rule.after_decay)):
                 for at, chain_, seen in _chains(stages, block, f"{path}.{name}" if path else name):
                     found.setdefault(at, (chain_, []))[1].append(seen)
         return found
 
-    def _blocks(self) -> Iterator[tuple[Recipe | Route, str, tuple[int, ...]]]:
-        """Yield (update rule, path of the rule, shape of a block) for distinct blocks of the model, on all ranks."""
+    @cached_property
+    def _blocks(self) -> list[tuple[Recipe | Route, str, tuple[int, ...]]]:
+        """(update rule, path of the rule, shape of a block) for distinct blocks of the model, on all ranks."""
         recipe, found = self.optimizer.recipe, dict[tuple[str, tuple[int, ...]], Recipe | Route]()
         rules = recipe.rules()
         for info in chain.from_iterable(self.optimizer.param_sets.infos):
             path, matrices = recipe.route(info)[0], recipe.view_of(info).matrices
             for grid in rules[path].blocking.grids(info.shape, matrices):
                 found |= dict.fromkeys(((path, grid.shape) for _ in grid.keys), rules[path])
-        for (path, block), rule in found.items():
-            yield rule, path, block
+        return [(rule, path, block) for (path, block), rule in found.items()]
 
 
 RecipeCheck = Callable[[Composition], Iterable[str]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -59,12 +60,12 @@ class UpdateRule(Component):
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted path, stage) of every stage, including stages inside other stages."""
         prefix = f"{path}." if path else ""
-        yield from walk(self.update, f"{prefix}update")
-        yield from walk(self.after_decay, f"{prefix}after_decay")
+        for here, stage in self._all_stages:
+            yield f"{prefix}{here}", stage
 
     def storable_roles(self) -> Iterator[str]:
         """Yield the roles of slots for which a quantizer can be chosen. A role may be yielded several times."""
-        for slot in (*possible_slots(self.update), *possible_slots(self.after_decay)):
+        for slot in self._possible_slots:
             if not slot.sensitive and slot.role not in NEVER_CODED:
                 yield slot.role
 
@@ -74,7 +75,7 @@ class UpdateRule(Component):
         The result is False only for an update without constraints whose chain is entry-wise and stores nothing but
         first moments and counts.
         """
-        kept = {slot.role for slot in (*possible_slots(self.update), *possible_slots(self.after_decay))}
+        kept = {slot.role for slot in self._possible_slots}
         return bool(self.constraints) or not self.entrywise() or not kept <= {"first_moment", "count"}
 
     def adds_decay(self) -> bool:
@@ -96,6 +97,28 @@ class UpdateRule(Component):
     def entrywise(self) -> bool:
         """Return True if no stage mixes entries, so that views have no effect."""
         return all(stage.cached_traits().entrywise for _, stage in self.stages())
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return pydantic's copy, which is not validated, without the cached properties of this rule's stages."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("_all_stages", "_possible_slots", "_slots"):
+            copied.__dict__.pop(name, None)
+        return copied
+
+    @cached_property
+    def _all_stages(self) -> tuple[tuple[str, Any], ...]:
+        """Every stage with its dotted path in this rule."""
+        return (*walk(self.update, "update"), *walk(self.after_decay, "after_decay"))
+
+    @cached_property
+    def _possible_slots(self) -> tuple[Slot, ...]:
+        """The slots of both chains for every sample shape."""
+        return (*possible_slots(self.update), *possible_slots(self.after_decay))
+
+    @cached_property
+    def _slots(self) -> dict[tuple[str, tuple[int, ...]], dict[StateKey, Slot]]:
+        """Cache of `slot_keys`, by path of the rule and block."""
+        return {}
 
     @model_validator(mode="after")
     def _stages_can_run(self) -> Self:
@@ -301,11 +324,13 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
     path: path of that rule in the recipe; "" for the recipe itself.
     block: shape of the block.
     """
-    found = {}
-    for stages, chain in ((rule.update, "update"), (rule.after_decay, "after_decay")):
-        for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
-            found[StateKey(None, stage, name)] = slot
-    return found
+    if (path, block) not in rule._slots:
+        found = {}
+        for stages, chain in ((rule.update, "update"), (rule.after_decay, "after_decay")):
+            for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
+                found[StateKey(None, stage, name)] = slot
+        rule._slots[path, block] = found
+    return rule._slots[path, block].copy()
 
 
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:

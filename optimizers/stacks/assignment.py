@@ -164,17 +164,17 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
 def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
     """Assign an owner to each block of these parameters, and add the cost of the blocks to `loads`."""
-    owned, places = list[_Owned](), list[dict[int, int]]()
+    owned, places, costs = list[_Owned](), list[dict[int, int]](), _Costs(recipe)
     known = dict[tuple[int, BlockGrid], list[Held]]()
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None
         if spec.placement.owners is None:
             layout = spec.placement.updated
-            cost = _cost(spec, layout.shape, recipe)
+            cost = costs.of(spec, layout.shape)
             work = recipe.distribution.measured(layout.shape, cost.work)
             loads.divide(layout.fractions, work, float(cost.state))
             continue
-        found = list(_blocks(spec, recipe, phases[spec.key], loads.interval, known))
+        found = list(_blocks(spec, costs, phases[spec.key], loads.interval, known))
         if len(found) > 1 and recipe.rules()[spec.path].spans():
             found = [_joined(found)]
         owned += found
@@ -186,13 +186,23 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
     return Balance(loads.critical_path, least * loads.interval)
 
 
-def _cost(spec: ParamSpec, block: tuple[int, ...], recipe: Recipe) -> Cost:
-    return block_cost(recipe.rules()[spec.path], spec.path, block, compute_dtype(spec.dtype), recipe.storage)
+class _Costs:
+    """The costs of blocks, which are computed once for all blocks of one shape, dtype and update."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self._known = recipe, dict[tuple[str, tuple[int, ...], torch.dtype], Cost]()
+
+    def of(self, spec: ParamSpec, block: tuple[int, ...]) -> Cost:
+        """Return the cost of a block of a parameter."""
+        key = (spec.path, block, compute_dtype(spec.dtype))
+        if key not in self._known:
+            self._known[key] = block_cost(self.recipe.rules()[spec.path], *key, self.recipe.storage)
+        return self._known[key]
 
 
 def _blocks(
     spec: ParamSpec,
-    recipe: Recipe,
+    costs: _Costs,
     phases: NDArray[np.float64],
     interval: int,
     known: dict[tuple[int, BlockGrid], list[Held]],
@@ -204,9 +214,9 @@ def _blocks(
     known: cache by layout and grid: for each block, the number of entries that each rank holds; updated.
     """
     assert spec.placement is not None
-    layout = spec.placement.layout
+    layout, recipe = spec.placement.layout, costs.recipe
     for grid in recipe.rules()[spec.path].blocking.grids(spec.shape, spec.matrices):
-        cost = _cost(spec, grid.shape, recipe)
+        cost = costs.of(spec, grid.shape)
         items = _items(cost, recipe.distribution.measured(grid.shape, cost.work), phases[list(grid.keys)], interval)
         if (id(layout), grid) not in known:
             known[id(layout), grid] = [_held(layout, grid.block(row)) for row in range(len(grid.keys))]
