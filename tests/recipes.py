@@ -1,6 +1,7 @@
 """Which of the shipped recipes are asked for every option, and which stand for others of the same stages."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from eigengraft.preconditioners import walk
 from eigengraft.signals import requested
 
 SHIPPED = shipped_recipes()
+loaded = cache(load_recipe)
+"""A shipped recipe by name."""
 
 
 def without_routes(declaration: dict[str, Any]) -> dict[str, Any]:
@@ -22,12 +25,12 @@ def without_routes(declaration: dict[str, Any]) -> dict[str, Any]:
 
 def stage_kinds(name: str) -> frozenset[str]:
     """The kinds of all stages of a recipe, those within stages included."""
-    return frozenset(str(getattr(stage, "kind")) for _, stage in walk(load_recipe(name).update))  # noqa: B009
+    return frozenset(str(getattr(stage, "kind")) for _, stage in walk(loaded(name).update))  # noqa: B009
 
 
 def plain(name: str) -> bool:
     """Whether a recipe is one stage after another: then the laws, which ask each stage for every option, ask it too."""
-    return not any(stage.inner(()) for _, stage in walk(load_recipe(name).update))
+    return not any(stage.inner(()) for _, stage in walk(loaded(name).update))
 
 
 def cover(names: Iterable[str]) -> tuple[str, ...]:
@@ -44,7 +47,7 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
 
 def alone(name: str) -> bool:
     """Whether steps of a recipe take gradients alone, and no signal that a model or a training loop must provide."""
-    asked = [own for rule in load_recipe(name).rules().values() for _, own in listeners(rule, "")]
+    asked = [own for rule in loaded(name).rules().values() for _, own in listeners(rule, "")]
     some = {signal for own in asked for what in ("some", "first") for signal in getattr(own, f"requires_{what}", ())}
     return some.union(*(requested(own) for own in asked)) <= OWN
 
@@ -65,7 +68,7 @@ BROAD = tuple(name for name in ALONE if name in COVER or not plain(name))
 
 def machinery(name: str) -> frozenset[str]:
     """What a step of a recipe takes beside its stages: code of the engine that runs for some recipes only."""
-    recipe = load_recipe(name)
+    recipe = loaded(name)
     stages = [stage for rule in recipe.rules().values() for _, stage in rule.stages()]
     asked = {
         "priming": any(stage.cached_traits().lagged for stage in stages),
