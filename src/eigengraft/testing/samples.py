@@ -65,7 +65,9 @@ def signals_of(
 
     seeds: `[N]`.
     """
-    found = dict[str, Tensor | float]()
+    signals, found = list(signals), dict[str, Tensor | float]()
+    if not signals:
+        return found
     size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), dtype)
     for signal in signals:
         if signal.extent == "entry":

@@ -42,6 +42,7 @@ class StageBench:
     """A stage with the state of N blocks of one shape.
 
     counts: `[N]`, number of gradients that each block has received.
+    lagging, spans: True if a stage is lagged, or needs sums over all blocks of a parameter.
     """
 
     def __init__(
@@ -69,8 +70,11 @@ class StageBench:
         self.counts = np.zeros(blocks, dtype=np.int64)
         self.phases = np.arange(blocks) / blocks
         self.seeds = np.arange(blocks) * 7919 - 11
-        self.lagging = any(inner.cached_traits().lagged for _, inner in walk((stage,)))
-        asked = frozenset[str]().union(*(requested(inner) for _, inner in walk((stage,))))
+        every = [inner for _, inner in walk((stage,))]
+        self.lagging, self.spans = (
+            any(getattr(inner.cached_traits(), name) for inner in every) for name in ("lagged", "sums")
+        )
+        asked = frozenset[str]().union(*map(requested, every))
         self.requested = {name: signal for name, signal in known_signals().items() if name in asked}
 
     def _allocate(self, key: str) -> None:
@@ -128,8 +132,7 @@ class StageBench:
             assert isinstance(found, Tensor)
             return found
 
-        sums = any(inner.cached_traits().sums for _, inner in walk((self.stage,)))
-        return run_stacks([run], [context.param_ids])[0] if sums else run()
+        return run_stacks([run], [context.param_ids])[0] if self.spans else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
         """Return the measures of the stage in some rows."""
