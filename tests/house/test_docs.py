@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -172,21 +173,31 @@ def test_files_that_pages_name_exist() -> None:
             assert (ROOT / path).exists(), f"{page}: {path}"
 
 
-@pytest.fixture(scope="session")
-def generated() -> dict[str, dict[str, str]]:
-    """Pages that the hooks make, by section."""
+def hook(name: str) -> Any:
+    """A module of the hooks that make pages."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))
     try:
-        import components
-        import recipes
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-    return {"families": components.family_pages(), "recipes": recipes.recipe_pages()}
+
+
+@pytest.fixture(scope="session")
+def family_pages() -> dict[str, str]:
+    pages: dict[str, str] = hook("components").family_pages()
+    return pages
+
+
+@pytest.fixture(scope="session")
+def recipe_pages() -> dict[str, str]:
+    """Ten seconds, in which the time of a step is counted for every recipe: for slow tests alone."""
+    pages: dict[str, str] = hook("recipes").recipe_pages()
+    return pages
 
 
 @pytest.mark.slow
-def test_recipes_by_goal_follow_from_the_laptop_track(generated: dict[str, dict[str, str]]) -> None:
-    import measured
+def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, str]) -> None:
+    measured = hook("measured")
 
     goals, now = measured.goals(), measured.track()
     assert {goal.title: goal.recipes for goal in GOALS if goal.title in goals} == goals, "copy goals() to GOALS"
@@ -200,43 +211,43 @@ def test_recipes_by_goal_follow_from_the_laptop_track(generated: dict[str, dict[
     reached = [name for name in run if all(one.steps < math.inf for one in measured.task_scores(name).values())]
     assert measured.spread_of_rates(goals["no tuning"][0][0]) == min(map(measured.spread_of_rates, reached))
     for name in run:  # each page has the steps of the track's page
-        page = generated["recipes"][name]
+        page = recipe_pages[name]
         for task, score in measured.task_scores(name).items():
             assert f"| {task} | {now.track.tasks[task].target:g} | {measured.steps_of(score)} |" in page
-    assert "https://arxiv.org/abs/2409.11321" in generated["recipes"]["soap"]
-    assert "papers/soap_2024/README.md" in generated["recipes"]["soap"]
+    assert "https://arxiv.org/abs/2409.11321" in recipe_pages["soap"]
+    assert "papers/soap_2024/README.md" in recipe_pages["soap"]
 
 
 @pytest.mark.slow
-def test_every_family_has_a_page_with_all_members_and_fields(generated: dict[str, dict[str, str]]) -> None:
+def test_every_family_has_a_page_with_all_members_and_fields(family_pages: dict[str, str]) -> None:
     ours = {name: family for name, family in families().items() if family.__module__.startswith("eigengraft.")}
-    assert set(generated["families"]) == set(ours)
+    assert set(family_pages) == set(ours)
     for name, family in ours.items():
         for kind, member in family.members.items():
             if member.__module__.startswith("eigengraft."):
-                _, _, section = generated["families"][name].partition(f"## {kind} {{ #{kind} }}")
+                _, _, section = family_pages[name].partition(f"## {kind} {{ #{kind} }}")
                 fields = [field.alias or key for key, field in member.model_fields.items() if key != "kind"]
                 assert [key for key in fields if f"| `{key}` |" not in section] == [], (name, kind)
 
 
-def test_a_page_of_a_family_shows_formula_range_default_and_meaning(generated: dict[str, dict[str, str]]) -> None:
-    section = generated["families"]["stage"].partition("## rms {")[2].partition("\n## ")[0]
+def test_a_page_of_a_family_shows_formula_range_default_and_meaning(family_pages: dict[str, str]) -> None:
+    section = family_pages["stage"].partition("## rms {")[2].partition("\n## ")[0]
     assert "v &lt;- b v" in section
     assert re.search(r"\| `beta` \| number in &#91;0, 1&#93; \| `0.999` \| decay", section)
 
 
-def test_a_page_of_a_family_shows_what_a_member_defines_and_a_worked_file(generated: dict[str, dict[str, str]]) -> None:
+def test_a_page_of_a_family_shows_what_a_member_defines_and_a_worked_file(family_pages: dict[str, str]) -> None:
     """From the class: every method that must be defined, no final one, and the types in the signatures."""
-    for name, page in generated["families"].items():
+    for name, page in family_pages.items():
         section = page.partition("{ #own }")[2]
         family = families()[name]
         for method in getattr(family, "__abstractmethods__", ()):
             assert re.search(rf"\*\*`{method}[( ].*`\*\* \(required\)", section), (name, method)
-    statistic = generated["families"]["statistic"].partition("{ #own }")[2]
+    statistic = family_pages["statistic"].partition("{ #own }")[2]
     assert "`contribution(x: Tensor, axis: int, context: StepContext) -> Contribution`** (required)" in statistic
     assert "### Contribution" in statistic and "`observe(" not in statistic
     assert "class UnitGram(Statistic)" in statistic and "check_statistic" in statistic
-    task = generated["families"]["task"].partition("{ #own }")[2]
+    task = family_pages["task"].partition("{ #own }")[2]
     assert "### Dataset" in task and "`batch(seed: int, step: int) -> Batch`" in task
 
 
@@ -248,9 +259,10 @@ def test_the_guide_to_own_components_names_every_file_and_check() -> None:
         assert f"`{name}`" in page, name
 
 
-def test_every_recipe_has_a_page_with_its_yaml(generated: dict[str, dict[str, str]]) -> None:
-    assert set(generated["recipes"]) == set(eigengraft.shipped_recipes())
-    assert "solver: {kind: power_qr, by_device: true}" in generated["recipes"]["soap_fitted"]
+@pytest.mark.slow
+def test_every_recipe_has_a_page_with_its_yaml(recipe_pages: dict[str, str]) -> None:
+    assert set(recipe_pages) == set(eigengraft.shipped_recipes())
+    assert "solver: {kind: power_qr, by_device: true}" in recipe_pages["soap_fitted"]
 
 
 class Resources(HTMLParser):
