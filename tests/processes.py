@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing.context
 import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -25,9 +26,11 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING
+from unittest import mock
 
 if TYPE_CHECKING:
     import pytest
@@ -97,6 +100,11 @@ class Process:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+FORK_SPAWNED = {"FORK_SPAWNED": "1"}
+"""A variable of the environment with which a process forks what it spawns, from its state before it ran anything. An
+interpreter that is started instead imports torch and the library for two seconds."""
 
 
 def start(*arguments: str | Path, folder: Path, **variables: str) -> Process:
@@ -204,6 +212,8 @@ def _child(files: str, arguments: list[str], folder: str, environment: dict[str,
         os.environ.update(environment)
         known = [path for path in sys.path if Path(path) != ROOT / "src"]
         sys.path[:] = [*environment["PYTHONPATH"].split(os.pathsep), *known]
+        if environment.keys() >= FORK_SPAWNED.keys():
+            _fork_spawned()
         code = _exit_code(arguments)
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -212,6 +222,26 @@ def _child(files: str, arguments: list[str], folder: str, environment: dict[str,
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _fork_spawned() -> None:
+    """Starts multiprocessing's server that forks, by forking too, and has it make what this process will spawn."""
+    resource_tracker.ensure_running()
+
+    def fork(path: str, arguments: Sequence[str], files: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        opened = {int(path.name) for path in Path("/dev/fd").iterdir()}
+        for file in opened - {0, 1, 2, *files}:
+            with contextlib.suppress(OSError):  # the folder itself was open while it was listed
+                os.close(file)
+        exec(arguments[-1], {})  # multiprocessing's loop, which a new interpreter would run
+        os._exit(0)
+
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+    server = multiprocessing.get_context("forkserver")
+    multiprocessing.get_context = lambda method: server  # type: ignore[assignment]
 
 
 def _exit_code(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.purposes import FAMILIES, GOALS, STAGES, by_purpose
 from eigengraft.preconditioners import RMS
 
-from ..processes import Process, start
+from ..processes import Process, fork_what_is_spawned, start
 from ..refusals import check_said
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,8 @@ class TestProgress:
         assert re.fullmatch(r"\S+ \S+ exp: step 1/40  loss [0-9.]+  [0-9.]+ ms", lines[0])
         assert not set(result.stderr) & set("\x1b\r\x08")
 
-    def test_a_log_file_gets_lines_of_a_study(self) -> None:
+    def test_a_log_file_gets_lines_of_a_study(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fork_what_is_spawned(monkeypatch)
         study = "base: {task: {kind: digits, width: 8}, recipe: adamw, steps: 4}\naxes: {lr: [0.1, 0.01]}\n"
         result = call("ablate", write("study.yaml", study), "--workers", "1")
         assert result.exit_code == 0, result.output

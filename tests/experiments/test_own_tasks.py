@@ -21,6 +21,7 @@ from eigengraft.experiments.training.outcome import Tick
 from eigengraft.experiments.training.train import train
 from eigengraft.testing import LawError, check_task
 
+from ..processes import fork_what_is_spawned
 from ..refusals import refused
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.yaml"
@@ -63,7 +64,8 @@ def test_further_metrics_reach_rows_results_tables_and_trackers_under_names_of_t
 
 
 @pytest.mark.slow
-def test_a_study_compares_and_searches_by_a_further_metric(tmp_path: Path) -> None:
+def test_a_study_compares_and_searches_by_a_further_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_what_is_spawned(monkeypatch)
     base = load_experiment(EXAMPLE, [*QUICK, "callbacks=[]"]).model_dump(mode="json")
     halving = {"rate": 2, "least": 2}
     search = {"kind": "random", "seeds": [7], "trials": 2, "space": {"lr": {"low": 0.001, "high": 0.1}}}

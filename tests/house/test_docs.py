@@ -29,7 +29,7 @@ from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.experiment import load_experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml
 
-from ..processes import run
+from ..processes import FORK_SPAWNED, run
 from .pages import PAGES, PAPERS, ROOT, blocks, files, links, script, text
 
 HOSTS = "docs/guide/hosts.md"
@@ -46,7 +46,8 @@ def test_python_examples_run(page: str, tmp_path: Path) -> None:
     for name, source in files(page).items():
         (tmp_path / name).write_text(source)
     (tmp_path / "example.py").write_text(script(page))
-    done = run("example.py", folder=tmp_path, PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(tmp_path)]))
+    path = os.pathsep.join([str(ROOT / "src"), str(tmp_path)])
+    done = run("example.py", folder=tmp_path, PYTHONPATH=path, **FORK_SPAWNED)
     assert done.returncode == 0, done.stderr
 
 

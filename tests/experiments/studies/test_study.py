@@ -13,7 +13,7 @@ from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
 
-from ...processes import fork_what_is_spawned, run, start
+from ...processes import FORK_SPAWNED, fork_what_is_spawned, run, start
 from ...refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -216,11 +216,11 @@ def test_more_seeds_of_other_code_or_data_are_refused(tmp_path, edited, named):
         "axes: {method: {mine: {}, adam: {recipe: adamw}}}\ntune: {seeds: [7], trials: 3}\n"
     )
     command = ("-m", "eigengraft", "ablate", "study.yaml", "--out", "out", "--workers", "1")
-    assert run(*command, folder=tmp_path).returncode == 0
+    assert run(*command, folder=tmp_path, **FORK_SPAWNED).returncode == 0
     before = complete(tmp_path / "out")
     path = tmp_path / edited
     path.write_text(path.read_text().replace("0.9", "0.5").replace("one", "two") + "\n")
-    again = run(*command, "seeds=[0, 1]", folder=tmp_path)
+    again = run(*command, "seeds=[0, 1]", folder=tmp_path, **FORK_SPAWNED)
     assert again.returncode == 2 and named in " ".join(again.stderr.replace("\u2502", "").split())
     assert complete(tmp_path / "out") == before
     assert len(before) == 2 + 6  # and what the searches tried
@@ -255,7 +255,9 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
         "axes: {task: {good: {task.width: 4}, bad: {task: {kind: breaking_digits}}}}\n"
     )
     out = tmp_path / "out"
-    done = run("-m", "eigengraft", "ablate", "trial.yaml", "--out", out, "--workers", "1", folder=tmp_path)
+    done = run(
+        "-m", "eigengraft", "ablate", "trial.yaml", "--out", out, "--workers", "1", folder=tmp_path, **FORK_SPAWNED
+    )
     assert done.returncode == 1
     assert "RuntimeError: [bold]no more data" in done.stderr
     assert "1 of 2 runs failed" in done.stderr and "Traceback" not in done.stderr
@@ -330,7 +332,7 @@ def test_a_killed_study_continues_with_the_same_trajectory(started, tmp_path):
     assert not (gated / "result.json").exists()
     stamp = (ended / "result.json").stat().st_mtime_ns
     (tmp_path / "open").touch()
-    assert run(*process.args, folder=tmp_path).returncode == 0
+    assert run(*process.args, folder=tmp_path, **FORK_SPAWNED).returncode == 0
     assert (ended / "result.json").stat().st_mtime_ns == stamp
     straight = tmp_path / "straight"
     train(plan_runs(load_study(tmp_path / "trial.yaml"))[1].experiment, straight)
@@ -352,7 +354,8 @@ def test_shipped_studies_expand(name):
     assert plan_runs(load_study(name))
 
 
-def test_a_study_runs_from_python_and_returns_its_report(tmp_path):
+def test_a_study_runs_from_python_and_returns_its_report(tmp_path, monkeypatch):
+    fork_what_is_spawned(monkeypatch)
     own = study(seeds=[0]).replace(name="own")
     report = own.run(tmp_path / "out", workers=1)
     assert [run.status(report.records.metric) for run in report.records.runs] == ["complete"] * len(report.records.runs)
