@@ -6,20 +6,20 @@ import itertools
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, first_lines
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
-from eigengraft.optimizers.recipe.overrides import apply_overrides
+from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
 
 from ..files import short_name
 from ..reports.records import METRICS, Metric, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
-from ..training.experiment import load_experiment, read_experiment
+from ..training.experiment import Experiment, load_experiment, read_experiment, with_imports
 from ..training.imports import resolve_paths
 from .axes import (
     Changes,
@@ -53,6 +53,10 @@ class Study(Component):
     select it. Excluded combinations are not run.
     """
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **{name: f"it belongs under `base`: `base: {{{name}: ...}}`" for name in Experiment.model_fields},
+        **Experiment.elsewhere,
+    }
     name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
     description: str = Field("", description="question of the study in a sentence or two")
     base: dict[str, Any] = Field(
@@ -231,7 +235,17 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
             raise RecipeError(f"{path} does not describe a study:\n{error}") from error
     raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
     axes, own = split_axes(overrides)
-    return validated(Study, _with_axes(apply_overrides(raw, own), axes))
+    return validated(Study, _with_axes(_overridden(raw, own), axes))
+
+
+def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the raw study with overrides, after the imports of its base were executed."""
+    pairs = override_pairs(overrides)
+    data = assign_paths(data, [pair for pair in pairs if pair[0] == "base.imports"])
+    base = data.get("base")
+    if isinstance(base, Mapping):
+        data["base"] = with_imports(base)
+    return assign_paths(data, [pair for pair in pairs if pair[0] != "base.imports"])
 
 
 def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str]]:
@@ -277,7 +291,7 @@ def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
     axes, own = split_axes(overrides)
     raw = read_yaml(path)
     if not axes or not isinstance(raw, Mapping) or "task" not in raw:
-        return _with_axes(apply_overrides(_read(path), own), axes)
+        return _with_axes(_overridden(_read(path), own), axes)
     of_study = [one for one in own if one.partition("=")[0].split(".")[0] in Study.model_fields]
     base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
     data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes}

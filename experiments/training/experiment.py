@@ -136,13 +136,7 @@ class Experiment(Component):
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `data` after its imports were executed and its recipe was loaded with overrides."""
-    data = dict(data)
-    imports = data.get("imports")
-    if isinstance(imports, (list, tuple)):
-        # Paths become absolute, so that the recorded configuration of a run can be used from any directory.
-        data["imports"] = [str(Path(name).absolute()) if names_a_file(name) else name for name in map(str, imports)]
-        for source in data["imports"]:
-            import_component(source)
+    data = with_imports(data)
     overrides = data.pop("overrides", None) or ()
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):
@@ -156,6 +150,20 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
             )
     if recipe is not None:
         data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)
+    return data
+
+
+def with_imports(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `data` after its imports were executed, so that the kinds that they define are known.
+
+    Files in `imports` become absolute, so that the recorded configuration of a run can be used from any directory.
+    """
+    data = dict(data)
+    imports = data.get("imports")
+    if isinstance(imports, (list, tuple)):
+        data["imports"] = [str(Path(name).absolute()) if names_a_file(name) else name for name in map(str, imports)]
+        for source in data["imports"]:
+            import_component(source)
     return data
 
 
@@ -189,8 +197,11 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
     data.setdefault("parallel", "none")
     data["imports"] = [*_listed(data, "imports"), *imports]
     data["overrides"] = [*_listed(data, "overrides"), *recipes]
+    imported = [override for override in own if _path(override) == "imports"]
+    others = [override for override in own if override not in imported]
     try:
-        return validated(Experiment, resolved(apply_overrides(data, own, parse_yaml)))
+        data = with_imports(apply_overrides(data, imported, parse_yaml))
+        return validated(Experiment, resolved(apply_overrides(data, others, parse_yaml)))
     except RecipeError as error:
         if isinstance(source, (str, Path)):
             raise RecipeError(f"{source} does not describe an experiment:\n{error}") from error

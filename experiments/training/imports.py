@@ -135,8 +135,9 @@ def resolve_paths(fields: Mapping[str, Any], home: Path) -> dict[str, Any]:
 
 
 def _located(path: str, value: Any, home: Path) -> Any:
-    if path == "imports" and isinstance(value, (list, tuple)):
-        return [str(home / name) if names_a_file(str(name)) else name for name in value]
+    if path == "imports" and isinstance(value, (str, list, tuple)):
+        names = [value] if isinstance(value, str) else value
+        return [str(home / name) if names_a_file(str(name)) else name for name in names]
     if path in ("recipe", "recipe.base") and isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
         return str(home / value)
     if path == "recipe" and isinstance(value, Mapping) and "base" in value:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from eigengraft import RecipeError
-from eigengraft.experiments import Report, RunLog, complete_study, load_experiment, load_study
+from eigengraft.experiments import Experiment, Report, RunLog, complete_study, load_experiment, load_study
+from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.tasks import Batch, Digits
 from eigengraft.experiments.tasks.base import GradientPass
 from eigengraft.experiments.training.callbacks import Limits, Patience, RunView
@@ -31,6 +32,67 @@ QUICK = ["task.width=4", "task.batch_size=8", "steps=12", "eval_every=2", "log_e
 def test_the_example_of_a_task_keeps_the_laws() -> None:
     module = import_component(str(EXAMPLE.with_suffix(".py")))
     assert "the loss is a mean over targets" in str(check_task(module.Curve(width=4)))
+
+
+OWN_FIELDS = {
+    "tasks": ("task", "owntask", "width"),
+    "training.schedule": ("schedule", "ownschedule", "cycles"),
+    "training.callbacks": ("callbacks", "owncallback", "rows"),
+}
+"""Package -> (field of an experiment, kind, field of the kind) for components that the next test defines in a file."""
+
+OWN_FILE = """
+from typing import Literal
+from eigengraft.experiments.tasks import Task
+from eigengraft.experiments.training.callbacks import Callback
+from eigengraft.experiments.training.schedule import LearningRateSchedule
+
+class OwnTask(Task):
+    kind: Literal["owntask"] = "owntask"
+    width: int = 1
+    def load(self): ...
+    def build(self): ...
+
+class OwnSchedule(LearningRateSchedule):
+    kind: Literal["ownschedule"] = "ownschedule"
+    cycles: int = 1
+    def decay(self, t): return 1.0
+
+class OwnCallback(Callback):
+    kind: Literal["owncallback"] = "owncallback"
+    rows: int = 1
+"""
+
+
+@pytest.mark.parametrize(("field", "kind", "inner"), OWN_FIELDS.values(), ids=OWN_FIELDS)
+def test_fields_of_a_bare_imported_kind_can_be_overridden(
+    registry: None, tmp_path: Path, field: str, kind: str, inner: str
+) -> None:
+    """The kind is known only after the import of the file that the experiment names."""
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    written: object = [kind] if field == "callbacks" else kind
+    path = f"{field}.{kind}.{inner}" if field == "callbacks" else f"{field}.{inner}"
+    (tmp_path / "mine.yaml").write_text(
+        json.dumps({"imports": ["own.py"], "task": "digits", "recipe": "adamw", field: written})
+    )
+    study = {"base": {"imports": "own.py", "task": "digits", "recipe": "adamw", field: written}, "axes": {path: [2, 3]}}
+    (tmp_path / "study.yaml").write_text(json.dumps(study))
+
+    def read(experiment: Experiment) -> object:
+        found = getattr(experiment, field)
+        return getattr(found[0] if field == "callbacks" else found, inner)
+
+    planned = plan_runs(load_study(tmp_path / "study.yaml", [f"base.{path}=4"]))
+    assert [read(run.experiment) for run in planned] == [2, 3]
+    assert read(load_experiment(tmp_path / "mine.yaml", [f"{path}=4"])) == 4
+    raw = {"task": "digits", "recipe": "adamw", field: written}
+    assert read(load_experiment(raw, [f"{path}=4", f"imports=[{tmp_path / 'own.py'}]"])) == 4
+
+
+def test_a_study_says_that_imports_belong_to_its_base(tmp_path: Path) -> None:
+    study = {"base": {"task": "digits", "recipe": "adamw"}, "axes": {"lr": [1, 2]}}
+    with refused(RecipeError, "imports", "base"):
+        load_study({**study, "imports": ["own.py"]})
 
 
 def test_a_regression_trains_in_parts_in_mixed_precision_and_with_callbacks(tmp_path: Path) -> None:
