@@ -55,6 +55,13 @@ EXPLODED_ALONE = 10
 """Factor on EXPLODED for a run in which nothing else is wrong. Layers with small initial weights grow in healthy runs
 too.
 """
+RISEN = 0.9
+"""Fraction of the fall of the loss. A run that has lost more of its fall at its end counts as having got worse.
+
+A short run with a high but usable learning rate may lose up to 0.8 of its fall for a while.
+"""
+LEAST_RISEN = 0.1
+"""Fraction of the first loss. A smaller fall may be noise, so that its loss is no finding."""
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
@@ -80,7 +87,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "validation data": Explanation(
         "rows that only validation reads have NaN, or are scaled differently from the training rows",
-        "check the validation rows named above, and scale them with the numbers of the training rows",
+        "check the validation rows for NaN, and scale them with the numbers of the training rows",
     ),
     "labels": Explanation(
         "classes are numbered from 1, an extra class means `ignore`, or the model has too few outputs",
@@ -105,6 +112,10 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "model": Explanation(
         "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
         "add a small number inside the root, log or division of the layer",
+    ),
+    "loss not finite": Explanation(
+        "the learning rate is too high, the data have NaN or infinity, or an operation of the model overflows",
+        "check the batch of this step with `torch.isfinite`; if it is finite, divide lr by 10, or clip gradients",
     ),
     "error": Explanation(
         "the code of the task, the model or a callback raised the error",
@@ -208,16 +219,39 @@ class Record:
         return [row[column] for row in self.run.rows if row.get(column) is not None]
 
     @property
+    def imported(self) -> bool:
+        """True if another training loop logged the run. Only runs of this library record their data."""
+        return "data" not in self.run.provenance
+
+    @property
+    def losses(self) -> list[float]:
+        """Training losses of all rows. If no row has one, as in some imported runs, the validation losses."""
+        return self.numbers("loss") or self.numbers("val_loss")
+
+    @property
+    def loss_name(self) -> str:
+        """Name of `losses` for readers."""
+        return "training loss" if self.numbers("loss") else "validation loss"
+
+    @property
     def first_loss(self) -> float | None:
-        """Training loss at the start: that of the first step, or the mean of the first row."""
+        """Loss at the start: that of the first step, or the mean of the first row."""
         first = self.run.result.get("first_loss")
-        return first if first is not None else next(iter(self.numbers("loss")), None)
+        return first if first is not None else next(iter(self.losses), None)
 
     @property
     def last_loss(self) -> float | None:
-        """Median training loss over the last quarter of the rows; None without rows."""
-        losses = self.numbers("loss")
-        return median(losses[-max(1, len(losses) // 4) :]) if losses else None
+        """Median loss over the last quarter of the rows; None without rows."""
+        quarters = self.quarters
+        return quarters[-1] if quarters else None
+
+    @property
+    def quarters(self) -> list[float]:
+        """Median loss over each quarter of the rows, the last row in the last; of fewer than four rows, each loss."""
+        losses = self.losses
+        size = max(1, len(losses) // 4)
+        ends = range(len(losses), max(0, len(losses) - 4 * size), -size)
+        return [median(losses[end - size : end]) for end in reversed(ends)]
 
     @property
     def largest_step(self) -> float | None:
@@ -244,18 +278,30 @@ def diagnose(directory: str | Path) -> Diagnosis:
     """
     record, notes = Record.read(Path(directory)), list[str]()
     found = [*_of_fault(record), *_of_end(record)]
+    if record.imported:
+        notes += _unlogged(record)
     if not found or found[0].kind in _SYMPTOMS:
-        found = [*_large_start(record, notes), *_exploding(record, sick=bool(found)), *_dead(record), *found]
+        start = () if record.imported else _large_start(record, notes)
+        found = [*start, *_exploding(record, sick=bool(found)), *_dead(record), *found]
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
     return Diagnosis(record.run.directory, tuple(found), tuple(notes))
 
 
-_SYMPTOMS = ("learning rate", "stalled", "model")
+_SYMPTOMS = ("learning rate", "stalled", "model", "loss not finite")
 """Kinds of findings that may be symptoms of a faulty layer or of the initial weights.
 
 After a finding of this kind, layers and initial weights are checked too, and findings about them come first.
 """
+
+
+def _unlogged(record: Record) -> Iterator[str]:
+    """Yield a line about the checks that the run of another training loop cannot get."""
+    if not any(row.get("weight_growth_largest_layer") for row in record.run.rows):
+        yield (
+            "data, initial outputs, roots and layers, as the run was logged by another training loop, which records "
+            f"none of them; its losses were checked ({len(record.run.rows)} rows)"
+        )
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
@@ -267,9 +313,13 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     if fault is None:
         return
     kind: FindingKind = fault.cause
+    if kind == "loss not finite" and (rise := _rise(record)):
+        yield Finding("learning rate", fault.step, "", f"{fault.text}; before, {rise}")
+        return
     if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind = "learning rate"
-    first = f"step {fault.step}: {fault.place} first: {fault.text}" if fault.place != "error" else fault.text
+    plain = record.imported or fault.place == "error"
+    first = fault.text if plain else f"step {fault.step}: {fault.place} first: {fault.text}"
     yield Finding(kind, fault.step, fault.layer, first + (_step_size(record) if kind == "learning rate" else ""))
 
 
@@ -279,12 +329,27 @@ def _of_end(record: Record) -> Iterator[Finding]:
         yield Finding("learning rate", record.run.result["steps"], "", record.run.result["diagnosis"])
     elif record.run.error and not record.run.result and record.fault is None:
         yield Finding("error", None, "", record.run.error.strip().splitlines()[-1])
-    elif record.run.result.get("diverged") or (record.fault is not None and not record.run.result):
+    elif record.run.result.get("diverged") or (record.fault and (record.imported or not record.run.result)):
         return
-    elif worse := worse_than_at_first(record.first_loss, record.last_loss):
+    elif worse := _rise(record):
         yield Finding("learning rate", None, "", f"{worse}{_step_size(record)}")
     elif _is_stalled(record):
         yield _stalled(record)
+
+
+def _rise(record: Record) -> str:
+    """Return a sentence if the loss ended far above its first value, or lost nearly all of its fall; else an empty text."""
+    first, last, quarters = record.first_loss, record.last_loss, record.quarters
+    if worse := worse_than_at_first(first, last, record.loss_name):
+        return worse
+    if first is None or last is None or len(record.losses) < 8:
+        return ""
+    best = min(quarters)
+    if first - best < LEAST_RISEN * abs(first) or last - best < RISEN * (first - best):
+        return ""
+    return (
+        f"the {record.loss_name} fell from {first:.4g} to {best:.4g} and rose again to {last:.4g} (medians of quarters)"
+    )
 
 
 def _step_size(record: Record) -> str:
@@ -348,7 +413,7 @@ def _dead(record: Record) -> Iterator[Finding]:
 def _is_stalled(record: Record) -> bool:
     """Return True if neither training loss nor validation loss has fallen, and False for fewer than four rows."""
     evaluations, first, last = record.numbers("val_loss"), record.first_loss, record.last_loss
-    if first is None or last is None or first <= 0 or len(record.numbers("loss")) < 4:
+    if first is None or last is None or first <= 0 or len(record.losses) < 4:
         return False
     learned = len(evaluations) > 1 and evaluations[-1] < (1 - LEAST_FALL) * min(evaluations[0], first)
     return not learned and last >= (1 - LEAST_FALL) * first
@@ -356,7 +421,7 @@ def _is_stalled(record: Record) -> bool:
 
 def _stalled(record: Record) -> Finding:
     """Return the finding about a loss that does not fall, with the size of steps."""
-    text = f"the training loss does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
+    text = f"the {record.loss_name} does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
     if large := _step_size(record):
         return Finding("learning rate", None, "", text + large)
     largest = record.largest_step

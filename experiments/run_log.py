@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,7 @@ from eigengraft.component import Component
 from eigengraft.errors import RecipeError
 
 from .files import append_text, make_directory, read_object, read_rows, write_text
+from .training.divergence import Fault, FaultCause, FaultPlace
 
 ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
 """Columns that every row has. Reports draw `tokens` and `flops` too, and `load_metrics` returns all columns."""
@@ -65,7 +67,7 @@ class RunLog:
         fixed = {"name": self.directory.name, "task": {"kind": task}, "recipe": declared}
         self.config = {**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}
         self._acquire()
-        self._began, self._lost = time.perf_counter(), False
+        self._began = time.perf_counter()
 
     def _acquire(self) -> None:
         known = read_object(self.directory / "config.json")
@@ -80,6 +82,8 @@ class RunLog:
         self._write("config", self.config)
         self._write("env", where)
         self.rows = read_rows(self.directory / "metrics.jsonl")
+        known = read_object(self.directory / "fault.json")
+        self._fault = Fault(**known) if known else None
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
         """Append a row. A step that has a row already is logged again: that row and all later ones are dropped.
@@ -95,24 +99,56 @@ class RunLog:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
         given = {"seconds": time.perf_counter() - self._began, **numbers, "step": step, "loss": loss}
         row = {**dict.fromkeys(ROW_COLUMNS), **{name: _number(name, value) for name, value in given.items()}}
-        self._lost = any(not math.isfinite(x) for x in (loss, numbers.get("val_loss")) if x is not None)
         if self.rows and step <= self.rows[-1]["step"]:
             self.rows = [one for one in self.rows if one["step"] < step]
             write_text(self._metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
         self.rows.append({**row, "step": int(step)})
         append_text(self._metrics, json.dumps(self.rows[-1]) + "\n")
+        self._note_fault(int(step), {"loss": loss, "evaluation": numbers.get("val_loss")})
+
+    def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
+        """Write fault.json from the first loss that is not finite. Remove it if the same loss is finite again later.
+
+        losses: losses of the row of `step`, by the place of a fault.
+        """
+        known, given = self._fault, {place: float(x) for place, x in losses.items() if x is not None}
+        if known is not None and (step <= known.step or math.isfinite(given.get(known.place, math.nan))):
+            known = None
+        for place, value in given.items():
+            if math.isfinite(value):
+                continue
+            if known is None:
+                known = self._lost_loss(place, step, value)
+            elif place == "loss" and known.place == "evaluation":  # the training loss was logged later
+                known = replace(known, cause="loss not finite")
+        if known is not None and known is not self._fault:
+            self._write("fault", asdict(known))
+        elif known is None and self._fault is not None:
+            (self.directory / "fault.json").unlink(missing_ok=True)
+        self._fault = known
+
+    def _lost_loss(self, place: FaultPlace, step: int, value: float) -> Fault:
+        """Return the fault of a loss that is not finite."""
+        column, name = ("loss", "training") if place == "loss" else ("val_loss", "validation")
+        before = [row for row in self.rows if row[column] is not None]
+        last = f"; it was {before[-1][column]:.4g} at step {before[-1]['step']}" if before else ", its first row"
+        text = f"the {name} loss is {value} at step {step}{last}"
+        trains = any(row["loss"] is not None for row in self.rows)
+        cause: FaultCause = "validation data" if place == "evaluation" and trains else "loss not finite"
+        return Fault(place, cause, step, "", text)
 
     def finish(self) -> None:
-        """Write the result from the last row. A run whose last loss is not finite has diverged."""
+        """Write the result from the last row. A run whose last losses are not finite has diverged."""
         if not self.rows:
             raise ValueError(f"{self.directory}: no row was logged, so that the run has no result")
         last = self.rows[-1]
         evaluated = [row for row in self.rows if row["val_loss"] is not None]
-        final = evaluated[-1] if evaluated and not self._lost else {}
+        lost = self._fault is not None
+        final = evaluated[-1] if evaluated and not lost else {}
         losses = [row["loss"] for row in self.rows if row["loss"] is not None]
         result = {name: final.get(name) for name in ("val_loss", "val_accuracy")}
         result["metrics"] = {name: value for name, value in final.items() if name.startswith("val.")}
-        result |= {"train_loss": losses[-1] if losses and not self._lost else None, "steps": last["step"]}
+        result |= {"train_loss": losses[-1] if losses and not lost else None, "steps": last["step"]}
         if last["seconds"] is not None:
             result |= {"seconds": last["seconds"], "step_ms": 1e3 * last["seconds"] / last["step"]}
         self._write("result", result)
@@ -138,11 +174,16 @@ def _number(name: str, value: Any) -> float | None:
     """Return a number of a row, None for a missing one and for NaN and infinity, which JSON lacks."""
     if value is None:
         return None
+    number = _parsed(name, value)
+    return number if math.isfinite(number) else None
+
+
+def _parsed(name: str, value: Any) -> float:
+    """Return a value as a number, for example a text, or a tensor with one element."""
     try:
-        number = float(value)  # also accepts a tensor with one element
+        return float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name}: it must be a number, got {value!r}") from None
-    return number if math.isfinite(number) else None
 
 
 def import_run(
@@ -169,18 +210,20 @@ def import_run(
         RecipeError: the file has no steps, or a value that is no number, or the directory contains another run.
     """
     names = {there: here for here, there in (columns or {}).items()}
-    rows: dict[int, dict[str, float | None]] = {}
+    rows: dict[int, dict[str, float]] = {}
     for place, raw in enumerate(_read(Path(file)), start=1):
         found = {names.get(name, name): value for name, value in raw.items() if value not in ("", None)}
         try:
             wanted = {name: value for name, value in found.items() if name in names.values() or _is_number(value)}
-            row = {name: _number(name, value) for name, value in wanted.items()}
+            row = {name: _parsed(name, value) for name, value in wanted.items()}
         except ValueError as error:
             raise RecipeError(f"{file}, row {place}: {error}") from None
         step = row.pop("step", None)
-        if step is None:
+        if step is None or not math.isfinite(step):
             raise RecipeError(f"{file}, row {place}: there is no column 'step'; give its name as step=NAME")
-        rows.setdefault(int(step), {}).update(row)
+        joined = rows.setdefault(int(step), {})
+        # NaN may also stand for a missing value, so that it replaces no number
+        joined |= {name: value for name, value in row.items() if name not in joined or math.isfinite(value)}
     if not any("loss" in row or "val_loss" in row for row in rows.values()):
         raise RecipeError(f"{file}: there is no column 'loss' or 'val_loss'; give its name as loss=NAME")
     first = min(rows)

@@ -35,9 +35,18 @@ batches is far smaller.
 FaultPlace = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
 """The kind of value that went wrong first; "error": no wrong value was detected, but an error ended the run."""
 FaultCause = Literal[
-    "data", "validation data", "labels", "initialization", "learning rate", "precision", "failed root", "model", "error"
+    "data",
+    "validation data",
+    "labels",
+    "initialization",
+    "learning rate",
+    "precision",
+    "failed root",
+    "model",
+    "error",
+    "loss not finite",
 ]
-"""The usual cause of a fault."""
+"""The usual cause of a fault; "loss not finite": the run of another training loop, in which causes are not searched."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +219,11 @@ class Divergence:
         return next((name for name in self.ranks.all_gather(found) if name is not None), None)
 
 
-def worse_than_at_first(first: float | None, last: float | None) -> str:
-    """Return a sentence about it if the training loss ended above WORSE times its first value, else an empty text."""
+def worse_than_at_first(first: float | None, last: float | None, name: str = "training loss") -> str:
+    """Return a sentence if a loss ended far above its first value, else an empty text.
+
+    name: name of the loss for readers.
+    """
     if first is None or last is None or not 0 < WORSE * first < last:
         return ""
-    return f"the training loss rose from {first:.4g} at the first step to {last:.4g} at the end; a smaller lr may help"
+    return f"the {name} rose from {first:.4g} at first to {last:.4g} at the end; a smaller lr may help"

@@ -9,8 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError
-from eigengraft.experiments import Report, RunLog, import_run
+from eigengraft.experiments import Report, RunLog, diagnose, import_run
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.files import read_object
 
 from ..refusals import refused
 
@@ -61,6 +62,66 @@ def test_a_block_that_raises_leaves_an_unfinished_run_and_nan_is_a_divergence(tm
         log.row(2, float("nan"))
     records = Report(tmp_path).records
     assert sorted(run.status(records.metric) for run in records.runs) == ["diverged", "unfinished"]
+
+
+N = float("nan")
+HEALTHY = [4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0, 1.0, 1.0, 0.8, 1.2, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("losses", "val_losses", "kind", "step"),
+    [
+        ([2.0, 1.9, 1.8, N, N], None, "loss not finite", 4),
+        ([N, N], None, "loss not finite", 1),
+        ([2.0, 5.0, 9.0, 36.0, N, N], None, "learning rate", 5),
+        ([2.0, 5.0, 9.0, 36.0], None, "learning rate", None),
+        ([4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0, 1.0, 3.0, 3.8, 3.9, 3.9], None, "learning rate", None),
+        ([2.0] * 5, None, "stalled", None),
+        ([2.0, 1.5, 1.2, 1.1], [2.0, 1.5, N, N], "validation data", 3),
+        ([2.0, 1.5, None, N], [2.0, 1.5, N, None], "loss not finite", 3),  # the evaluation saw it first
+        ([None] * 3, [2.0, N, N], "loss not finite", 2),
+        ([None] * 4, [2.0] * 4, "stalled", None),
+        (HEALTHY, None, None, None),
+        ([*HEALTHY[:5], N, *HEALTHY[5:]], None, None, None),  # a skipped step
+        ([None] * 12, HEALTHY, None, None),
+    ],
+)
+def test_the_doctor_reads_the_losses_of_such_runs_and_names_the_checks_that_it_cannot_do(
+    tmp_path: Path,
+    losses: list[float | None],
+    val_losses: list[float | None] | None,
+    kind: str | None,
+    step: int | None,
+) -> None:
+    with RunLog(tmp_path, "my text", len(losses), recipe="mine") as log:
+        for number, (loss, val_loss) in enumerate(
+            zip(losses, val_losses or [None] * len(losses), strict=True), start=1
+        ):
+            log.row(number, loss, val_loss=val_loss)
+    diagnosis = diagnose(tmp_path)
+    assert [(one.kind, one.step) for one in diagnosis.findings] == ([] if kind is None else [(kind, step)])
+    (note,) = diagnosis.notes
+    assert "layers" in note and "recipe.update" not in note and f"{len(losses)} rows" in note
+
+
+def test_a_loss_that_is_not_finite_is_forgotten_when_its_step_is_logged_again(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, "my text", 4)
+    for step, loss in enumerate([2.0, 1.9, N], start=1):
+        log.row(step, loss)
+    assert diagnose(tmp_path).findings[0].step == 3  # also while the run trains
+    again = RunLog(tmp_path, "my text", 4)
+    again.row(2, 1.9)
+    again.row(3, 1.8)
+    again.row(4, 1.7)
+    again.finish()
+    assert not diagnose(tmp_path) and read_object(tmp_path / "result.json")["train_loss"] == 1.7
+
+
+def test_the_doctor_finds_a_nan_of_an_imported_log(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("step,loss\n0,2.0\n1,1.5\n2,nan\n3,nan\n")
+    assert [
+        (one.kind, one.step) for one in diagnose(import_run(tmp_path / "log.csv", tmp_path / "run", "text")).findings
+    ] == [("loss not finite", 3)]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
