@@ -338,7 +338,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
 
 
 def _rise(record: Record) -> str:
-    """Return a sentence if the loss ended far above its first value, or lost nearly all of its fall; else an empty text."""
+    """Return a sentence if the loss ended far above its first value or lost nearly all of its fall, else ""."""
     first, last, quarters = record.first_loss, record.last_loss, record.quarters
     if worse := worse_than_at_first(first, last, record.loss_name):
         return worse

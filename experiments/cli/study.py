@@ -107,7 +107,7 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
         str | None,
         typer.Option(
             metavar="LABEL",
-            help="label to compare with; default: the study's baseline; for several studies: no baseline",
+            help="label to compare with, of any axis; default: the study's baseline; for several studies: no baseline",
         ),
     ] = None,
 ) -> None:
@@ -200,7 +200,8 @@ def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
     preview = preview_study(study, out or Path("runs") / short_name(study.name))
     for table in (cells_table(preview), *differences_table(preview)):
         print_table(table)
-    typer.echo(sentence(preview))
+    for text in (*preview.comparisons, sentence(preview)):
+        typer.echo(text)
 
 
 def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: int, options: list[str]) -> None:
@@ -396,21 +397,20 @@ def cells_table(preview: StudyPreview) -> Table:
 
 
 def differences_table(preview: StudyPreview) -> Iterator[Table]:
-    """Yield a table with a row for each field in which the compared labels differ. Yield nothing if there is no such
-    field.
-    """
+    """Yield a table for each compared axis, with a row for each field in which its labels differ."""
     from ..reports.recipe_diff import diff_recipes
 
-    labels = list(dict.fromkeys(label for panel in preview.configs.values() for label in panel))
-    rows = diff_recipes(preview.configs)
-    if rows:
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column("field", overflow="fold", min_width=30)
-        for label in labels:
-            table.add_column(label, overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, (row.path, *row.values)))
-        yield table
+    for panels in preview.configs.values():
+        labels = list(dict.fromkeys(label for panel in panels.values() for label in panel))
+        rows = diff_recipes(panels)
+        if rows:
+            table = Table(box=box.SIMPLE_HEAD)
+            table.add_column("field", overflow="fold", min_width=30)
+            for label in labels:
+                table.add_column(label, overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, (row.path, *row.values)))
+            yield table
 
 
 def sentence(preview: StudyPreview) -> str:

@@ -38,6 +38,8 @@ class ComparisonRow:
     baseline: ComparisonRow | None
     axis: str = ""
     """Name of the compared axis. Figures and sentences put it before a label that is a number."""
+    edge: str = ""
+    """End of the tried numbers at which the best number of a method is, "least" or "largest"; empty: at no end."""
 
     @property
     def title(self) -> str:
@@ -279,17 +281,14 @@ def _rate_last(labels: Mapping[str, str], method: str) -> dict[str, str]:
 def sweeps(records: Records) -> dict[str, list[Curve]]:
     """Return the curves of the final metric over the labels of the compared axis, one curve for each panel.
 
-    The curves are grouped by title. Panels whose labels differ only on the last axis share a title, and so a figure.
-    Returns {} unless the compared axis has at least three labels and all are numbers. Diverged runs leave a gap, and
-    rows without a finished run are left out.
+    Empty unless there are at least two labels and all are numbers. Diverged runs leave a gap, and rows without a
+    finished run are left out.
     """
     panels = compare(records)
-    numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
-    if len(numbers) < 3 or not all(map(math.isfinite, numbers.values())):
-        return {}
+    numbers = _numbers(panels)
     styles: dict[str, int] = {}
     found: dict[str, list[Curve]] = {}
-    for panel in panels:
+    for panel in panels if numbers else ():
         *outer, last = panel.labels or (records.name,)
         ended = sorted(((numbers[r.label], r) for r in panel.rows if r.finals), key=lambda pair: pair[0])
         values = [[v if math.isfinite(v) else math.nan for v in row.finals.values()] for _, row in ended]
@@ -309,28 +308,82 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
     return found
 
 
-def at_their_best(records: Records) -> list[ComparisonPanel]:
-    """Return panels in which every row is a method at its best label of the compared axis, such as its best learning
-    rate.
+def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
+    """Return the labels of the rows as numbers, by label. Empty if there is one label, or if one is no number."""
+    numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
+    return numbers if len(numbers) > 1 and all(map(math.isfinite, numbers.values())) else {}
 
-    Methods are the labels of the last axis that is not compared. The first method is the baseline. Returns [] unless
-    the compared axis has numbers as labels (see `sweeps`) and there are several methods.
+
+def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
+    """Return the panels whose best rows are compared, with their common labels. A panel has the runs of one method.
+
+    Methods are the labels of the axis before the last. Empty if the labels of rows are no numbers, or without a second
+    method.
     """
+    panels = compare(records)
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
-    for panel in compare(records) if sweeps(records) else ():
-        if panel.best is not None and panel.labels:
+    for panel in panels if _numbers(panels) else ():
+        if panel.labels:
             groups.setdefault(panel.labels[:-1], []).append(panel)
-    return [_at_their_best(records, outer, group) for outer, group in groups.items() if len(group) > 1]
+    return [(outer, group) for outer, group in groups.items() if len(group) > 1]
+
+
+def at_their_best(records: Records) -> list[ComparisonPanel]:
+    """Return panels that compare methods, each with its own best value of a sweep. The first method is the baseline.
+
+    Empty without a sweep, or with a single method that has ended.
+    """
+    found = []
+    for outer, group in _by_conditions(records):
+        ended = [panel for panel in group if panel.best is not None]
+        found += [_at_their_best(records, outer, ended)] if len(ended) > 1 else []
+    return found
 
 
 def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[ComparisonPanel]) -> ComparisonPanel:
-    chosen = [(panel.labels[-1], panel.best) for panel in group if panel.best is not None]
+    chosen = [(panel.labels[-1], panel.best, _edge(panel)) for panel in group if panel.best is not None]
     rows: list[ComparisonRow] = []
-    for style, (method, best) in enumerate(chosen):
+    for style, (method, best, edge) in enumerate(chosen):
         label = f"{method}, {named(records.compare, best.label)}"
-        rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None))
+        rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None, edge=edge))
     title = ", ".join([*outer, f"each at its own best {records.compare}"])
     return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0])
+
+
+def _edge(panel: ComparisonPanel) -> str:
+    """Return "least" or "largest" if the best number of a panel is at that end of the numbers that have runs."""
+    assert panel.best is not None
+    tried = [_number(row.label) for row in panel.rows if row.finals]
+    best = _number(panel.best.label)
+    return "least" if best == min(tried) else "largest" if best == max(tried) else ""
+
+
+def method_axis(records: Records) -> str | None:
+    """Return the axis whose labels are compared, each at its own best number; None if there is no such comparison."""
+    rates = swept(records)
+    return [axis for axis in rates.runs[0].labels if axis != rates.compare][-1] if _by_conditions(rates) else None
+
+
+def describe_comparisons(records: Records) -> list[str]:
+    """Return a sentence for each kind of comparison in a report of these runs, of which none needs to have started."""
+    rates, panels, found = swept(records), compare(records), list[str]()
+    groups = _by_conditions(rates)
+    if groups:
+        methods = list(dict.fromkeys(panel.labels[-1] for _, group in groups for panel in group))
+        numbers = dict.fromkeys(row.label for _, group in groups for panel in group for row in panel.rows)
+        each = f"{', '.join(methods)}, each at its own best {rates.compare} of {', '.join(numbers)}"
+        found.append(f"the report compares {each}, with the baseline {methods[0]}{_panels([o for o, _ in groups])}")
+    rows = list(dict.fromkeys(row.title for panel in panels for row in panel.rows))
+    if len(rows) > 1:
+        base = named(records.compare, records.baseline)
+        compared = f"{', '.join(rows)}, with the baseline {base}{_panels([panel.labels for panel in panels])}"
+        found.append(f"the report compares {compared}")
+    return found or [f"the report compares nothing, because the axis {records.compare} has one label"]
+
+
+def _panels(conditions: Sequence[tuple[str, ...]]) -> str:
+    """Return a clause that names the conditions of several panels; empty for a single panel."""
+    return f", for each of {'; '.join(', '.join(one) for one in conditions)}" if len(conditions) > 1 else ""
 
 
 def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:

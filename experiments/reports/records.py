@@ -362,7 +362,8 @@ def read_records(
 
     Raises ValueError if no run has started, or if an argument names a label that does not exist.
 
-    baseline: label to compare with; None: the baseline of the study, and no baseline without a study.
+    baseline: label to compare with, or `axis=label`. A label of another axis than the compared one makes that axis the
+        compared one. None: the baseline of the study, and no baseline without a study.
     only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such as
         `soap*` selects several labels. Empty: all runs.
     labels: texts that replace labels, by label.
@@ -370,11 +371,32 @@ def read_records(
     manifest = read_object(directory / f"{MANIFEST}.json")
     records = _of_study(manifest, directory) if manifest else _joint(directory)
     if baseline is not None:
-        found = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
-        if baseline not in found:
-            raise ValueError(f"--baseline: '{baseline}' is no label of {records.compare}, which has {', '.join(found)}")
-        records = replace(records, baseline=baseline)
+        records = _compared_with(records, baseline)
     return _renamed(_selected(records, only), labels or {})
+
+
+def _compared_with(records: Records, baseline: str) -> Records:
+    """Return the records compared with another baseline.
+
+    baseline: a label of the compared axis, or of another axis, along which the runs are then compared. `axis=label`
+        chooses between axes that have the same label.
+    """
+    known: dict[str, dict[str, None]] = {}
+    for run in records.runs:
+        for axis, label in run.labels.items():
+            known.setdefault(axis, {}).setdefault(label)
+    axis, equals, label = baseline.partition("=")
+    named = bool(equals) and axis in known
+    label = label if named else baseline
+    axes = [axis] if named else [records.compare, *(other for other in known if other != records.compare)]
+    found = [one for one in axes if label in known.get(one, ())]
+    if not found or (len(found) > 1 and found[0] != records.compare):
+        lists = "; ".join(f"{axis} has {', '.join(labels)}" for axis, labels in known.items())
+        what = (
+            f"is a label of {' and '.join(found)}; write AXIS={label}" if found else f"is no label of any axis: {lists}"
+        )
+        raise ValueError(f"--baseline: '{baseline}' {what}")
+    return replace(records, compare=found[0], baseline=label)
 
 
 def _selected(records: Records, only: Iterable[str]) -> Records:

@@ -61,7 +61,8 @@ class Report:
 
     Args:
         directory: directory of a study or of runs, finished or not.
-        baseline: label to compare with. None: the baseline of the study.
+        baseline: label to compare with, or `axis=label`. A label of another axis than the compared one makes that axis
+            the compared one. None: the baseline of the study.
         only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
             as `soap*` selects several labels. Empty: all runs.
         labels: texts that replace labels, by label.

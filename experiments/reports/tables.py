@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eigengraft.errors import RecipeError
 
 from ..files import replacing, write_text
-from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, swept
+from .comparison import RATE, ComparisonPanel, ComparisonRow, at_their_best, compare, swept
 from .records import Records, Run, learning_rate, read_records
 from .seed_statistics import Summary
 
@@ -31,6 +31,8 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         return
     extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
     yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final)}."
+    if edges := [f"{row.title} ({row.edge})" for row in panel.rows if row.edge]:
+        yield f"At an end of the numbers that were tried: {', '.join(edges)}; a better number may lie beyond it."
     if base is None or base.final is None or best is base:
         return
     yield f"{base.title}: {format_summary(base.final)}."
@@ -212,6 +214,7 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     yield [records.compare, "learning rate", f"final {panel.metric.title}", *panel.further, *differences, *costs]
     for row in panel.rows:
         edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
+        edge = edge or (row.edge if swept(records).compare == RATE else "")
         rate = format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
         shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
         middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]

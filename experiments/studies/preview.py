@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.routing import describe_model
 
+from ..reports.comparison import describe_comparisons, method_axis
+from ..reports.records import Records, Run
 from ..training.experiment import Experiment
 from .plan import PlannedRun, expected_seconds, plan_runs
 from .study import Study
@@ -44,12 +46,14 @@ class CellPreview:
 class StudyPreview:
     """All cells of a study, and their configurations.
 
-    configs: panel -> label on the compared axis -> configuration.
+    configs: compared axis -> panel -> label on this axis -> configuration.
+    comparisons: a sentence for each comparison in the report of the study.
     """
 
     name: str
     cells: tuple[CellPreview, ...]
-    configs: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    configs: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
+    comparisons: tuple[str, ...]
 
     @property
     def runs(self) -> int:
@@ -74,8 +78,9 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
     cells: dict[str, list[PlannedRun]] = {}
     for run in planned:
         cells.setdefault(Path(run.directory).parent.name, []).append(run)
-    found, configs = [], dict[str, dict[str, dict[str, Any]]]()
-    axis, _ = study.compared
+    records = _records(study, planned, directory)
+    axes = dict.fromkeys(axis for axis in (records.compare, method_axis(records)) if axis is not None)
+    found, configs = [], {axis: dict[str, dict[str, dict[str, Any]]]() for axis in axes}
     for runs in cells.values():
         first = runs[0]
         key = first.experiment.task.model_dump_json() + first.experiment.run_recipe.model_dump_json()
@@ -87,9 +92,16 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
         found.append(
             CellPreview(first.labels, len(runs), complete, tuning, timed, seconds[first.directory], *sizes[key])
         )
-        panel = ", ".join(label for other, label in first.labels.items() if other != axis)
-        configs.setdefault(panel, {})[first.labels[axis]] = first.experiment.model_dump(mode="json")
-    return StudyPreview(study.name, tuple(found), configs)
+        for axis, panels in configs.items():
+            panel = ", ".join(label for other, label in first.labels.items() if other != axis)
+            panels.setdefault(panel, {})[first.labels[axis]] = first.experiment.model_dump(mode="json")
+    return StudyPreview(study.name, tuple(found), configs, tuple(describe_comparisons(records)))
+
+
+def _records(study: Study, planned: Iterable[PlannedRun], directory: Path) -> Records:
+    """Return the planned runs as a report reads them."""
+    runs = tuple(Run(dict(run.labels), run.seed, directory / run.directory) for run in planned)
+    return Records(study.name, study.description, study.measured, *study.compared, runs)
 
 
 def _sizes(experiment: Experiment) -> tuple[int, int]:

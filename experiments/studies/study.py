@@ -93,7 +93,7 @@ class Study(Component):
     baseline: dict[str, str] = Field(
         default={},
         max_length=1,
-        description="compared axis: label of its baseline; none: the last axis and its first label",
+        description="compared axis: label of its baseline; none: the last axis with several labels and its first label",
     )
 
     @field_validator("base", mode="before", json_schema_input_type=dict[str, Any] | str)
@@ -208,7 +208,8 @@ class Study(Component):
     @property
     def compared(self) -> tuple[str, str]:
         """Axis along which cells are compared, and the label of the baseline on this axis."""
-        axis = next(iter(self.baseline), list(self.axes)[-1])
+        several = [axis for axis, labels in self.axes.items() if len(labels) > 1]
+        axis = next(iter(self.baseline), (several or list(self.axes))[-1])
         return axis, self.baseline.get(axis, next(iter(self.axes[axis])))
 
 

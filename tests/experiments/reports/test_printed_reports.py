@@ -2,17 +2,26 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from eigengraft.experiments.reports import figures
-from eigengraft.experiments.reports.comparison import at_their_best, compare, named, swept
+from eigengraft.experiments.reports.comparison import (
+    at_their_best,
+    compare,
+    describe_comparisons,
+    method_axis,
+    named,
+    swept,
+)
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves
-from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
 from eigengraft.experiments.reports.report import Report, axis_name
-from eigengraft.experiments.reports.tables import format_difference, latex, markdown, write_tables
+from eigengraft.experiments.reports.tables import format_difference, latex, markdown, sentences, write_tables
 
+from ...refusals import refused
 from .test_report import ADAM, SOAP, Page, write_run, write_study
 
 pytestmark = pytest.mark.slow
@@ -59,6 +68,45 @@ def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
     heads = ["Validation loss against lr", "each at its own best lr", "lr 0.01 Lowest", "lr 0.1 Lowest"]
     assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
+
+
+def test_two_learning_rates_suffice_and_a_best_rate_at_an_end_is_named(grid):
+    manifest = json.loads((grid / "study.json").read_text())
+    two = [run for run in manifest["runs"] if run["labels"]["lr"] != "1"]
+    (grid / "study.json").write_text(json.dumps({**manifest, "runs": two}))
+    records = read_records(grid)
+    (panel,) = at_their_best(records)
+    assert [(row.label, row.edge) for row in panel.rows] == [("adam, lr 0.1", "largest"), ("soap, lr 0.01", "least")]
+    assert "(largest tried)" in markdown(panel, records) and "0.01 (least tried)" in markdown(panel, records)
+    (text,) = [text for text in sentences(panel, records) if "largest" in text]
+    assert "adam, lr 0.1" in text and "soap, lr 0.01 (least)" in text
+
+
+def test_the_best_rate_between_others_is_at_no_end(grid):
+    (panel,) = at_their_best(read_records(grid))
+    assert [row.edge for row in panel.rows] == ["", "least"]  # adam is best at 0.1, between 0.01 and 1
+
+
+def test_a_baseline_may_be_a_label_of_another_axis_which_is_then_compared(grid):
+    for text in ("soap", "method=soap"):
+        records = read_records(grid, text)
+        assert (records.compare, records.baseline) == ("method", "soap")
+    assert [row.label for row in Report(grid, "soap").panels[0].rows] == ["soap, lr 0.01", "adam, lr 0.1"]
+    assert read_records(grid, "lr=0.1").baseline == "0.1"
+    with refused(ValueError, "muon", "method", "adam", "soap", "lr"):
+        read_records(grid, "muon")
+    with refused(ValueError, "lr=soap", "0.01"):
+        read_records(grid, "lr=soap")
+
+
+def test_comparisons_are_described_before_any_run_has_started(tmp_path):
+    runs = [Run({"method": m, "lr": lr}, 0, tmp_path / f"{m}-{lr}") for m in ("adam", "soap") for lr in ("0.1", "0.2")]
+    records = Records("n", "", METRICS["val_loss"], "method", "adam", tuple(runs))
+    best, each = describe_comparisons(records)
+    assert "adam, soap, each at its own best lr of 0.1, 0.2" in best and "lr 0.1; lr 0.2" in each
+    assert method_axis(records) == "method"
+    single = replace(records, runs=tuple(run for run in runs if run.labels["lr"] == "0.1"))
+    assert method_axis(single) is None and len(describe_comparisons(single)) == 1
 
 
 def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
@@ -159,7 +207,7 @@ def test_tables_in_markdown_and_latex(grid):
     (panel,) = at_their_best(records)
     head, rule, *rows = markdown(panel, records).splitlines()[2:]
     assert head.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 2
-    assert rows[1].startswith("| soap, lr 0.01 | 0.01 | 1.633 \u00b1 0.153 | 3 | \u22120.467 [")
+    assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | 1.633 \u00b1 0.153 | 3 | \u22120.467 [")
     text = latex(panel, records)
     assert text.count("&") == 7 * 3 and text.count(r"\\") == 3 and "$-$0.467" in text and r"95 \% interval" in text
     assert not re.search(r"(?<!\\)[%#_]", text)

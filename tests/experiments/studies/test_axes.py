@@ -58,6 +58,16 @@ def test_a_preview_counts_runs_and_plans_the_state_that_an_optimizer_has(tmp_pat
         assert cell.state_bytes == eigengraft.compose(run.experiment.run_recipe, model).state_bytes()
 
 
+def test_a_preview_names_comparisons_and_the_fields_in_which_their_labels_differ(tmp_path):
+    """Methods differ beside the compared rates, and an axis with one label is not compared."""
+    preview = preview_study(study(axes={"method": METHODS, "lr": [0.1, 0.2]}), tmp_path)
+    assert list(preview.configs) == ["lr", "method"] and len(preview.comparisons) == 2
+    assert {label for panel in preview.configs["method"].values() for label in panel} == {"adam", "soap"}
+    assert "adam, soap" in preview.comparisons[0] and "lr 0.1, lr 0.2" in preview.comparisons[1]
+    one = study(axes={"method": METHODS, "lr": [0.1]})
+    assert one.compared == ("method", "adam") and list(preview_study(one, tmp_path).configs) == ["method"]
+
+
 def test_a_preview_counts_what_constraints_keep_of_parameters_in_their_dtype(tmp_path, monkeypatch):
     one = study(base={**TINY, "recipe": {"base": "adamw", "constraints": {"kind": "rounding", "rule": "compensated"}}})
     task = plan_runs(one)[0].experiment.task
