@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, counted
 
 from .files import read_object
 from .reports.records import Run
@@ -300,7 +300,7 @@ def _unlogged(record: Record) -> Iterator[str]:
     if not any(row.get("weight_growth_largest_layer") for row in record.run.rows):
         yield (
             "data, initial outputs, roots and layers, as the run was logged by another training loop, which records "
-            f"none of them; its losses were checked ({len(record.run.rows)} rows)"
+            f"none of them; its losses were checked ({counted(len(record.run.rows), 'row')})"
         )
 
 
@@ -318,9 +318,7 @@ def _of_fault(record: Record) -> Iterator[Finding]:
         return
     if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind = "learning rate"
-    plain = record.imported or fault.place == "error"
-    first = fault.text if plain else f"step {fault.step}: {fault.place} first: {fault.text}"
-    yield Finding(kind, fault.step, fault.layer, first + (_step_size(record) if kind == "learning rate" else ""))
+    yield Finding(kind, fault.step, fault.layer, fault.text + (_step_size(record) if kind == "learning rate" else ""))
 
 
 def _of_end(record: Record) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from eigengraft.errors import RecipeError, did_you_mean
+from eigengraft.errors import RecipeError, counted, did_you_mean
 
 from .arguments import Imports, override_argument
 from .console import LogLines, to_yaml
@@ -136,7 +136,7 @@ def _measure(chosen: Bench, directory: Path) -> None:
     typer.echo(f"on {place}:")
     for line in chosen.advice(rows):
         typer.echo(f"  {line}")
-    typer.echo(f"{len(rows)} rows: {directory / 'rows.jsonl'}; page with figure: {directory / 'bench.html'}")
+    typer.echo(f"{counted(len(rows), 'row')}: {directory / 'rows.jsonl'}; page with figure: {directory / 'bench.html'}")
 
 
 def _require_measurement(rows: Sequence[Row]) -> None:

@@ -18,6 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from eigengraft.errors import counted
+
 if TYPE_CHECKING:
     import eigengraft
 
@@ -77,11 +79,11 @@ def describe_result(result: Result) -> str:
     else:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
         accuracy += "".join(f", {name} {value:.4g}" for name, value in result.metrics.items() if value is not None)
-        head = f"validation loss {result.val_loss:.4f}{accuracy} after {result.steps} steps"
+        head = f"validation loss {result.val_loss:.4f}{accuracy} after {counted(result.steps, 'step')}"
         head += f"\nworse than at the start: {result.diagnosis}" if result.diagnosis else ""
     return (
         f"{head}\n{result.seconds:.1f} s, {result.step_ms:.2f} ms per step, {result.optimizer_ms:.2f} in the optimizer"
-        f", {result.state_bytes_per_parameter:.1f} state bytes per parameter, {result.parameters:,} parameters"
+        f", {result.state_bytes_per_parameter:.1f} state bytes per parameter, {counted(result.parameters, 'parameter')}"
     )
 
 
@@ -96,7 +98,7 @@ def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
     """Return a table with a row for each parameter: route and reason, view, blocks and bytes of state."""
     rows = optimizer.routing_table()
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    table.add_column("parameter", footer=f"{len(rows)} parameters", overflow="fold")
+    table.add_column("parameter", footer=counted(len(rows), "parameter"), overflow="fold")
     table.add_column("shape")
     table.add_column("route")
     table.add_column("because", overflow="fold")

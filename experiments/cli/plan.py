@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, counted
 
 from .arguments import override_argument
 
@@ -62,7 +62,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     way: DataParallel = parallel or ("hsdp" if len(axes) == 2 else "fsdp2")
     meshes = _meshes(way, axes, world, worlds)
     plans = [plan(loaded, parameters, own, way, getattr(torch, dtype)) for own in meshes]
-    what = f"{model}, {len(parameters)} parameters in {dtype}, {way}, {loaded.name or 'recipe'}"
+    what = f"{model}, {counted(len(parameters), 'parameter')} in {dtype}, {way}, {loaded.name or 'recipe'}"
     unit = "ms" if loaded.distribution.work else "FLOP"
     if worlds:
         typer.echo(f"{what}\n")

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, counted
 
 from ..files import short_name
 from .arguments import Workers, override_argument
@@ -232,9 +232,11 @@ def run_to_end(
         nonlocal runs
         runs += len(prepared.runs)
         if prepared.phase == "tuning" and study.tune is not None:
-            console.print(f"tuning {', '.join(study.tune.fields)}: {len(prepared.left)} runs", highlight=False)
+            console.print(
+                f"tuning {', '.join(study.tune.fields)}: {counted(len(prepared.left), 'run')}", highlight=False
+            )
         if prepared.phase == "timing":
-            console.print(f"timing every cell: {len(prepared.left)} runs", highlight=False)
+            console.print(f"timing every cell: {counted(len(prepared.left), 'run')}", highlight=False)
         with StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress:
             yield progress.on_event
 
@@ -417,7 +419,7 @@ def sentence(preview: StudyPreview) -> str:
     """Return one sentence about the runs that are not done yet."""
     at_most = "at most " if any(cell.tuning for cell in preview.cells) else ""
     hours, minutes = divmod(round(preview.seconds / 60), 60)
-    runs = f"{preview.name}: {at_most}{preview.runs} runs in {len(preview.cells)} cells"
+    runs = f"{preview.name}: {at_most}{counted(preview.runs, 'run')} in {counted(len(preview.cells), 'cell')}"
     timed = "; steps of other cells than the baseline's follow from the timed runs"
     return (
         f"{runs}, about {hours}:{minutes:02d} hours on one core; such a guess may be off by a factor of a few"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
 from .comparison import RATE, ComparisonPanel, ComparisonRow, at_their_best, compare, swept
@@ -39,10 +39,11 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
     test, p = best.difference, panel.corrected.get(best.label)
     if test is not None and test.half is not None:
         interval = format_difference(best, panel)[0]
-        yield f"{best.title} minus {base.title}: {interval}, with a 95 % interval over {test.n} paired seeds."
+        seeds = counted(test.n, "paired seed")
+        yield f"{best.title} minus {base.title}: {interval}, with a 95 % interval over {seeds}."
     if test is not None and p is not None and p > 0.05:
         tests = f", corrected for {len(panel.corrected)} comparisons" if len(panel.corrected) > 1 else ""
-        yield f"With {test.n} seeds this difference is not significant (p = {p:.2g}{tests})."
+        yield f"With {counted(test.n, 'seed')} this difference is not significant (p = {p:.2g}{tests})."
     steps = [step for step in best.reached(0).values() if step is not None]
     if steps and len(steps) == len(best.runs):
         last = max(base.runs[0].curve(panel.metric)[0])

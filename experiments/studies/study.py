@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
-from eigengraft.errors import RecipeError, first_lines
+from eigengraft.errors import RecipeError, counted, first_lines
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
 
@@ -197,7 +197,7 @@ class Study(Component):
         failed = running.complete_study(self, place, workers)
         if failed:
             lines = [f"{run}: {reason.strip().splitlines()[-1]}" for run, reason in failed.items()]
-            raise RuntimeError("\n".join([f"{place}: {len(failed)} runs failed", *first_lines(lines)]))
+            raise RuntimeError("\n".join([f"{place}: {counted(len(failed), 'run')} failed", *first_lines(lines)]))
         return Report(place)
 
     @property

@@ -11,6 +11,7 @@ from .base import Metrics as Metrics
 from .base import Task as Task
 from .base import data_fault as data_fault
 from .base import generator as generator
+from .base import validation_fault as validation_fault
 from .byte_lm import ByteLM as ByteLM
 from .differential_equation import DifferentialEquation as DifferentialEquation
 from .images import MNIST1D as MNIST1D

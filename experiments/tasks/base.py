@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eigengraft.component import Component
+from eigengraft.errors import counted
 
 
 class Batch(NamedTuple):
@@ -39,14 +40,26 @@ class Batch(NamedTuple):
         return Batch(self.inputs.to(device), self.targets.to(device))
 
 
-def data_fault(batch: Batch) -> str:
-    """Return a text that names the rows of a batch with numbers that are not finite; empty if all are finite."""
+def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "training data") -> str:
+    """Return a text that names the rows of a batch with numbers that are not finite; empty if all are finite.
+
+    rows: position of each row of the batch in the data; None: unknown.
+    source: name of the data for readers.
+    """
     for name, values in zip(batch._fields, batch, strict=True):
         if values.is_floating_point() and not bool((finite := torch.isfinite(values)).all()):
-            rows = (~finite).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
-            listed = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-            return f"{int((~finite).sum())} numbers in its {name} that are not finite (rows {listed} of {len(values)})"
+            bad = (~finite).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
+            where = f"{_name_rows(bad)} of {len(values)}"
+            if rows is not None and (known := [rows[row] for row in bad]) != bad:
+                where += f", in the {source} {_name_rows(known)}"
+            count = int((~finite).sum())
+            return f"{counted(count, 'number')} in its {name} that {'is' if count == 1 else 'are'} not finite ({where})"
     return ""
+
+
+def _name_rows(rows: Sequence[int]) -> str:
+    """Return at most five numbers of rows as text."""
+    return ("rows " if len(rows) > 1 else "row ") + ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
 
 
 class LabelError(ValueError):
@@ -131,6 +144,13 @@ class Dataset(ABC):
     def evaluation(self) -> Iterator[Batch]:
         """Yield the validation batches, which are the same every time."""
 
+    def batch_rows(self, seed: int, step: int) -> Sequence[int] | None:
+        """Return the position in the training data of each row of `batch(seed, step)`, for messages about faulty rows.
+
+        The default is None: messages then name rows of the batch alone.
+        """
+        return None
+
 
 class Examples(Dataset):
     """A data set of single examples. Each epoch visits the training examples in a new permutation.
@@ -149,10 +169,16 @@ class Examples(Dataset):
         self.scale = scale
 
     def batch(self, seed: int, step: int) -> Batch:
+        chosen = torch.from_numpy(self._chosen(seed, step))
+        return self._shown(self.train.inputs[chosen], self.train.targets[chosen])
+
+    def batch_rows(self, seed: int, step: int) -> Sequence[int]:
+        return [int(row) for row in self._chosen(seed, step)]
+
+    def _chosen(self, seed: int, step: int) -> NDArray[np.int64]:
         epoch, position = divmod(step, len(self.train.targets) // self.batch_size)
         order = _permutation(seed, epoch, len(self.train.targets))
-        chosen = torch.from_numpy(order[position * self.batch_size : (position + 1) * self.batch_size])
-        return self._shown(self.train.inputs[chosen], self.train.targets[chosen])
+        return order[position * self.batch_size : (position + 1) * self.batch_size]
 
     def evaluation(self) -> Iterator[Batch]:
         parts = (torch.split(part, 4096) for part in self.validation)
@@ -238,6 +264,17 @@ class Task(Component, family="task"):
         model.train(was_training)
         means = {name: value / count for name, value in others.items()}
         return Metrics(self.reported(total / count), hits / count if self.reports_accuracy else None, means)
+
+
+def validation_fault(dataset: Dataset) -> str:
+    """Return a text that names the first validation batch with numbers that are not finite; empty if there is none."""
+    before = 0
+    for index, batch in enumerate(dataset.evaluation()):
+        rows = range(before, before + len(batch.targets))
+        if text := data_fault(batch, rows, "validation data"):
+            return f"validation batch {index} with {text}"
+        before = rows.stop
+    return ""
 
 
 def generator(*key: int) -> np.random.Generator:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from eigengraft.numerics import local
 from eigengraft.optimizers.state.shown_state import own_state
 from eigengraft.slots import StateKey
 
-from ..tasks import Batch, Dataset, LabelError, data_fault
+from ..tasks import Batch, Dataset, LabelError, data_fault, validation_fault
 from ..tasks.base import GradientPass
 from .parallel import Ranks
 
@@ -77,6 +77,7 @@ class Divergence:
     """A run at the step at which it diverged, with everything that the search for the first wrong value needs.
 
     batch: batch of that step, the rows of all ranks.
+    rows: position of each row of the batch in the training data; None: unknown.
     step: number of that step, from 1.
     loss: training loss of that step; None: the step was not finished.
     val_loss: validation loss after that step; None: there was no evaluation.
@@ -87,6 +88,7 @@ class Divergence:
     gradients: GradientPass
     dataset: Dataset
     batch: Batch
+    rows: Sequence[int] | None
     step: int
     loss: float | None
     val_loss: float | None
@@ -99,7 +101,7 @@ class Divergence:
         are wrong, a step wrote the wrong state first and then the weights. All ranks must call this, and all receive
         the same fault.
         """
-        if text := data_fault(self.batch):
+        if text := data_fault(self.batch, self.rows):
             text = f"the batch of step {self.step} has {text}; the data are at fault, another learning rate cannot help"
             return Fault("batch", "data", self.step, "", text)
         if slot := self._first(self._state()):
@@ -140,10 +142,9 @@ class Divergence:
         return Fault("gradient", "learning rate", self.step, name, text)
 
     def _of_evaluation(self, val_loss: float) -> Fault:
-        for index, batch in enumerate(self.dataset.evaluation()):
-            if text := data_fault(batch):
-                text = f"validation batch {index} has {text}; the validation data are at fault, not the training"
-                return Fault("evaluation", "validation data", self.step, "", text)
+        if text := validation_fault(self.dataset):
+            text = f"the evaluation read {text}; the validation data are at fault, not the training"
+            return Fault("evaluation", "validation data", self.step, "", text)
         text = (
             f"the validation loss is {val_loss} and the training loss {self.loss:.4g}: outputs overflow on "
             "validation data, which are finite; compare their range with that of the training data"

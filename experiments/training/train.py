@@ -104,10 +104,10 @@ class Trainer:
         return self._finish(metrics or self._evaluate())
 
     def _divergence(self, step: int, loss: float | None = None, val_loss: float | None = None) -> Divergence:
-        """Return this run at a step, as the search for the first value that is not finite needs it."""
-        batch = self.dataset.batch(self.experiment.seed, step - 1)
-        shown = (self.model, self.optimizer, self.gradients, self.dataset, batch)
-        return Divergence(*shown, step, loss, val_loss, self.ranks)
+        """Return the state of this run after a step, in which a fault can be searched."""
+        key = (self.experiment.seed, step - 1)
+        shown = (self.model, self.optimizer, self.gradients, self.dataset, self.dataset.batch(*key))
+        return Divergence(*shown, self.dataset.batch_rows(*key), step, loss, val_loss, self.ranks)
 
     def _skipped_gradient(self) -> Fault:
         """Return the fault of the last step, in which the optimizer skipped a gradient. No messages are sent between

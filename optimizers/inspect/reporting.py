@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import Component, stage_name
-from eigengraft.errors import RecipeError, name_some
+from eigengraft.errors import RecipeError, counted, name_some
 from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
@@ -429,11 +429,10 @@ class Reporting(torch.optim.Optimizer):
         hows = [(len(own.stack.grids), each.execution(own)) for each in sets for own in each.stack_states]
         if any(rule.compile for rule in recipe.rules().values()):
             count = sum(count for count, how in hows if how.compiled)
-            lines.append(
-                f"  compiled: steps of {count} parameters; `fallbacks` in routing_table() says why others are not"
-            )
+            why = "`fallbacks` in routing_table() says why others are not"
+            lines.append(f"  compiled: steps of {counted(count, 'parameter')}; {why}")
         if count := sum(count for count, how in hows if how.adam is not None):
-            lines.append(f"  fused: steps of {count} parameters by torch's kernel of Adam")
+            lines.append(f"  fused: steps of {counted(count, 'parameter')} by torch's kernel of Adam")
         lines += (f"  {line}" for each in sets if each.graphs is not None for line in each.graphs.lines())
         lines += (f"  {line}" for line in (*self.solver_choices(), *self.delays()))
         if sets.spikes is not None and (found := self.spikes) is not None:

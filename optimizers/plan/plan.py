@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
+from eigengraft.errors import counted
 from eigengraft.numerics import compute_dtype
 from eigengraft.signals import asking
 from eigengraft.slots import Slot
@@ -184,7 +185,7 @@ def _layouts(
         raise ValueError(f"distribution.mode: '{mode}' cannot be combined with parallel {parallel}")
     found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
     if size is not None and (placements or ranks % size):
-        got = f"parallel {parallel}" if placements else f"{ranks} ranks"
+        got = f"parallel {parallel}" if placements else counted(ranks, "rank")
         raise ValueError(f"distribution.group_size: {size} needs ddp on a multiple of {size} ranks, got {got}")
     for name, shape in zip(names, shapes, strict=True):
         if shape in found:
@@ -207,7 +208,7 @@ def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Pla
     if not mesh or min(mesh) < 1:
         raise ValueError(f"mesh: a mesh has at least one axis, and each axis at least one rank, got {mesh}")
     if parallel != "ddp" and len(placements) != len(mesh):
-        raise ValueError(f"mesh: {parallel} needs {len(placements)} axes, got {mesh}")
+        raise ValueError(f"mesh: {parallel} needs {counted(len(placements), 'axis', 'axes')}, got {mesh}")
     return placements
 
 

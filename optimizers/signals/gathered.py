@@ -137,7 +137,9 @@ def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks:
     given = sizes[:, list(used)]
     if bool((given != given[0]).any()):
         totals = given.sum(1).int().tolist()
-        raise ValueError(f"provide: '{signal.name}' must have the same shapes on all ranks, got {totals} numbers")
+        raise ValueError(
+            f"provide: '{signal.name}' must have the same shapes on all ranks, got {totals} entries in total"
+        )
     flat, what = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), f"signal {signal.name}"
     if signal.reduce == "max":
         flat = ranks.all_gather(flat, what).wait().amax(0)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from eigengraft.errors import counted
+
 _NUMBER = {"type": "number", "minimum": 0}
 _FRACTION = {"type": "string", "pattern": "^[0-9]+(/[0-9]+)?$"}
 
@@ -64,7 +66,8 @@ def _by_order(value: Any) -> ByOrder | Fraction | None:
         several = isinstance(item, (list, tuple))
         if several and len(item) != int(key):
             raise ValueError(
-                f"a block of order {key} has {key} axes, got {len(item)} exponents; give one, or one for each axis"
+                f"a block of order {key} has {counted(int(key), 'axis', 'axes')}, got "
+                f"{counted(len(item), 'exponent')}; give one, or one for each axis"
             )
         exponents[int(key)] = tuple(_fraction(part, zero=True) for part in (item if several else [item] * int(key)))
     return exponents

@@ -26,6 +26,14 @@ def name_some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, as "1 row" or "2 rows".
+
+    plural: the noun in plural; empty: the noun followed by an s.
+    """
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = ()) -> str:
     """Return the part of an error that asks for the nearest of some known names, or "" if no name is near.
 

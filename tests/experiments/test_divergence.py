@@ -80,9 +80,12 @@ def experiment(fault: Fault = "none", **fields: object) -> Experiment:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("inputs", r"the batch of step [1-4] has 1 numbers in its inputs .*rows \d of 8.* data are at fault"),
-        ("targets", r"the batch of step [1-4] has 1 numbers in its targets"),
-        ("validation", r"validation batch 0 has 1 numbers in its inputs .*rows 3 of 8\)"),
+        (
+            "inputs",
+            r"the batch of step [1-4] has 1 number in its inputs .*in the training data row 7\).* data are at fault",
+        ),
+        ("targets", r"the batch of step [1-4] has 1 number in its targets .*in the training data row 11"),
+        ("validation", r"validation batch 0 with 1 number in its inputs .*row 3 of 8\)"),
         ("initial weight", r"the weight 2\.weight that is not finite before the first update"),
         ("gradient", r"a gradient could not be used; the first that is not finite is that of weight;"),
         ("range", r"the validation loss is inf .* outputs overflow on validation data, which are finite"),

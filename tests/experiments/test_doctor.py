@@ -100,8 +100,8 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
 @pytest.mark.parametrize(
     ("experiment", "kind", "step", "layer", "words"),
     [
-        (patient("row"), "data", range(1, 5), "", ("batch", "rows")),
-        (patient("validation"), "validation data", [20], "", ("evaluation", "rows 26 of 32")),
+        (patient("row"), "data", range(1, 5), "", ("batch", "in the training data row 37")),
+        (patient("validation"), "validation data", [20], "", ("validation batch 0", "row 26 of 32")),
         (patient(recipe="sgd", lr=1e6), "learning rate", range(1, 9), None, ("times the norm",)),
         (patient(recipe="signum", lr=10.0), "learning rate", [None], "", ("rose from", "times the norm")),
         (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
@@ -180,7 +180,7 @@ def test_state_that_is_not_finite_is_named_before_the_weights_that_it_spoils(tmp
             return False
 
     first = treated(patient(callbacks=[Corrupt()]), tmp_path).findings[0]
-    assert first.step == 12 and first.layer.startswith("2.weight: ") and "state first" in first.text
+    assert first.step == 12 and first.layer.startswith("2.weight: ") and "the state" in first.text
 
 
 def stop_at(step: int) -> Callable[[Tick], None]:

@@ -26,6 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from eigengraft.component import Component, validated
+from eigengraft.errors import counted
 
 PAIR_NAMES = (
     ("lora_A", "lora_B"),
@@ -180,7 +181,9 @@ class Matrices(View):
         """Raise ValueError if a parameter of that shape does not have these matrices."""
         least = self.batch + (2 if self.divides or self.outputs == "last" else min(self.batch, 1))
         if len(shape) < least:
-            raise ValueError(f"view: at least {least} axes are required by {self.fields()}, got shape {shape}")
+            raise ValueError(
+                f"view: at least {counted(least, 'axis is', 'axes are')} required by {self.fields()}, got shape {shape}"
+            )
         if not self.divides:
             return
         length = shape[self.axis(shape)]
