@@ -9,6 +9,7 @@ from .base import Fingerprint as Fingerprint
 from .base import LabelError as LabelError
 from .base import Metrics as Metrics
 from .base import Task as Task
+from .base import TaskError as TaskError
 from .base import data_fault as data_fault
 from .base import generator as generator
 from .base import validation_fault as validation_fault

@@ -10,7 +10,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, final
@@ -77,6 +77,44 @@ class LabelError(ValueError):
             f"task.{kind}: targets from {low} to {high} are out of range, as each output has {classes} scores, for the "
             f"classes 0 to {classes - 1}; number the classes from 0, or give the model one output for each class"
         )
+
+
+class TaskError(RuntimeError):
+    """An error that torch raised in the model or the loss of a task, such as one about shapes that do not fit."""
+
+
+@contextmanager
+def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Raise TaskError in place of an error of torch in the block. It names the task, the layer and the batch's shapes.
+
+    An index out of range is one of them, as of an embedding. Errors of other classes are not changed, such as those
+    about memory and ranks, which torch derives from RuntimeError.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        if type(error) not in (RuntimeError, IndexError):
+            raise
+        shapes = (f"{name} {list(x.shape)} of {x.dtype}" for name, x in zip(batch._fields, batch, strict=True))
+        reason = next(iter(str(error).splitlines()), "")
+        raise TaskError(
+            f"task.{getattr(task, 'kind', '?')}: {_failed_layer(error, model)} raised an error for a batch with "
+            f"{' and '.join(shapes)}: {reason}"
+        ) from error
+
+
+def _failed_layer(error: Exception, model: nn.Module) -> str:
+    """Return the name of the innermost layer of the model that was called when the error was raised."""
+    names, layer = {id(module): name for name, module in model.named_modules()}, None
+    frame = error.__traceback__
+    while frame is not None:
+        owner = frame.tb_frame.f_locals.get("self")
+        layer = owner if id(owner) in names else layer
+        frame = frame.tb_next
+    if not isinstance(layer, nn.Module):
+        return "the loss"
+    name = names[id(layer)]
+    return f"{f'layer {name}' if name else 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"
 
 
 @dataclass(frozen=True)
@@ -253,9 +291,10 @@ class Task(Component, family="task"):
         model.eval()
         total, hits, count, others = 0.0, 0, 0, dict[str, float]()
         for batch in dataset.evaluation():
-            inputs, targets = batch.to(device)
-            outputs = model(inputs)
-            total += self.loss(outputs, targets).item() * targets.numel()
+            inputs, targets = batch = batch.to(device)
+            with located_errors(self, model, batch):
+                outputs = model(inputs)
+                total += self.loss(outputs, targets).item() * targets.numel()
             if self.reports_accuracy:
                 hits += int((outputs.argmax(-1) == targets).sum())
             for name, value in self.metrics(outputs, targets).items():
@@ -318,9 +357,11 @@ class GradientPass:
         for part in range(self.parts):
             own = slice(part * rows // self.parts, (part + 1) * rows // self.parts)
             share = weight * batch.targets[own].numel() / targets if self.parts > 1 else weight
-            with self._autocast(batch.inputs.device):
-                outputs = module(batch.inputs[own])
-            loss: Tensor = self.task.loss(outputs.float() if self.precision else outputs, batch.targets[own]) * share
+            piece = Batch(batch.inputs[own], batch.targets[own])
+            with located_errors(self.task, module, piece):
+                with self._autocast(batch.inputs.device):
+                    outputs = module(piece.inputs)
+                loss: Tensor = self.task.loss(outputs.float() if self.precision else outputs, piece.targets) * share
             loss.backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()
         return total

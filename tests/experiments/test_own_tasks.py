@@ -6,15 +6,16 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Report, RunLog, complete_study, load_experiment, load_study
 from eigengraft.experiments.studies.plan import plan_runs
-from eigengraft.experiments.tasks import Batch, Digits
+from eigengraft.experiments.tasks import Batch, Dataset, Digits, Examples, Fingerprint, Task, TaskError
 from eigengraft.experiments.tasks.base import GradientPass
 from eigengraft.experiments.training.callbacks import Limits, Patience, RunView
 from eigengraft.experiments.training.imports import import_component, imported_sources
@@ -87,6 +88,35 @@ def test_fields_of_a_bare_imported_kind_can_be_overridden(
     assert read(load_experiment(tmp_path / "mine.yaml", [f"{path}=4"])) == 4
     raw = {"task": "digits", "recipe": "adamw", field: written}
     assert read(load_experiment(raw, [f"{path}=4", f"imports=[{tmp_path / 'own.py'}]"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [(4, ("layer 0.1, Linear(in_features=4", "[32, 1]", "torch.float32")), (3, ("the loss", "[32, 1]"))],
+)
+def test_shapes_that_do_not_fit_are_an_error_with_task_layer_and_batch(
+    registry: None, tmp_path: Path, inner: int, said: tuple[str, ...]
+) -> None:
+    class Unfit(Task):
+        """A layer that does not fit the layer before it, or a loss that does not fit the outputs."""
+
+        kind: Literal["test_unfit"] = "test_unfit"
+
+        def load(self) -> Dataset:
+            x = torch.linspace(-1, 1, 64)[:, None]
+            return Examples(Batch(x, x), Batch(x, x), 32, Fingerprint.of("line", b"line"))
+
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Sequential(nn.Linear(1, 3), nn.Linear(inner, 5)))
+
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs @ targets.reshape(4, -1)).mean()
+
+    experiment = Experiment(task=Unfit(), recipe="adamw", steps=2)
+    with refused(TaskError, "task.test_unfit", *said):
+        train(experiment, tmp_path)
+    with refused(TaskError, "task.test_unfit", "[64, 1]"):
+        experiment.task.evaluate(experiment.task.new_model(0), experiment.task.load(), torch.device("cpu"))
 
 
 def test_a_study_says_that_imports_belong_to_its_base(tmp_path: Path) -> None:
