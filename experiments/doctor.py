@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from eigengraft.errors import RecipeError, counted
+from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
 from .reports.records import Run
@@ -221,7 +222,7 @@ class Record:
     @property
     def imported(self) -> bool:
         """True if another training loop logged the run. Only runs of this library record their data."""
-        return "data" not in self.run.provenance
+        return bool(self.run.environment) and "data" not in self.run.provenance
 
     @property
     def losses(self) -> list[float]:
@@ -278,7 +279,9 @@ def diagnose(directory: str | Path) -> Diagnosis:
     """
     record, notes = Record.read(Path(directory)), list[str]()
     found = [*_of_fault(record), *_of_end(record)]
-    if record.imported:
+    if not found and not record.run.rows and not record.run.result:
+        notes.append("losses and layers, as the run has no row of metrics yet")
+    elif record.imported:
         notes += _unlogged(record)
     if not found or found[0].kind in _SYMPTOMS:
         start = () if record.imported else _large_start(record, notes)
@@ -318,7 +321,11 @@ def _of_fault(record: Record) -> Iterator[Finding]:
         return
     if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind = "learning rate"
-    yield Finding(kind, fault.step, fault.layer, fault.text + (_step_size(record) if kind == "learning rate" else ""))
+    layer, text = fault.layer, fault.text
+    if kind == "learning rate":
+        layer, text = layer or _fastest_layer(record)[0], text + _step_size(record)
+        text += "" if layer == _fastest_layer(record)[0] else _route(record, layer.partition(":")[0])
+    yield Finding(kind, fault.step, layer, text)
 
 
 def _of_end(record: Record) -> Iterator[Finding]:
@@ -330,7 +337,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
     elif record.run.result.get("diverged") or (record.fault and (record.imported or not record.run.result)):
         return
     elif worse := _rise(record):
-        yield Finding("learning rate", None, "", f"{worse}{_step_size(record)}")
+        yield Finding("learning rate", None, _fastest_layer(record)[0], f"{worse}{_step_size(record)}")
     elif _is_stalled(record):
         yield _stalled(record)
 
@@ -355,7 +362,44 @@ def _step_size(record: Record) -> str:
     largest = record.largest_step or 0.0
     if largest < LARGE_STEP:
         return ""
-    return f"; an update had {largest:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
+    text = f"; an update had {largest:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
+    return text + _fastest_layer(record)[1]
+
+
+def _fastest_layer(record: Record) -> tuple[str, str]:
+    """Return the layer with by far the largest ratio of an update to its weights, and a clause about it.
+
+    Both are empty if no layer stands out.
+    """
+    peaks: dict[str, float] = record.run.layers.get("update_ratio_peak", {})
+    name = max(peaks, key=peaks.__getitem__, default="")
+    typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
+    if typical is None or peak < max(LARGE_STEP, EXPLODED * typical):
+        return "", ""
+    text = (
+        f"; the largest was that of {name}, {peak:.3g} times, against {typical:.3g} times (median) of the other layers"
+    )
+    return name, text + _route(record, name)
+
+
+def _route(record: Record, layer: str) -> str:
+    """Return a clause about the route of a layer if the route multiplies the learning rate, else an empty text.
+
+    The text is also empty if the task cannot be loaded.
+    """
+    if not any(route.get("lr_multiplier", 1) != 1 for route in record.run.config.get("recipe", {}).get("routes", ())):
+        return ""
+    try:
+        experiment = load_experiment(dict(record.run.config))
+        model = experiment.task.new_model(experiment.seed)
+    except Exception:  # code of the user may raise any error
+        return ""
+    infos, parameters = describe_model(model), dict(model.named_parameters())
+    if layer not in parameters:
+        return ""
+    path = experiment.recipe.route(infos[id(parameters[layer])])[0]
+    multiplier = getattr(experiment.recipe.rules()[path], "lr_multiplier", 1)
+    return "" if multiplier == 1 else f"; recipe.{path} multiplies its learning rate by {multiplier:g}"
 
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
@@ -372,7 +416,7 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
         if most >= limit and others < EXPLODED:  # otherwise all layers have grown
             step = next(row["step"] for growth, layer, row in grown if layer == name and growth >= limit)
             text = f"the weights of {name} grew to {most:.3g} times their first norm"
-            text += f", and those of the other layers to {others:.3g} times (median)"
+            text += f", and those of the other layers to {others:.3g} times (median){_route(record, name)}"
             yield Finding("exploding layer", step, name, text)
             return
     peaks = record.run.layers.get("update_ratio_peak", {})
@@ -380,7 +424,8 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
     if sick and peak >= EXPLODED and typical is not None and typical < HEALTHY_STEP:
         text = f"an update of {name} had {peak:.3g} times the norm of its weights"
-        yield Finding("exploding layer", None, name, f"{text}, and of the other layers {typical:.3g} times (median)")
+        text += f", and of the other layers {typical:.3g} times (median){_route(record, name)}"
+        yield Finding("exploding layer", None, name, text)
 
 
 def _of_others(record: Record, measure: str, name: str) -> float | None:

@@ -125,6 +125,19 @@ def test_a_failure_is_named(
     assert EXPLANATIONS[first.kind].remedy in str(diagnosis) and not diagnosis.notes
 
 
+def test_a_route_that_multiplies_the_learning_rate_is_named_with_its_layer(tmp_path: Path) -> None:
+    fast = {**FAST, "lr_multiplier": 100.0, "update": ["momentum", "sign"]}
+    found = treated(patient(recipe={"base": "signum", "routes": [fast]}, lr=0.03), tmp_path).findings
+    assert [(one.kind, one.layer) for one in found] == [("exploding layer", "2.weight"), ("learning rate", "2.weight")]
+    assert all("recipe.routes.fast multiplies its learning rate by 100" in one.text for one in found)
+
+
+def test_a_run_without_rows_is_not_called_healthy(tmp_path: Path) -> None:
+    missing = {**FAST, "match": {"name": "nothing"}}
+    diagnosis = treated(patient(recipe={"base": "adamw", "routes": [missing]}), tmp_path)
+    assert "row" in diagnosis.notes[0]
+
+
 @pytest.mark.parametrize(
     "experiment", [patient(), patient(recipe="soap_fitted", steps=40), patient(recipe="sgd", lr=0.3, grad_clip=1.0)]
 )
