@@ -10,7 +10,6 @@ User files are YAML 1.2. Shipped recipes are read from JSON, so that the core ne
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from eigengraft.component import RENAMED, ChainOf, Component, as_declared, plain, stage_name, validated
-from eigengraft.errors import RecipeError, did_you_mean
+from eigengraft.errors import RecipeError, did_you_mean, near_names
 from eigengraft.preconditioners import Stage
 
 from .overrides import Overrides, apply_overrides, assign_paths, json_value, override_pairs
@@ -192,7 +191,7 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
             return _inherited({"name": path.stem, **data}, path.parent, _longer(derived, str(path.resolve())))
         except RecipeError as error:
             raise RecipeError(f"in {path}:\n{error}") from None
-    near = difflib.get_close_matches(text.lower(), shipped(), n=5, cutoff=0.5)
+    near = near_names(text.lower(), shipped(), 0.5)[:5]
     listed = ", ".join(near) if near else ", ".join(name for name in sorted(shipped()) if "/" not in name)
     raise RecipeError(
         f"recipe '{text}': there is no shipped recipe of that name, and it is no path of a .yaml file"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -35,13 +35,64 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = ()) -> str:
-    """Return the part of an error that asks for the nearest of some known names, or "" if no name is near.
+    """Return the part of an error that asks for the nearest of some known names (`near_names`), or "" if none is near.
 
-    cutoff: least similarity of a near name, from 0 to 1, as in `difflib.get_close_matches`.
     first: names that the caller prefers to near names. If there are any, the error asks for the first of them.
     """
-    near = [*first, *difflib.get_close_matches(name, [*known], 1, cutoff)]
+    near = [*first, *near_names(name, known, cutoff)]
     return f", did you mean '{near[0]}'?" if near else ""
+
+
+_VERY_SIMILAR = 0.75
+"""Similarity of names with one typing error in four characters. Such a name is nearer than one with a common word."""
+_LEAST_WORD = 3
+"""Least number of characters of a name that another name contains. Shorter words are in too many names."""
+
+
+def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the names that are near a given one, the nearest first.
+
+    These are names that are very similar, then longer names that have the given name as a word, shorter names that are
+    a word of the given name, and all other similar names.
+
+    cutoff: least similarity of a similar name: 1 minus the number of typing errors per character.
+    """
+    others = list(known)
+    similarity = {other: 1 - typing_errors(name, other) / max(len(name), len(other), 1) for other in others}
+    similar = sorted(
+        (other for other in others if similarity[other] >= cutoff),
+        key=lambda other: (-similarity[other], _letters(other) != _letters(name)),
+    )
+    found = [other for other in similar if similarity[other] >= _VERY_SIMILAR]
+    found += sorted((other for other in others if _begins_word(name, other)), key=len)
+    found += sorted((other for other in others if _begins_word(other, name)), key=len, reverse=True)
+    return list(dict.fromkeys([*found, *similar]))
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name without the characters between its words."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _begins_word(part: str, name: str) -> bool:
+    """Return True if a name has `part` at the beginning of one of its words."""
+    return len(part) >= _LEAST_WORD and re.search(rf"(?:^|[^a-z0-9]){re.escape(part)}", name) is not None
+
+
+def typing_errors(a: str, b: str) -> int:
+    """Return the least number of typing errors that turn one text into another (optimal string alignment).
+
+    A typing error is a missing, a wrong or an additional character, or two neighbours in the wrong order.
+    """
+    before, row = list[int](), list(range(len(b) + 1))
+    for i in range(1, len(a) + 1):
+        earlier, before, row = before, row, [i]
+        for j in range(1, len(b) + 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a[i - 1] != b[j - 1]))
+            if i > 1 and j > 1 and a[i - 1] == b[j - 2] and a[i - 2] == b[j - 1]:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def warn_user(message: str) -> None:

@@ -1,0 +1,41 @@
+"""Hints about names, and counts in messages."""
+
+import pytest
+
+from eigengraft.errors import counted, did_you_mean, near_names, typing_errors
+from eigengraft.optimizers.recipe.loading import shipped
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "errors"),
+    [("", "", 0), ("", "abc", 3), ("soap", "soap", 0), ("sopa", "soap", 1), ("sopa", "sophia", 2), ("ca", "abc", 3)],
+)
+def test_neighbours_in_the_wrong_order_are_one_typing_error(a: str, b: str, errors: int) -> None:
+    """The last example has distance 2 if a pair may be changed after it was swapped."""
+    assert typing_errors(a, b) == typing_errors(b, a) == errors
+
+
+def test_the_nearest_of_shipped_recipes_is_suggested_or_none() -> None:
+    assert near_names("sopa", shipped(), 0.5)[0] == "soap"
+    assert near_names("adamv", shipped(), 0.5)[0] in ("adam", "adamw")
+    assert "mars" not in near_names("ema", shipped(), 0.5) and "ademamix" not in near_names("ema", shipped(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("fitted", ["muon", "soap_fitted", "soap_fitted_fast"], "soap_fitted"),
+        ("rms_beta", ["beta", "rms", "eps"], "beta"),
+        ("mu", ["muon"], ""),
+        ("kron", ["aro", "psgd_kron"], "psgd_kron"),
+        ("adam_w", ["adam_h", "adamw"], "adamw"),
+        ("weight_deacy", ["weight_decay", "weight"], "weight_decay"),
+    ],
+)
+def test_names_that_have_a_common_word_are_near(name: str, known: list[str], hint: str) -> None:
+    assert did_you_mean(name, known) == (f", did you mean '{hint}'?" if hint else "")
+
+
+def test_one_thing_is_counted_in_the_singular() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
+    assert [counted(n, "axis", "axes") for n in (1, 2)] == ["1 axis", "2 axes"]
