@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
+from eigengraft.errors import RecipeError
+
 JobFunction = Callable[[Any, Callable[[Any], None]], Any]
 """A function `work(job, report)` that does one job in a worker process and returns its result.
 
@@ -36,6 +38,22 @@ class PoolEvent:
     job: int
     kind: Literal["started", "progress", "done", "failed", "died"]
     value: Any = None
+
+
+_UNGUARDED = 78
+"""Exit code of a process of a pool whose script tried to start a pool of its own while the process imported it.
+
+The code is EX_CONFIG of sysexits.h, so that it is neither an ordinary failure nor a signal.
+"""
+
+
+def require_guarded() -> None:
+    """End this process if it belongs to a pool and is importing the main script, which calls this function.
+
+    The script lacks `if __name__ == "__main__"`. The parent sees the exit code and raises an error about it.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(_UNGUARDED)
 
 
 class _Worker:
@@ -76,6 +94,8 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int
     """Do all jobs in their order on `workers` processes, and yield their events. Leaving the iteration stops the
     processes.
 
+    Raises RecipeError if the script of this process calls `require_guarded` outside of `if __name__ == "__main__"`.
+
     A job whose process died is started again until it has had `attempts` attempts. A job that raised an error is not
     started again. `work` and the jobs are pickled and processes are spawned, so that a script that calls this function
     needs `if __name__ == "__main__"`.
@@ -92,6 +112,11 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int
                 assert isinstance(connection, Connection)
                 worker = busy[connection]
                 event = worker.receive()
+                if worker.process.exitcode == _UNGUARDED:
+                    raise RecipeError(
+                        "a study starts processes, each of which imports this script again; put the call that runs the "
+                        "study, and all work that is to be done once, under `if __name__ == '__main__':`"
+                    )
                 if event.kind == "died":
                     deaths[event.job] += 1
                     if deaths[event.job] < attempts:

@@ -30,7 +30,7 @@ from .plan import (
     unfinished,
     write_manifest,
 )
-from .pool import run_pool
+from .pool import require_guarded, run_pool
 from .study import Study
 from .tuning.rounds import plan_timing, plan_tuning
 from .workers.rendezvous import ATTEMPTS, Rendezvous, SharedDirectory, train_leased
@@ -215,8 +215,10 @@ def complete_study(
         The reason of every failed run by its directory.
 
     Raises:
-        RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data.
+        RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data, or the script
+            that calls this lacks `if __name__ == "__main__"`.
     """
+    require_guarded()
     failed: dict[str, str] = {}
     while True:
         prepared = prepare_study(study, Path(directory), failed, storage)

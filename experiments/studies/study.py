@@ -187,7 +187,8 @@ class Study(Component):
             workers: number of processes. None: one for each core.
 
         Raises:
-            RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data.
+            RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data, or the
+                script that calls this lacks `if __name__ == "__main__"`.
             RuntimeError: runs failed. All others are done, and the next call repeats the failed ones.
         """
         from ..reports.report import Report

@@ -14,7 +14,7 @@ from eigengraft.experiments.studies.study import Study, load_study, shipped_stud
 from eigengraft.experiments.training.train import train
 
 from ...processes import FORK_SPAWNED, fork_what_is_spawned, run, start
-from ...refusals import refused
+from ...refusals import check_said, refused
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,21 @@ def study(**fields):
 
 def complete(directory):
     return {path.parent.relative_to(directory).as_posix() for path in directory.rglob("result.json")}
+
+
+UNGUARDED = """
+from eigengraft.experiments import Study
+
+base = {"task": {"kind": "digits", "width": 4}, "recipe": "adamw", "steps": 2}
+Study(name="tiny", base=base, axes={"lr": [0.1, 0.2]}).run("study", workers=1)
+"""
+
+
+def test_a_script_without_a_guard_is_refused_with_the_guard_that_it_needs(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = run("script.py", folder=tmp_path)
+    assert done.returncode == 1 and "bootstrapping" not in done.stderr
+    check_said(done.stderr.strip().splitlines()[-1], "__main__")
 
 
 def test_expansion():
