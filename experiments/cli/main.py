@@ -45,10 +45,22 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # the reader has closed the pipe, which is not an error
             raise
         except Exception as error:
+            self._describe_option(ctx, error)
             if ctx.params.get("debug") or not _is_for_users(error):
                 raise
             print_error("error", str(error))
             raise typer.Exit(2) from None
+
+    def _describe_option(self, ctx: Any, error: Any) -> None:
+        """Extend the message of an error about an option without its value by the value's name and the option's help.
+
+        typer does not export the class of these errors, which are the only ones with the name of an option.
+        """
+        name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
+        for option in command.params if command is not None else ():
+            if name in option.opts and getattr(option, "help", None):
+                value = option.metavar or str(option.type.name).upper()
+                error.message = f"{name}: its value {value} is missing; {option.help}"
 
 
 def _is_for_users(error: Exception) -> bool:
@@ -90,9 +102,11 @@ def options(
 
 @app.command("train")
 def train_command(
-    experiment: Annotated[Path, typer.Argument(help="an experiment file (YAML)")],
+    experiment: Annotated[Path, typer.Argument(help="an experiment file (YAML), or the directory of a run")],
     overrides: OverrideArguments = None,
-    out: Annotated[Path | None, typer.Option(help="the run's directory; default runs/NAME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the run's directory; default runs/NAME, or the run that is given")
+    ] = None,
     imports: Imports = None,
     checked: Annotated[
         bool, typer.Option("--checked", help="check at every step that each stage keeps its contract; slower")
@@ -117,8 +131,9 @@ def train_command(
         if any(override.partition("=")[0].strip() == "steps" for override in given):
             raise RecipeError(f"--extend {extend}: cannot be combined with an override of steps; remove the override")
         given.append(f"steps={extend}")
-    loaded = load_experiment(experiment, given, imports or ())
-    directory = out or Path("runs") / short_name(loaded.name)
+    recorded = experiment / "config.json"
+    loaded = load_experiment(recorded if recorded.is_file() else experiment, given, imports or ())
+    directory = out or (experiment if recorded.is_file() else Path("runs") / short_name(loaded.name))
     try:
         with training_progress(loaded.name) as progress:
             result = train(loaded, directory, progress, checked, extend is not None)

@@ -37,7 +37,18 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
 from ..files import PARTIAL, append_text, make_directory, read_object, read_rows, replacing, write_text, writing
+from ..provenance import REMEDY
 from .parallel import Ranks
+
+
+def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return a sentence about the steps if these are all in which two configurations differ, else an empty text."""
+    there, given = known.get("steps"), config.get("steps")
+    if there is None or given is None or there == given:
+        return ""
+    if given < there:
+        return f" The run there has {there} steps, as after --extend {there}; steps={there} selects it."
+    return f" To continue the run there to {given} steps, give --extend {given}."
 
 
 class RunDirectory:
@@ -47,10 +58,12 @@ class RunDirectory:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
 
-    def acquire(self, config: Mapping[str, Any]) -> None:
+    def acquire(self, config: Mapping[str, Any], extensible: bool = False) -> None:
         """Make this the directory of a run with the configuration `config`.
 
         Raises RecipeError if it belongs to a run of another configuration, or contains other files.
+
+        extensible: see `require_config`.
         """
         known = self.read("config")
         if known is None:
@@ -59,13 +72,14 @@ class RunDirectory:
             make_directory(self.path)
             self.write("config", config)
             return
-        self.require_config(known, config)
+        self.require_config(known, config, extensible)
 
-    def require_config(self, known: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def require_config(self, known: Mapping[str, Any], config: Mapping[str, Any], extensible: bool = False) -> None:
         """Raise RecipeError if configurations differ in fields that change the trajectory.
 
         known: configuration of the run in this directory.
         config: configuration that is given.
+        extensible: True if the error may advise `--extend` for another number of steps.
         """
         # Paths in `imports` differ in a checkout that was moved. The other fields do not change the trajectory.
         ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
@@ -74,7 +88,7 @@ class RunDirectory:
             raise RecipeError(
                 f"{self.path} belongs to a run of another experiment (recorded -> given):\n"
                 + "\n".join(faults[:8])
-                + "\nChoose another directory, or remove this one."
+                + f"\n{REMEDY}{_hint(known, config) if extensible and len(faults) == 1 else ''}"
             )
 
     def read(self, name: str) -> dict[str, Any] | None:

@@ -370,7 +370,7 @@ def train(
         def acquire() -> dict[str, Any] | None:
             if extend:
                 extend_run(run, experiment)
-            run.acquire(experiment.model_dump(mode="json"))
+            run.acquire(experiment.model_dump(mode="json"), extensible=True)
             stack.enter_context(run.locked())
             result = run.read("result")
             if result is not None:

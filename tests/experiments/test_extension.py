@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, load_experiment, train
+from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.training.rundir import RunDirectory
 from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, PowerDecay, WarmupStableDecay
 
-from ..refusals import refused
+from ..refusals import check_said, refused
 
 TINY = {
     "task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8},
@@ -126,6 +128,24 @@ def test_a_run_without_a_common_beginning_is_refused_and_kept(
     with refused(RecipeError, *map(str, says)):
         train(experiment(**{"steps": 12, **longer}), tmp_path / "run", extend=True)
     assert train(experiment(6, **first), tmp_path / "run") == result
+
+
+def test_the_command_advises_extension_and_continues_a_run_given_by_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = {"task": {"kind": "digits", "width": 4}, "recipe": "adamw", "steps": 4, "eval_every": 2}
+    Path("exp.yaml").write_text(json.dumps(fields))
+
+    def command(*arguments: str) -> str:
+        return CliRunner().invoke(app, ["train", *arguments]).output
+
+    command("exp.yaml", "--out", "run")
+    check_said(command("exp.yaml", "steps=6", "--out", "run"), "steps: 4 -> 6", "--extend 6")
+    assert "after 6 steps" in command("run", "--extend", "6")
+    check_said(command("exp.yaml", "--out", "run"), "steps: 6 -> 4", "--extend 6")
+    assert "after 6 steps" in command("run")
+    check_said(command("run", "--extend"), "--extend", "STEPS")
 
 
 def test_an_empty_directory_has_no_run_to_extend(tmp_path: Path) -> None:
