@@ -28,7 +28,9 @@ _RUN = 'file=$0; exec eigengraft train "$file" "$@" --out "runs/sweep-$WANDB_SWE
 _INTERVAL = re.compile(r"interval\((.+),(.+)\)")
 
 
-def export_sweep(source: str | Path | Mapping[str, Any] | Study, folder: Path, overrides: Iterable[str] = ()) -> Path:
+def export_sweep(
+    source: str | Path | Mapping[str, Any] | Study, folder: Path, overrides: Iterable[str] | None = None
+) -> Path:
     """Write a study as a sweep of Weights & Biases: sweep.yaml, and experiment.yaml with the base of the study.
 
     Axes and seeds become a grid. With a search of the kind `random` or `tpe`, its space joins the axes in one search
@@ -131,7 +133,9 @@ def _for_wandb(data: Any) -> str:
     return re.sub(r"(?<![\w.])(\d+)(e[+-]\d+)\b", r"\1.0\2", write_yaml(data))
 
 
-def export_algoperf(recipe: str | Path | Mapping[str, Any], folder: Path, overrides: Iterable[str] = ()) -> Path:
+def export_algoperf(
+    recipe: str | Path | Mapping[str, Any], folder: Path, overrides: Iterable[str] | None = None
+) -> Path:
     """Write a recipe as a submission to AlgoPerf: submission.py, recipe.json and tuning_search_space.json.
 
     Args:

@@ -237,7 +237,7 @@ def run_to_end(
             )
         if prepared.phase == "timing":
             console.print(f"timing every cell: {counted(len(prepared.left), 'run')}", highlight=False)
-        with StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress:
+        with StudyProgress(console, len(prepared.runs), len(prepared.left), study.metric) as progress:
             yield progress.on_event
 
     failed = complete_study(study, directory, workers, watch, storage)
@@ -314,9 +314,11 @@ class StudyProgress:
 
     runs: number of runs of the study.
     left: number of runs that are not done yet.
+    metric: name of the metric by which the study compares runs, which is printed for each finished run.
     """
 
-    def __init__(self, console: Console, runs: int, left: int) -> None:
+    def __init__(self, console: Console, runs: int, left: int, metric: str = "val_loss") -> None:
+        self.metric = metric
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
         self.progress = Progress(*columns, console=console, transient=True)
         self.lines = None if console.is_terminal else LogLines()
@@ -359,7 +361,7 @@ class StudyProgress:
             if key in self.run_bars:  # runs of other workers have no bar
                 self.progress.remove_task(self.run_bars.pop(key))
             self.done += 1
-            text = _describe_result(event.value) if event.kind == "done" else "[red]failed[/red]"
+            text = _describe_result(event.value, self.metric) if event.kind == "done" else "[red]failed[/red]"
             self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
         self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
 
@@ -377,11 +379,14 @@ def _describe_tick(tick: Tick) -> str:
     return f"step {tick.step}/{tick.steps}  loss {tick.loss:.3f}  {tick.step_ms:.1f} ms"
 
 
-def _describe_result(result: Result) -> str:
+def _describe_result(result: Result, metric: str) -> str:
+    """Return the end of a run in a line, which begins with the metric by which the study compares runs."""
     if result.val_loss is None:
         return f"[red]diverged[/red] at step {result.steps}"
+    own = result.metrics.get(metric)
+    first = f"{escape(metric)} {own:.4g}, " if own is not None else ""
     accuracy = f", accuracy {result.val_accuracy:.3f}" if result.val_accuracy is not None else ""
-    return f"validation loss {result.val_loss:.3f}{accuracy} in {result.seconds:.1f} s of training"
+    return f"{first}validation loss {result.val_loss:.3f}{accuracy} in {result.seconds:.1f} s of training"
 
 
 def cells_table(preview: StudyPreview) -> Table:

@@ -214,7 +214,7 @@ class Study(Component):
         return axis, self.baseline.get(axis, next(iter(self.axes[axis])))
 
 
-def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterable[str] = ()) -> Study:
+def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterable[str] | None = None) -> Study:
     """Return a study from a YAML file, the name of a shipped study, a mapping or a `Study`.
 
     Args:
@@ -232,11 +232,11 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     if isinstance(source, (str, Path)):
         path = _existing(source)
         try:
-            return validated(Study, _read_with(path, list(overrides)))
+            return validated(Study, _read_with(path, list(overrides or ())))
         except RecipeError as error:
             raise RecipeError(f"{path} does not describe a study:\n{error}") from error
     raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
-    axes, own = split_axes(overrides)
+    axes, own = split_axes(overrides or ())
     return validated(Study, _with_axes(_overridden(raw, own), axes))
 
 

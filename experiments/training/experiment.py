@@ -170,7 +170,9 @@ def with_imports(data: Mapping[str, Any]) -> dict[str, Any]:
 ExperimentSource = str | Path | Mapping[str, Any] | Experiment
 
 
-def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imports: Iterable[str] = ()) -> Experiment:
+def load_experiment(
+    source: ExperimentSource, overrides: Iterable[str] | None = None, imports: Iterable[str] | None = None
+) -> Experiment:
     """Return an experiment from a YAML file, a mapping or an `Experiment`, with overrides applied.
 
     Args:
@@ -185,7 +187,7 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
     Raises:
         RecipeError: the experiment is invalid. The message has one line for each fault.
     """
-    own, recipes = split_overrides(overrides)
+    own, recipes = split_overrides(overrides or ())
     if isinstance(source, (str, Path)):
         path = Path(source)
         data = read_experiment(path)
@@ -195,7 +197,7 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
         data = {key: _plain(value) for key, value in raw.items()}
     data.setdefault("schedule", "constant")  # so that an override may set a field inside
     data.setdefault("parallel", "none")
-    data["imports"] = [*_listed(data, "imports"), *imports]
+    data["imports"] = [*_listed(data, "imports"), *(imports or ())]
     data["overrides"] = [*_listed(data, "overrides"), *recipes]
     imported = [override for override in own if _path(override) == "imports"]
     others = [override for override in own if override not in imported]

@@ -69,10 +69,8 @@ class RecipeChange:
         """Return the warning about differing settings, or "" if all settings are equal."""
         found = list[str]()
         if self.settings:
-            found += [
-                "other settings than the checkpoint's apply from now on (saved -> now):",
-                *first_lines(self.settings),
-            ]
+            # all of them: a setting that changes without a word would be a trap
+            found += ["other settings than the checkpoint's apply from now on (saved -> now):", *self.settings]
         if self.of_groups:
             found += ["param groups keep the saved values, not the recipe's (saved -> recipe):", *self.of_groups]
         return "\n".join(["state_dict: " + found[0], *found[1:]]) if found else ""

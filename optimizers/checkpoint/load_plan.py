@@ -115,6 +115,10 @@ def strict_loading(optimizer: ComposedOptimizer, state_dict: Any) -> Iterator[No
 def _require_state_dict(given: Any) -> None:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         hint = "; torch.load reads it from a file" if isinstance(given, str | PathLike) else ""
+        if isinstance(given, Mapping):
+            hint = f" with {name_some([repr(key) for key in given], 5) or 'no keys'}"
+            inside = [key for key, value in given.items() if isinstance(value, Mapping) and "param_groups" in value]
+            hint += f"; give its entry {inside[0]!r}" if inside else ""
         raise ValueError(
             f"state_dict: it must be a mapping with 'state' and 'param_groups', got a {type(given).__name__}{hint}"
         )

@@ -14,8 +14,9 @@ from typing import Any
 from eigengraft.component import Component, families, plain, stage_name
 from eigengraft.errors import RecipeError, did_you_mean
 
-Overrides = Mapping[str, Any] | Iterable[str]
-"""Changes of a declaration, applied in order: a mapping {dotted path: value}, or strings "dotted.path=value".
+Overrides = Mapping[str, Any] | Iterable[str] | None
+"""Changes of a declaration, applied in order: a mapping {dotted path: value}, or strings "dotted.path=value"; None: no
+change.
 
 The string "~dotted.path" removes a stage from its chain, or resets a field to its default."""
 _CHAINS = ("update.", "after_decay.", "routes.")
@@ -49,6 +50,8 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
 
     parse: function that converts the text after "=" into a value.
     """
+    if overrides is None:
+        return []
     if isinstance(overrides, Mapping):
         for path in overrides:
             if not str(path).strip():

@@ -262,3 +262,10 @@ def test_a_run_that_a_callback_stops_ends_like_a_complete_one(tmp_path: Path) ->
     result = train(load_experiment(EXAMPLE, [*QUICK, *fields]), tmp_path / "run")
     assert (result.steps, result.diverged) == (6, False)  # evaluated at 2, 4 and 6, each time the same
     assert train(load_experiment(EXAMPLE, [*QUICK, *fields]), tmp_path / "run") == result
+
+
+def test_no_overrides_may_be_written_as_none() -> None:
+    fields = {"task": "digits", "recipe": "adamw"}
+    assert load_experiment({**fields, "overrides": None, "imports": None}, None, None) == load_experiment(fields)
+    study = {"base": fields, "axes": {"lr": [1.0, 2.0]}}
+    assert load_study(study, None) == load_study(study)

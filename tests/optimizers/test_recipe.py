@@ -249,6 +249,8 @@ def test_optimizer_and_compose_take_overrides() -> None:
         assert eigengraft.compose("soap_fitted", net, overrides=overrides).recipe == wanted
         assert eigengraft.compose("soap_fitted", net.named_parameters(), overrides=overrides).recipe == wanted
         assert eigengraft.Optimizer(net.named_parameters(), "soap_fitted", overrides=overrides).recipe == wanted
+    net = model()
+    assert eigengraft.compose("soap_fitted", net, overrides=None).recipe == load_recipe("soap_fitted", None)
 
 
 def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> None:

@@ -232,6 +232,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[object, ...]]] = {
     "no state": (edit("state", drop=True), ("state_dict",)),
     "torch": (lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(), ("recipe",)),
     "list": (lambda _: [], ("state_dict",)),
+    "other keys": (lambda _: {"a": 1}, ("state_dict", "'a'")),
+    "empty": (lambda _: {}, ("state_dict",)),
+    "whole checkpoint": (lambda saved: {"model": {}, "optimizer": saved}, ("'model'", "'optimizer'")),
 }
 
 
@@ -413,6 +416,16 @@ def test_other_settings_load_with_a_word_and_apply(saved: list[str], here: list[
     assert same(snapshot(target), snapshot(twin))
     again = weight_and_bias(new)
     again.load_state_dict(target.state_dict())  # and is saved with the new ones: no word
+
+
+def test_the_warning_names_every_changed_setting() -> None:
+    """Ten settings differ, and no line is left out."""
+    old, new = load_recipe("soap"), load_recipe("soap_fitted")
+    source, target = weight_and_bias(old), weight_and_bias(new)
+    drive(source, source.param_groups[0]["params"], range(2))
+    with warned(UserWarning, f"{SOAP}.timing", f"{SOAP}.transport", "weight_decay.placed") as words:
+        target.load_state_dict(source.state_dict())
+    assert "more" not in str(words[0].message)
 
 
 def test_a_changed_setting_is_what_steps_follow() -> None:
