@@ -19,6 +19,7 @@ from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.roots import ByDevice
 from eigengraft.quantization import choose
+from eigengraft.quantization.offload import available
 from eigengraft.slots import StateKey
 
 from ..isolation import isolated
@@ -375,7 +376,8 @@ class Reporting(torch.optim.Optimizer):
         for own in self.stack_states():
             for key, slot in own.slots():
                 coded, storage = own.encoded.get(str(key)), choose(own.storage, key, slot)
-                location = "" if storage is None or storage.location is None else storage.location.to
+                place = None if storage is None else available(storage.location, own.stack.device)
+                location = "" if place is None else place.to
                 kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
                 declared = len(own.stack.param_ids) * math.prod(slot.shape) * (slot.dtype or own.stack.dtype).itemsize
                 stored = sum(tensor.nbytes for tensor in own.stored(key))
@@ -393,7 +395,8 @@ class Reporting(torch.optim.Optimizer):
     def offloaded_bytes(self) -> dict[str, int]:
         """Return the bytes of the slots that are in host memory between steps, by location: "cpu" or "disk".
 
-        Each step copies these bytes to the device and back.
+        Each step copies these bytes to the device and back. Slots of parameters on a CPU do not count as offloaded to
+        "cpu", because they are in host memory anyway.
         """
         found = Counter[str]()
         for row in self.slot_sizes():

@@ -329,6 +329,13 @@ def test_a_file_system_in_memory_is_named(tmp_path: Path) -> None:
         )
 
 
+def test_offload_to_a_cpu_on_a_cpu_warns_and_counts_no_bytes() -> None:
+    storage = {"first_moment": {"kind": "offload", "to": "cpu", "min_elements": 1}}
+    with warned(UserWarning, "storage.first_moment", "cpu"):
+        optimizer = compose("adamw", nn.Linear(64, 64), overrides={"storage": storage})
+    assert optimizer.offloaded_bytes() == {} and "offloaded" not in repr(optimizer)
+
+
 def test_bytes_are_counted_where_they_are() -> None:
     storage = {
         "first_moment": {"kind": "offload", "to": "disk"},

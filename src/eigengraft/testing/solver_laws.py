@@ -279,6 +279,9 @@ def _root(case: SolverCase) -> RootSolver:
     return case.solver
 
 
+_ABSOLUTE_RIDGE = " (with an absolute ridge: give no `degree`, or multiply the ridge by the size of A)"
+
+
 def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
     """(U A U^T)^-e = U A^-e U^T for orthogonal U, (c A)^-e = c^-e A^-e for numbers c > 0, and roots are symmetric."""
     a, u, solver = definite(), rotation(6, 1), _root(case)
@@ -288,7 +291,8 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
         require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, "a root that turns with its matrix")
     if case.degree is not None:
         scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(usual_exponent(solver)))
-        require_close(scaled, root, case.tolerance, "a root that scales with its matrix")
+        what = f"the root of 1e6 A as 1e6^({-case.degree:g} e) times that of A,"
+        require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
 def a_root_undoes_its_matrix(case: SolverCase) -> None:
