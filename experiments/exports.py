@@ -155,7 +155,7 @@ def export_algoperf(
     loop = ("lr", "weight_decay", "warmup_factor", "grad_clip", "dropout_rate", "label_smoothing")
     space: dict[str, Any] = {}
     rest = []
-    for override in overrides:
+    for override in overrides or ():
         path, _, text = override.partition("=")
         interval = _INTERVAL.fullmatch(text)
         if interval is not None:

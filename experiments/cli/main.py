@@ -57,10 +57,10 @@ class Commands(TyperGroup):
         typer does not export the class of these errors, which are the only ones with the name of an option.
         """
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
-        for option in command.params if command is not None else ():
-            if name in option.opts and getattr(option, "help", None):
-                value = option.metavar or str(option.type.name).upper()
-                error.message = f"{name}: its value {value} is missing; {option.help}"
+        option: Any = next((one for one in command.params if name in one.opts), None) if command is not None else None
+        if option is not None and getattr(option, "help", None):
+            value = option.metavar or str(option.type.name).upper()
+            error.message = f"{name}: its value {value} is missing; {option.help}"
 
 
 def _is_for_users(error: Exception) -> bool:

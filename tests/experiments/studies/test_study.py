@@ -42,15 +42,15 @@ def complete(directory):
 
 def test_a_finished_study_gains_seeds_and_labels_and_only_new_runs_are_left(tmp_path):
     before = study(axes={"lr": [0.1, 0.2]}, seeds=[0])
-    for run in plan_runs(before):
-        train(run.experiment, tmp_path / run.directory)
+    for planned in plan_runs(before):
+        train(planned.experiment, tmp_path / planned.directory)
     assert prepare_study(before, tmp_path).left == ()
     after = study(axes={"lr": [0.1, 0.2, 0.3]}, seeds=[0, 1])
-    left = {run.directory for run in prepare_study(after, tmp_path).left}
+    left = {one.directory for one in prepare_study(after, tmp_path).left}
     assert left == {"lr=0.1/seed-1", "lr=0.2/seed-1", "lr=0.3/seed-0", "lr=0.3/seed-1"}
     assert len(read_records(tmp_path).runs) == 6
     prepare_study(study(axes={"lr": [0.2, 0.3]}, seeds=[0]), tmp_path)
-    assert [run.directory.parent.name for run in read_records(tmp_path).runs] == ["lr=0.2", "lr=0.3"]
+    assert [one.directory.parent.name for one in read_records(tmp_path).runs] == ["lr=0.2", "lr=0.3"]
 
 
 UNGUARDED = """
