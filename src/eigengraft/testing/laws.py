@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,8 @@ def require_close(
     largest = max(float(theirs.abs().max()), 1e-300)
     error = float((ours - theirs).abs().max()) / largest
     if not error <= tolerance:
-        problem = f"{what} within {tolerance:g} of the largest entry is required, got {error:.2g}"
+        got = f"a difference of {error:.2g}" if math.isfinite(error) else "nan or inf"
+        problem = f"{what} within {tolerance:g} of the largest entry is required, got {got}"
         raise LawError(problem + cause())
 
 

@@ -314,7 +314,9 @@ def a_root_undoes_its_matrix(case: SolverCase) -> None:
         root, ok = solver.root(a, exponent)[:2]
         error, bound = float((root @ power - torch.eye(6)).abs().max()), max(1e-2, 60 * getattr(solver, "eps", 0.0))
         require(ok.all(), f"roots of definite matrices to the power -{exponent} are required, got ok = {ok.tolist()}")
-        require(error <= bound, f"A^-e A^e = I up to {bound:g} for e = {exponent} is required, got {error:.2g}")
+        require(
+            error <= bound, f"A^-e A^e = I up to {bound:g} for e = {exponent} is required, got an error of {error:.2g}"
+        )
 
 
 def roots_come_with_a_report(case: SolverCase) -> None:
