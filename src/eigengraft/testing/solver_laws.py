@@ -291,7 +291,7 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
         require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, "a root that turns with its matrix")
     if case.degree is not None:
         scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(usual_exponent(solver)))
-        what = f"the root of 1e6 A as 1e6^({-case.degree:g} e) times that of A,"
+        what = f"the root of 1e6 A as 1e6^({case.degree:g} e) times that of A,"
         require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
