@@ -451,7 +451,7 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     tuned = read_tuned(directory)
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         raise ValueError(
-            f"report: no run of the study in {directory} has started ({len(runs)} are planned); run the study first"
+            f"report: none of the study's runs in {directory} has started ({len(runs)} planned); run the study first"
         )
     name, description = manifest["name"], manifest["description"]
     given = manifest.get("study", {}).get("target")

@@ -54,8 +54,9 @@ class Study(Component):
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
-        **{name: f"it belongs under `base`: `base: {{{name}: ...}}`" for name in Experiment.model_fields},
         **Experiment.elsewhere,
+        **{name: f"it belongs under `base`: `base: {{{name}: ...}}`" for name in Experiment.model_fields},
+        "seed": "`seeds` is the list of seeds with which every cell is run",
     }
     name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
     description: str = Field("", description="question of the study in a sentence or two")
