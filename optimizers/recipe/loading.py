@@ -47,7 +47,7 @@ def load_recipe(source: RecipeSource, overrides: Overrides = (), parse: Callable
         RecipeError: the recipe is invalid. The message has a line for each fault, with its path.
     """
     recipe = source if isinstance(source, Recipe) else _validated(source)
-    changes = override_pairs(overrides, parse)
+    changes = override_pairs(overrides, parse) if overrides is not None and overrides != () else []
     return validated(Recipe, assign_paths(recipe.model_dump(mode="json"), changes)) if changes else recipe
 
 
