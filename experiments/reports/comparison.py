@@ -281,8 +281,9 @@ def _rate_last(labels: Mapping[str, str], method: str) -> dict[str, str]:
 def sweeps(records: Records) -> dict[str, list[Curve]]:
     """Return the curves of the final metric over the labels of the compared axis, one curve for each panel.
 
-    Empty unless there are at least two labels and all are numbers. Diverged runs leave a gap, and rows without a
-    finished run are left out.
+    The curves are grouped by title. Panels whose labels differ only on the last axis share a title, and so a figure.
+    Returns {} unless the compared axis has at least two labels and all are numbers. Diverged runs leave a gap, and
+    rows without a finished run are left out.
     """
     panels = compare(records)
     numbers = _numbers(panels)
@@ -329,9 +330,11 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 
 
 def at_their_best(records: Records) -> list[ComparisonPanel]:
-    """Return panels that compare methods, each with its own best value of a sweep. The first method is the baseline.
+    """Return panels in which every row is a method at its best label of the compared axis, such as its best learning
+    rate.
 
-    Empty without a sweep, or with a single method that has ended.
+    Methods are the labels of the last axis that is not compared. The first method is the baseline. Returns [] unless
+    the compared axis has numbers as labels (see `sweeps`) and several methods have ended.
     """
     found = []
     for outer, group in _by_conditions(records):

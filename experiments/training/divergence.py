@@ -221,7 +221,7 @@ class Divergence:
 
 
 def worse_than_at_first(first: float | None, last: float | None, name: str = "training loss") -> str:
-    """Return a sentence if a loss ended far above its first value, else an empty text.
+    """Return a sentence about a loss that ended above WORSE times its first value, else an empty text.
 
     name: name of the loss for readers.
     """
