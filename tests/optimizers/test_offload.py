@@ -200,7 +200,7 @@ def test_stacks_that_share_sums_are_brought_in_together() -> None:
             run.step(*given[:3])
             run.optimizer.watch_next_step()
             run.step(given[3])
-        assert max(len(group) for one in runs[1].optimizer.param_sets for group in one._together) > 1
+        assert max(len(group) for one in runs[1].optimizer.param_sets for group in one.together) > 1
         rows = [run.optimizer.inspect().records() for run in runs]
         assert rows[0] == rows[1] == rows[2] != []
         require_same(runs[0], runs[1])
