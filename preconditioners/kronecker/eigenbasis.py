@@ -228,9 +228,9 @@ class Eigenbasis(Factored):
 
         Return (the old bases, the result of the solver, a function that computes the diagonal of Q^T A Q or None).
         """
-        unit_free = self.solver.unit_free
+        stored = self.solver.unit_free and self.statistic.slow is None  # the estimate is a multiple of the factor
         old = joined([state[f"basis.{axis}"] for axis in axes])
-        a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
+        a = (state[f"factor.{axis}"] if stored else self.statistic.estimate(state, axis, context) for axis in axes)
         return old, *self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
 
     def _turn(self, state: State, axis: int, found: Basis, tried: Tensor | None) -> Turn:

@@ -202,7 +202,7 @@ class CoupledNewton(Coupled):
     def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
         if not isinstance(other, Eigh) or not other.relative or other.deficiency not in ("add", "clip_shift"):
             return None
-        if other.precision != "input" or not _LEAST_RIDGE * torch.finfo(dtype).eps <= other.eps <= 1:
+        if other.precision != "input" or other.ratio or not _LEAST_RIDGE * torch.finfo(dtype).eps <= other.eps <= 1:
             return None
         return cls(eps=other.eps, relative_to=PowerIteration(steps=100))
 

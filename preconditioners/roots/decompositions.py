@@ -123,10 +123,10 @@ class Eigh(RootSolver, ByDevice):
         Shampoo). The result equals clip_shift up to rounding, but the matrix that is decomposed is not singular.
     pseudo_inverse: lambda, but eigenvalues up to max(r, atol, rtol * lambda_max) are left out of the root.
 
-    The ridge r is eps, or eps * lambda_max if `relative`, and is in units of A. Every exponent e > 0 is accepted. Each
-    eigenvalue has a rounding error of about d u lambda_max, where u is the rounding unit, so a smaller r has no effect.
-    The solver fails where A or the root is not finite. A decomposition that does not converge in float32 is repeated in
-    float64.
+    The ridge r is eps, or eps * lambda_max if `relative`, plus `ratio` times the mean of max(lambda, 0). eps is in
+    units of A unless it is relative. Every exponent e > 0 is accepted. Each eigenvalue has a rounding error of about
+    d u lambda_max, where u is the rounding unit, so a smaller r has no effect. The solver fails where A or the root is
+    not finite. A decomposition that does not converge in float32 is repeated in float64.
 
     With `by_device` a faster solver may replace this one on an accelerator: decompositions on the host, or
     `coupled_newton` with the same ridge. `coupled_newton` requires a ridge that is relative, added to all eigenvalues,
@@ -136,6 +136,7 @@ class Eigh(RootSolver, ByDevice):
     kind: Literal["eigh"] = "eigh"
     eps: float = Field(default=1e-12, ge=0, description="ridge r, in units of the matrix, or of its largest eigenvalue")
     relative: bool = Field(default=False, description="true: eps is relative to the largest eigenvalue")
+    ratio: float = Field(default=0.0, ge=0, description="added to the ridge, in units of the mean eigenvalue")
     deficiency: Literal["add", "clip_shift", "floor", "perturb_before", "pseudo_inverse"] = Field(
         default="clip_shift", description="treatment of eigenvalues at and below zero"
     )
@@ -153,10 +154,10 @@ class Eigh(RootSolver, ByDevice):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.deficiency == "perturb_before" and self.relative:
+        if self.deficiency == "perturb_before" and (self.relative or self.ratio):
             raise ValueError(
                 "eigh: deficiency perturb_before adds its ridge before eigenvalues are known, and cannot be combined "
-                "with relative true; set relative: false"
+                + (f"with ratio {self.ratio}; remove it" if self.ratio else "with relative true; set relative: false")
             )
         if self.deficiency != "pseudo_inverse" and (self.rtol != 0 or self.atol != 0):
             raise ValueError(
@@ -202,6 +203,8 @@ class Eigh(RootSolver, ByDevice):
         floor = tiny(values.dtype)
         least, peak = values.amin(1, keepdim=True), values.amax(1, keepdim=True).clamp_min(floor)  # [N, 1]
         ridge = self.eps * peak if self.relative else torch.full_like(peak, self.eps)
+        if self.ratio:
+            ridge = ridge + self.ratio * values.clamp_min(0).mean(1, keepdim=True)
         if self.deficiency == "pseudo_inverse":
             cutoff = ridge.clamp_min(max(floor, self.atol))
             rtol = values.shape[1] * torch.finfo(values.dtype).eps if self.rtol is None else self.rtol

@@ -205,6 +205,14 @@ class Axes(Component):
         return None
 
 
+class SlowMean(Schedulable):
+    """A second running mean S_k of a statistic:  S_k <- beta S_k + (1 - beta) O_k,  with `weight` in the estimate."""
+
+    beta: float = Field(ge=0, lt=1, description="decay of the mean, per observation")
+    weight: float = Field(ge=0, le=1, description="weight of the mean in the estimate; the first mean has the rest")
+    constants: ClassVar[frozenset[str]] = frozenset({"beta"})
+
+
 class Statistic(Schedulable, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate E_k = A_k / c, times max(tr(E_k), floor)^(-s)
 
@@ -213,12 +221,19 @@ class Statistic(Schedulable, ABC, family="statistic"):
     O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
     beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
     - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
+
+    With `slow: {beta: b', weight: v}` a second running mean S_k of the same contributions has the decay b', and E_k is
+    (1 - v) A_k / c + v S_k / c' in place of A_k / c, with c' as c. Two rates of the statistics of inputs are the output
+    K-FAC of modded-nanogpt's track 3 (2026, #341).
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
     bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum has no bias")
     damped: bool = Field(default=True, description="contributions have weight 1 - beta; false: weight 1, uncorrected")
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
+    slow: SlowMean | None = Field(
+        default=None, description="a second mean with a slower decay, and its weight in the estimate; null: none"
+    )
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     requires: ClassVar[frozenset[str]] = frozenset()
     """Signals that must be provided when the statistic observes."""
@@ -263,6 +278,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
             raise ValueError(
                 f"bias_correction: false cannot be combined with {summed}, which has no bias to correct; remove it"
             )
+        if summed and self.slow is not None:
+            raise ValueError(
+                f"slow: a second mean cannot be combined with {summed}, by which factors are sums; remove it"
+            )
+        if self.slow is not None and self.slow.beta <= self.beta:
+            raise ValueError(f"slow: beta must be greater than beta {self.beta}, got {self.slow.beta}")
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
             raise ValueError(
                 f"precision: {self.precision} has no effect, as this statistic computes no products; remove it"
@@ -288,8 +309,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
     @property
     @final
     def every_gradient(self) -> bool:
-        """True if the factors accumulate the gradient of every step, and nothing else."""
-        return self.source == "gradient" and self.interval == 1 and not self.initial
+        """True if the factors accumulate the gradient of every step with one decay, and nothing else."""
+        return self.source == "gradient" and self.interval == 1 and not self.initial and self.slow is None
 
     @property
     def decay_of_squares(self) -> float | None:
@@ -323,17 +344,22 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
         """Return the slots of the factors of these axes for one block. Called at construction. The default has a slot
-        "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal.
+        "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal; and a slot "slow.<axis>" like it with `slow`.
         """
-        slots = {}
+        slots = dict[str, Slot]()
         for axis in axes:
             d = block[axis]
             if self.axes.full(block, axis):
                 slot = Slot((d, d), "identity" if self.initial else 0.0, "statistic", axes=(axis,), scale=self.initial)
             else:
                 slot = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
-            slots[f"factor.{axis}"] = slot
+            slots |= dict.fromkeys(self._means(axis), slot)
         return slots
+
+    def _means(self, axis: int) -> dict[str, float]:
+        """Return the decay of each mean of an axis, by the name of its slot."""
+        own = {f"factor.{axis}": self.beta}
+        return own if self.slow is None else {**own, f"slow.{axis}": self.slow.beta}
 
     @final
     def has(self, state: State, axis: int) -> bool:
@@ -346,8 +372,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
         rotation: R `[N, d, d]`, the change from the old basis to the new one.
         """
-        factor = state[f"factor.{axis}"]
-        state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
+        for name in self._means(axis):
+            state[name] = symmetrized(torch.bmm(rotation.mT, torch.bmm(state[name], rotation)))
 
     @final
     def observed(self, x: Tensor) -> Tensor:
@@ -367,21 +393,18 @@ class Statistic(Schedulable, ABC, family="statistic"):
             now = None if due is True else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
         contributions = self.contributions(state, x, axes, powers, context)
         for axis, contribution in zip(axes, contributions, strict=True):
-            factor = state[f"factor.{axis}"]
-            state[f"factor.{axis}"] = self._accumulate(factor, contribution, now)
+            for name, decay in self._means(axis).items():
+                state[name] = self._accumulate(state[name], contribution, decay, now)
 
-    @property
-    def _weight(self) -> float:
-        """Weight w of the newest contribution."""
-        return 1 - self.beta if self.damped and self.beta < 1 else 1.0
-
-    def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
+    def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
         """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
+
+        The weight is 1 - decay for a running mean, and 1 for a sum and with `damped: false`.
 
         now: `[N]`, 1 for blocks that observe in this step and 0 for all other blocks. None: all blocks observe.
         """
         y, z, scale = contribution.multiplied() if self.precision != "input" and factor.ndim == 3 else contribution
-        decay, weight = self.beta, self._weight
+        weight = 1 - decay if self.damped and decay < 1 else 1.0
         if now is not None:
             factor.mul_(per_block(1 - now * (1 - decay), factor))
             decay, scale = 1.0, now * scale
@@ -403,14 +426,22 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
         behind: number of updates since the last update in which the factor was accumulated.
         """
-        factor = state[f"factor.{axis}"]
-        if self.beta < 1 and self.bias_correction and self.damped:
-            factor = factor / context.correction(self.beta, factor, lambda step: self._observations(step - behind))
+        means = [self._corrected(state[name], beta, context, behind) for name, beta in self._means(axis).items()]
+        factor = means[0] if self.slow is None else torch.lerp(*means, self.slow.weight)
         if self.trace_scaling:
             trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
             power = to_power(trace.clamp_min(max(self.trace_floor, tiny(trace.dtype))), -self.trace_scaling)
             factor = factor * per_block(power, factor)
         return factor
+
+    def _corrected(self, factor: Tensor, beta: float, context: StepContext, behind: int) -> Tensor:
+        """Return F / c for a mean F with decay beta, or F itself where the formula has c = 1.
+
+        behind: see `estimate`.
+        """
+        if beta == 1 or not (self.bias_correction and self.damped):
+            return factor
+        return factor / context.correction(beta, factor, lambda step: self._observations(step - behind))
 
     def _observations(self, step: Tensor) -> Tensor:
         """Return the number of observations up to a step, at least 1. A lagged stage observes in step 0 already."""

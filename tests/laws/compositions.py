@@ -39,6 +39,8 @@ MODES = (
     ),
 )
 
+SLOW = {"beta": 0.9, "weight": 0.3}
+
 FACTORED = (
     Row(shampoo(statistic=BREGMAN, exponent="1/2", solver="eigh"), "kl"),
     Row(
@@ -57,6 +59,13 @@ FACTORED = (
     ),
     Row(shampoo(statistic={"kind": "gram", "interval": 3}), "seldom observed", degree=0, blocks=((6, 5), (3, 2, 4))),
     Row(shampoo(statistic={"kind": "gram", "source": "direction"}), "of the direction", degree=0),
+    Row(shampoo(statistic={"kind": "gram", "beta": 0.5, "slow": SLOW}), "of two rates", degree=0),
+    Row(basis(MOMENTUM, RMS, statistic={"kind": "gram", "beta": 0.5, "slow": SLOW}), "of two rates", degree=0),
+    Row(
+        basis(MOMENTUM, RMS, statistic={"kind": "gram", "beta": 0.5, "slow": SLOW}, statistic_frame="basis"),
+        "of two rates in the basis",
+        degree=0,
+    ),
     Row(shampoo(statistic={"kind": "gram", "source": "orthogonalized"}), "of the polar factor", degree=1),
     Row(shampoo(statistic={"kind": "gram", "trace_scaling": 0.5}, exponent="1/2"), "trace-scaled"),
     Row(
