@@ -685,25 +685,42 @@ def constrained(w: Tensor, u: Tensor, lr: float) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_record_of_track_3_is_its_formulas(shape: tuple[int, int]) -> None:
-    """NS12(SOAP(N)) sqrt(max(1, m / n)), N the Nesterov momentum with b = 0.85 + 0.1 t / 300, constrained; gradients at
-    Y = W + 0.3 D with D <- 0.99 D + 0.01 (W - W_last) after updates 3 to 8. 1e-9 as above."""
+    """NS12(SOAP(N)) sqrt(max(1, m / n)), constrained;  N = n M + (1 - n) G with n = 0.85 + 0.1 t / 300.
+
+    M = 0.4385 M_fast + 0.5615 M_slow, both of decay 0.9 before update 5, and of 0.85 and 0.98 from then on. Gradients
+    are at W + 0.3 D + a (W - E): D <- 0.99 D + 0.01 (W - W_last), added after updates 3 to 8; E <- E + (W - E) / 10 from
+    update 4 on; a goes from 0 at update 5 to 0.45 at update 8. 1e-9 as above."""
     init, gradients = normal(*shape, seed=5), random_gradients([shape], STEPS)
-    given, m, moments = [g for (g,) in gradients], torch.zeros(shape, dtype=torch.float64), []
+    given, moments = [g for (g,) in gradients], []
+    fast, slow = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     for t, g in enumerate(given, start=1):
-        b = 0.85 + 0.1 * t / 300
-        m = b * m + (1 - b) * g
-        moments.append(b * m + (1 - b) * g)
-    w = y = init
-    drift, path = torch.zeros_like(init), []
+        n, b, c = 0.85 + 0.1 * t / 300, *((0.9, 0.9) if t < 5 else (0.85, 0.98))
+        fast, slow = b * fast + (1 - b) * g, c * slow + (1 - c) * g
+        moments.append(n * (0.4385 * fast + 0.5615 * slow) + (1 - n) * g)
+    w, mean = init, torch.zeros_like(init)
+    ahead, drift, path = torch.zeros_like(init), torch.zeros_like(init), []
     for t, x in enumerate(in_basis(given, moments, Gram(shape, 0.9), by_qr, OwnRMS(shape, 0.9)), start=1):
         u = newton_schulz(x, 12, (2.0, -1.5, 0.5)) * math.sqrt(max(1.0, shape[0] / shape[1]))
-        moved_to = constrained(y, u, LR)
+        moved_to = constrained(w + ahead, u, LR)
         drift = 0.99 * drift + 0.01 * (moved_to - w)
         w = moved_to
-        y = w + 0.3 * drift if 3 <= t < 9 else w
-        path.append(y)
-    overrides = cadence(BASIS, "averaging.inner.start=3", "averaging.inner.stop=9")
-    assert distance(follow(recipe("track3", *overrides, lr=LR), [init], gradients), [torch.stack(path)], [init]) <= 1e-9
+        mean = w if t <= 3 else mean + (w - mean) / 10
+        ahead = 0.3 * drift if 3 <= t < 9 else torch.zeros_like(w)
+        path.append(w + ahead + 0.45 * min(1.0, max(0.0, (t - 5) / 3)) * (w - mean))
+    early = {
+        "averaging.start": 5,
+        "averaging.full": 8,
+        "averaging.inner.start": 3,
+        "averaging.inner.decay": 0.9,
+        "averaging.inner.inner.start": 3,
+        "averaging.inner.inner.stop": 9,
+        "update.momentum_mixture.means": [
+            {"weight": weight, "beta": [{"from": 0.9, "to": 0.9, "steps": 5}, {"from": beta, "to": beta, "steps": 1}]}
+            for weight, beta in ((0.4385, 0.85), (0.5615, 0.98))
+        ],
+    }
+    ours = follow(recipe({"base": "track3", "set": early}, *cadence(BASIS), lr=LR), [init], gradients)
+    assert distance(ours, [torch.stack(path)], [init]) <= 1e-9
 
 
 def gram_norm(x: Tensor) -> Tensor:
@@ -724,22 +741,47 @@ def trusted(x: Tensor, raw: Tensor, g: Tensor, bounds: tuple[float, float]) -> t
 
 
 def test_other_parameters_of_the_record_are_its_formulas() -> None:
-    """Attention outputs by NS12(trust(SOAP(N))) constrained; embedding, head and vectors by Adam with rates of their
-    own. Bases are new at every update from the second on; the look-ahead begins later. 1e-9 as above."""
-    shapes = {"attn.c_proj.weight": (5, 8), "wte.weight": (6, 4), "lm_head.weight": (4, 6), "layer.bias": (7,)}
-    decays = {"wte.weight": (0.99, 8.0), "lm_head.weight": (0.997, 0.0833), "layer.bias": (0.9965, 0.267)}
+    """Attention outputs by NS12(trust(SOAP(N))) constrained; embedding, head, norms and biases by Adam with rates of
+    their own, which is uncorrected for norms and biases. 1e-9 as above.
+
+    From update 4 on the head is in the eigenvectors Q of C <- 0.95 C + 0.05 G^T G, which are new in every third update:
+    M <- M R and V <- V (R * R) with R = Q_last^T Q. Bases of attention outputs are new at every update from the second
+    on. The look-ahead begins later."""
+    shapes = {
+        "attn.c_proj.weight": (5, 8),
+        "wte.weight": (6, 4),
+        "lm_head.weight": (4, 6),
+        "layer.bias": (7,),
+        "ln_f.weight": (7,),
+    }
+    decays = {"wte.weight": (0.99, 8.0), "layer.bias": (0.997, 0.267), "ln_f.weight": (0.99, 0.267)}
     gradients, init = random_gradients([*shapes.values()], STEPS), {n: normal(*s, seed=5) for n, s in shapes.items()}
     params = {name: torch.nn.Parameter(x.clone()) for name, x in init.items()}
-    optimizer = Optimizer(params.items(), "track3", lr=LR)
+    early = {
+        f"routes.head.update.eigenbasis.refresh.{name}": x for name, x in (("steps", 3), ("start", 4), ("offset", 1))
+    }
+    optimizer = Optimizer(params.items(), {"base": "track3", "set": early}, lr=LR)
     for row in gradients:
         for p, g in zip(params.values(), row, strict=True):
             p.grad = g.clone()
         optimizer.step()
     given = {name: [row[i] for row in gradients] for i, name in enumerate(shapes)}
     for name, (beta, ratio) in decays.items():
-        roots = [v.sqrt() + 1e-10 for v in means([g.square() for g in given[name]], beta, True)]
-        init[name] -= LR * ratio * sum(m / root for m, root in zip(means(given[name], 0.8, True), roots, strict=True))
-    w, m, moments, own = init["attn.c_proj.weight"], torch.zeros(5, 8).double(), [], given["attn.c_proj.weight"]
+        own, matrix = given[name], len(shapes[name]) == 2
+        roots = [v.sqrt() + 1e-10 for v in means([g.square() for g in own], beta, matrix)]
+        init[name] -= LR * ratio * sum(m / root for m, root in zip(means(own, 0.8, matrix), roots, strict=True))
+    q, c = torch.eye(6).double(), torch.zeros(6, 6).double()
+    m, v = torch.zeros(4, 6).double(), torch.zeros(4, 6).double()
+    for t, g in enumerate(given["lm_head.weight"], start=1):
+        c = 0.95 * c + 0.05 * g.T @ g
+        if t in (4, 7, 10):
+            q, last = torch.linalg.eigh(c)[1], q
+            m, v = m @ (last.T @ q), v @ (last.T @ q).square()
+        m, v = 0.8 * m + 0.2 * g @ q, 0.99 * v + 0.01 * (g @ q).square()
+        u = m / (1 - 0.8**t) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
+        init["lm_head.weight"] -= LR * 0.0833 * u @ q.T
+    w, moments, own = init["attn.c_proj.weight"], list[Tensor](), given["attn.c_proj.weight"]
+    m = torch.zeros(5, 8).double()
     for t, g in enumerate(own, start=1):
         b = 0.85 + 0.1 * t / 300
         m = b * m + (1 - b) * g

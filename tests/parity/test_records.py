@@ -348,3 +348,46 @@ def test_an_anchored_gradient_is_that_of_a_point_beyond_the_mean(inner: dict[str
     torch.testing.assert_close(weight.detach(), 0.4 * w + 0.6 * e, rtol=0, atol=1e-12)
     optimizer.train()
     assert torch.equal(weight.detach(), held)
+
+
+def test_output_k_fac_mixes_the_gradient_of_the_head_with_one_in_the_metric_of_its_inputs() -> None:
+    """Adam of M |G| / |M|,  M = (1 - s) G + s G P |G| / |G P|,  P = (C + r tr(C) / n I)^(-1/2),  as in #341.
+
+    C = 8/9 C_fast + 1/9 C_slow, means of X^T X / N of decay 0.8 and 0.98. P is new at updates 3, 5, ...; s is 0 before
+    update 3, and goes from 0.25 to 0.75 in four updates, while r goes from 0.15 to 0.05. 1e-12 is rounding."""
+    weight, lr = torch.nn.Parameter(normal(7, 5, seed=5)), LR * 0.0833
+    transform = "routes.head.update.transform.before.graft.direction.sum.paths"
+    shampoo = f"{transform}.kfac.stages.graft.direction.shampoo"
+    changes = {
+        f"{transform}.raw.weight": early(1.0, 1.0, 0.75, 0.25),
+        f"{transform}.kfac.weight": early(0.0, 0.0, 0.25, 0.75),
+        f"{shampoo}.solver.ratio": early(0.15, 0.15, 0.15, 0.05),
+        f"{shampoo}.refresh": {"kind": "every", "steps": 2, "start": 3, "offset": 1, "stagger": "none"},
+    }
+    optimizer = Optimizer([("lm_head.weight", weight)], {"base": "track3_kfac", "set": changes}, lr=LR)
+    w, path, p = weight.detach().clone(), list[Tensor](), torch.eye(5).double()
+    m, v = torch.zeros(7, 5).double(), torch.zeros(7, 5).double()
+    fast, slow = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
+    for t, (g,) in enumerate(random_gradients([(7, 5)], 12), start=1):
+        x = normal(9, 5, seed=200 + t)
+        optimizer.provide("activation_gram", {weight: x.T @ x / 9})
+        weight.grad = g.clone()
+        optimizer.step()
+        fast, slow = 0.8 * fast + 0.2 * x.T @ x / 9, 0.98 * slow + 0.02 * x.T @ x / 9
+        ramp = min(1.0, (t - 3) / 4)
+        if t in (3, 5, 7, 9, 11):
+            c = 8 / 9 * fast / (1 - 0.8**t) + 1 / 9 * slow / (1 - 0.98**t)
+            values, q = torch.linalg.eigh(c)
+            p = q @ torch.diag((values + (0.15 - 0.1 * ramp) * values.mean()) ** -0.5) @ q.T
+        strength = 0.25 + 0.5 * ramp if t >= 3 else 0.0
+        mixed = (1 - strength) * g + strength * g @ p * g.norm() / (g @ p).norm()
+        mixed = mixed * g.norm() / mixed.norm()
+        m, v = 0.8 * m + 0.2 * mixed, 0.99 * v + 0.01 * mixed.square()
+        w = w - lr * m / (1 - 0.8**t) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
+        torch.testing.assert_close(weight.detach(), w, rtol=0, atol=1e-12)
+
+
+def early(*numbers: float) -> list[dict[str, float]]:
+    """A schedule of track 3 that begins at the third update and ends four updates later."""
+    before, at, start, end = numbers
+    return [{"from": before, "to": at, "steps": 3}, {"from": start, "to": end, "steps": 4}]
