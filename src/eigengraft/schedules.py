@@ -243,6 +243,6 @@ def schedules(component: Component, path: str = "") -> Iterator[tuple[str, Sched
     for name, value in component:
         if isinstance(value, Component):
             yield from schedules(value, f"{path}{name}.")
-        for one in value if isinstance(value, tuple) else ():
+        for i, one in enumerate(value) if isinstance(value, tuple) else ():
             if isinstance(one, Component):
-                yield from schedules(one, f"{path}{name}.{stage_name(one)}.")
+                yield from schedules(one, f"{path}{name}.{stage_name(one) or i}.")

@@ -91,6 +91,10 @@ def test_schedules_beyond_the_run_are_named() -> None:
     check_said(message, "update.momentum.beta", 300, 200)
     assert message.endswith("[schedule-beyond-run]")
     assert warned("adamw", model(), overrides=schedule, steps=300) == warned("adamw", model(), overrides=schedule) == []
+    mean = {"weight": 1.0, "beta": schedule["update.momentum.beta"]}
+    mixture = {"update.momentum": {"kind": "momentum_mixture", "means": [mean]}}
+    (message,) = warned("adamw", model(), overrides=mixture, steps=200)
+    check_said(message, "update.momentum_mixture.means.0.beta", 300, 200)
 
 
 def test_an_id_silences_its_warning_alone_and_an_unknown_id_is_refused() -> None:
