@@ -688,8 +688,8 @@ def test_the_record_of_track_3_is_its_formulas(shape: tuple[int, int]) -> None:
     """NS12(SOAP(N)) sqrt(max(1, m / n)), constrained;  N = n M + (1 - n) G with n = 0.85 + 0.1 t / 300.
 
     M = 0.4385 M_fast + 0.5615 M_slow, both of decay 0.9 before update 5, and of 0.85 and 0.98 from then on. Gradients
-    are at W + 0.3 D + a (W - E): D <- 0.99 D + 0.01 (W - W_last), added after updates 3 to 8; E <- E + (W - E) / 10 from
-    update 4 on; a goes from 0 at update 5 to 0.45 at update 8. 1e-9 as above."""
+    are at W + 0.3 D + a (W - E): D <- 0.99 D + 0.01 (W - W_last), added after updates 3 to 8; E <- E + (W - E) / 10
+    from update 4 on; a goes from 0 at update 5 to 0.45 at update 8. 1e-9 as above."""
     init, gradients = normal(*shape, seed=5), random_gradients([shape], STEPS)
     given, moments = [g for (g,) in gradients], []
     fast, slow = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)

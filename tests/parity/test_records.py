@@ -365,7 +365,7 @@ def test_output_k_fac_mixes_the_gradient_of_the_head_with_one_in_the_metric_of_i
         f"{shampoo}.refresh": {"kind": "every", "steps": 2, "start": 3, "offset": 1, "stagger": "none"},
     }
     optimizer = Optimizer([("lm_head.weight", weight)], {"base": "track3_kfac", "set": changes}, lr=LR)
-    w, path, p = weight.detach().clone(), list[Tensor](), torch.eye(5).double()
+    w, p = weight.detach().clone(), torch.eye(5).double()
     m, v = torch.zeros(7, 5).double(), torch.zeros(7, 5).double()
     fast, slow = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
     for t, (g,) in enumerate(random_gradients([(7, 5)], 12), start=1):

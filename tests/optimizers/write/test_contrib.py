@@ -1,4 +1,4 @@
-"""Constraints and averagings in `contrib/`: one shipped recipe uses them, and recipes reach them by kind."""
+"""Constraints and averagings in `contrib/`: one record and its variant use them, and recipes reach them by kind."""
 
 from pathlib import Path
 
@@ -16,13 +16,17 @@ def contributed(name: str) -> set[str]:
     """Return the names of the classes in contrib/ that the constraints and the averaging of a recipe are of."""
     recipe = load_recipe(name)
     parts: list[Component | None] = [part for rule in recipe.rules().values() for part in rule.constraints]
-    parts += [recipe.averaging, getattr(recipe.averaging, "inner", None)]
+    averaging: Component | None = recipe.averaging
+    while averaging is not None:
+        parts.append(averaging)
+        averaging = getattr(averaging, "inner", None)
     return {type(part).__name__ for part in parts if type(part).__module__.startswith(CONTRIB)}
 
 
-def test_one_shipped_recipe_uses_components_of_contrib() -> None:
+def test_one_record_and_its_variant_use_components_of_contrib() -> None:
     found = {name: contributed(name) for name in shipped_recipes() if contributed(name)}
-    assert found == {"track3": {"EMANesterov", "LateDecay", "RadialBrake", "RadiusPin", "RowFloor"}}
+    record = {"Anchored", "EMANesterov", "LateDecay", "RadialBrake", "RadiusPin", "RowFloor"}
+    assert found == {"track3": record, "track3_kfac": record}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
