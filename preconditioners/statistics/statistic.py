@@ -426,8 +426,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
         behind: number of updates since the last update in which the factor was accumulated.
         """
-        means = [self._corrected(state[name], beta, context, behind) for name, beta in self._means(axis).items()]
-        factor = means[0] if self.slow is None else torch.lerp(*means, self.slow.weight)
+        factor = self._corrected(state[f"factor.{axis}"], self.beta, context, behind)
+        if self.slow is not None:
+            slow = self._corrected(state[f"slow.{axis}"], self.slow.beta, context, behind)
+            factor = torch.lerp(factor, slow, self.slow.weight)
         if self.trace_scaling:
             trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
             power = to_power(trace.clamp_min(max(self.trace_floor, tiny(trace.dtype))), -self.trace_scaling)
