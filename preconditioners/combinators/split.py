@@ -18,8 +18,9 @@ from ..algebra.products import mode_product, unfold
 from ..base import Inner, Stage, Stages, chain_slots, map_wires, run_chain
 from ..cadence import Cadence, Every
 from ..kronecker.basis_change import Turn, require_frameless, transport
+from ..roots.cholesky_qr import orthonormal_columns
 from ..roots.decompositions import eigh
-from ..roots.power_qr import householder
+from ..roots.power_qr import householder, same_signs
 
 
 class Split(Stage):
@@ -98,7 +99,8 @@ class Split(Stage):
         # the gradient is scaled to a largest entry of 1, so that squares neither over- nor underflow
         unit = x / size.clamp_min(tiny(x.dtype))
         step = old @ pull + unit @ (unit.mT @ old) * (1 - self.beta)
-        new = householder(torch.where(step.isfinite().all(-1).all(-1)[:, None, None], step, old), old)
+        step = torch.where(step.isfinite().all(-1).all(-1)[:, None, None], step, old)
+        new = householder(step, old) if step.is_cpu else same_signs(orthonormal_columns(step, old), old)
         if context.first:
             _, vectors, ok = eigh(unit @ unit.mT)
             new = torch.where(per_block(ok & (size.flatten() > 0), new), vectors[..., -new.shape[-1] :].flip(-1), new)

@@ -17,6 +17,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.products import as_matrices, matrix_shape
 from ..base import Stage, Traits
+from ..roots.cholesky_qr import orthonormal_columns
 from .spectral import NewtonSchulz, PolarSolver
 
 START = 1 << 35
@@ -54,7 +55,7 @@ class Dion(Stage):
         x, q = as_matrices(m), self._started(state["q"], context)
         peak = x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
         unit = x / peak  # so that squares neither over- nor underflow
-        p = apply_aligned(_orthonormal, torch.bmm(unit, q))
+        p = _orthonormal(torch.bmm(unit, q))
         r = torch.bmm(unit.mT, p)
         norms = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
         q = r * safe_ratio(torch.ones_like(norms), norms)
@@ -73,8 +74,10 @@ class Dion(Stage):
 
 
 def _orthonormal(x: Tensor) -> Tensor:
-    q: Tensor = torch.linalg.qr(x).Q
-    return q
+    """Return the orthonormal factor of qr(x), whose columns may have other signs on a device than on a CPU."""
+    if x.is_cpu:
+        return apply_aligned(lambda own: torch.linalg.qr(own).Q, x)  # type: ignore[no-any-return]
+    return orthonormal_columns(x, torch.eye(*x.shape[1:], dtype=x.dtype, device=x.device).expand_as(x))
 
 
 class Dion2(Stage):

@@ -22,6 +22,9 @@ from .base import Basis, BasisSolver
 from .decompositions import leading_eigenvectors, unit_sized
 from .power_qr import PowerQR, householder, identity_order, ordered_step, same_signs
 
+_MAX_ERROR = 32.0
+"""Largest entry of |Q^T Q - I| of orthonormal columns, in units of machine epsilon. Rounding leaves a few units."""
+
 
 class CholeskyQR(BasisSolver):
     """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
@@ -47,7 +50,9 @@ class CholeskyQR(BasisSolver):
     rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorisations in one step")
     wide: bool = Field(default=False, description="take the rounds with s > 0 in float64")
     max_error: float = Field(
-        default=32.0, ge=1, description="largest entry of |Q^T Q - I| that is accepted, in units of machine epsilon"
+        default=_MAX_ERROR,
+        ge=1,
+        description="largest entry of |Q^T Q - I| that is accepted, in units of machine epsilon",
     )
     bootstrap: bool = Field(
         default=True, description="compute the first basis by an eigendecomposition; false: start from the identity"
@@ -100,8 +105,35 @@ class CholeskyQR(BasisSolver):
         for number in range(self.rounds):
             shifted = number < max(1, self.rounds - 2)
             x = _round(x.double(), True).to(x.dtype) if shifted and self.wide else _round(x, shifted)
-        error = (torch.bmm(x.mT, x) - identity_like(x)).abs().amax((-2, -1))
-        return x, error <= self.max_error * torch.finfo(x.dtype).eps  # False for nan, from a failed factor
+        return x, _orthonormal(x, self.max_error)
+
+
+def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
+    """Return orthonormal columns `[N, d, r]` of which the first j span the first j columns of x, up to rounding.
+
+    The function is for devices, on which Householder QR is a call of cuSOLVER for each matrix. It launches a fixed
+    number of kernels for the whole stack. 2 u q is added to the columns of x, scaled to length 1, where u is the
+    rounding unit. Columns that depend on columns before them thus become directions of q, and even an x of rank one has
+    a condition number that the rounds in float64 accept. Where x is not finite, the result is q.
+
+    x: `[N, d, r]`, d >= r.
+    q: `[N, d, r]`, orthonormal columns.
+    """
+    found = _unit_columns(x, q).add(q, alpha=2 * torch.finfo(x.dtype).eps).double()
+    for shifted in (True, True, False, False) if x.dtype == torch.float64 else (True, False):
+        found = _round(found, shifted)
+    found = found.to(x.dtype)
+    return where_blocks(_orthonormal(found, _MAX_ERROR), found, q)
+
+
+def _orthonormal(x: Tensor, max_error: float) -> Tensor:
+    """Return bool `[N]`, True where the columns of x are orthonormal, False for nan.
+
+    max_error: largest entry of |X^T X - I| that is accepted, in units of machine epsilon.
+    """
+    gram = torch.bmm(x.mT, x)
+    error = (gram - identity_like(gram)).abs().amax((-2, -1))
+    return error <= max_error * torch.finfo(x.dtype).eps
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:

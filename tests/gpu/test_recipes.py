@@ -18,12 +18,15 @@ REGISTERS = "a CPU computes the last entries of a function once more, in full re
 # After one gradient the statistic of the longer axis is singular, and the first steps are as long along its null space.
 PLACE = "a CPU decomposes matrix by matrix, at aligned addresses, so that a null space has other rounding"
 CHOLESKY = "a device orthonormalises bases by Cholesky QR, a CPU by Householder's"
+BEYOND = "columns of a basis beyond the rank of the first gradients are completed otherwise than by Householder's"
 MIXING = "averages are mixed with numbers of the host on a CPU, with a tensor on a device"
 ROUNDING: dict[str, tuple[float, str]] = {
     "adam_atan2": (1e-6, REGISTERS),
     "caspr": (1e-6, CHOLESKY),
+    "cosmos": (5e-2, BEYOND),
     "dalle_mini_quantized": (2e-5, PLACE),
     "dalle_mini_quantized_but_diagonal": (2e-5, PLACE),
+    "dion": (1e-6, CHOLESKY),
     "eshampoo": (1e-6, PLACE),
     "reference/distributed_shampoo": (2e-5, PLACE),
     "reference/distributed_shampoo_jax": (2e-5, PLACE),

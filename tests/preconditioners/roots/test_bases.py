@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eigengraft.component import families
 from eigengraft.preconditioners import AdaptiveQR, BasisSolver, CholeskyQR, EighBasis, PowerQR, QRIteration, Subspace
+from eigengraft.preconditioners.roots.cholesky_qr import orthonormal_columns
 from eigengraft.preconditioners.roots.power_qr import QRFactors
 
 from ...trajectories import normal, rotation
@@ -223,6 +224,33 @@ def test_cholesky_falls_back_for_the_matrix_that_needs_it(factored: list[int], d
     factored.clear()
     q, _, ok = solver.basis(a, warm, False)
     assert ok.all() and not factored and defect(q) <= 20 * torch.finfo(dtype).eps
+
+
+DEPENDENT = {
+    "full": lambda d, r: normal(2, d, r, seed=1),
+    "rank one": lambda d, r: normal(2, d, 1, seed=1) @ normal(2, 1, r, seed=2),
+    "half of the rank": lambda d, r: normal(2, d, r // 2, seed=1) @ normal(2, r // 2, r, seed=2),
+    "one row": lambda d, r: torch.zeros(2, d, r).double().index_fill(1, torch.tensor([d // 2]), 1.0),
+    "zero": lambda d, r: torch.zeros(2, d, r).double(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(96, 32), (16, 16), (5, 4)])
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_orthonormal_columns_are_those_of_householder_qr(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """They are orthonormal for any x, and columns that depend on others become directions of q. The bounds are those of
+    rounding: 2 u q is added, and the condition number of a square x multiplies that."""
+    x, u = DEPENDENT[name](*shape).to(dtype), torch.finfo(dtype).eps
+    q = orthonormal_columns(x, torch.eye(*shape, dtype=dtype).expand_as(x))
+    assert defect(q) <= 32 * u
+    rest = x - q @ (q.mT @ x)
+    assert float(rest.abs().max()) <= 32 * u * float(x.abs().max())
+    if name == "full":
+        assert (q.abs() - torch.linalg.qr(x).Q.abs()).abs().max() <= 500 * u
+    spoiled = torch.cat([x, torch.full((1, *shape), torch.nan, dtype=dtype)])
+    mixed = orthonormal_columns(spoiled, torch.eye(*shape, dtype=dtype).expand_as(spoiled))
+    assert torch.equal(mixed[2], torch.eye(*shape, dtype=dtype)) and defect(mixed) <= 32 * u
 
 
 def test_cholesky_leaves_a_null_space_in_place() -> None:
