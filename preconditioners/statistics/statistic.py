@@ -344,8 +344,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
         """Return the slots of the factors of these axes for one block. Called at construction. The default has a slot
-        "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal. With `slow` each axis has a slot "slow.<axis>" of
-        the same shape, too.
+        "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal. With `slow` each axis has a slot "slow.<axis>"
+        of the same shape, too.
         """
         slots = dict[str, Slot]()
         for axis in axes:
