@@ -13,7 +13,10 @@ from .scripts import PAPERS, script
 
 FOLDER = PAPERS / "recipes_on_text"
 TABLE = script("recipes_on_text", "table")
-STUDIES = {"study.yaml": FOLDER, "track3.yaml": FOLDER / "track3"}
+STUDIES = {
+    name + ".yaml": FOLDER / folder
+    for name, folder in (("study", ""), ("track3", "track3"), ("track3_parts", "track3_parts"))
+}
 
 
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
