@@ -21,7 +21,7 @@ SHAPE = (1024, 1024)
 COUNTED = next(iter(COUNTED_MODELS))
 """Model at which optimizers' steps are counted."""
 NEAR_BEST = 0.8
-"""Least profile of recipes that count as fast. AdamW has 0.43, and the best recipe 0.96."""
+"""Least profile of recipes that count as fast. AdamW has 0.40, and the best recipe 0.95."""
 SHOWN = 3
 """Number of recipes that are named for a goal."""
 
