@@ -5,6 +5,8 @@ is what the optimizer does after the gradients; a round is two periods of ten st
 rounds of the mean step.
 
     python steps.py study.yaml OUT     writes OUT/steps.json, one row a recipe
+
+Only recipes that OUT/steps.json does not have are measured, and the baseline beside them. Without this file all are.
 """
 
 from __future__ import annotations
@@ -78,9 +80,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     study = load_study(given.study)
     axis, base = study.compared
+    path = given.out / "steps.json"
+    before = json.loads(path.read_text()) if path.is_file() else []
+    known = {row["recipe"] for row in before}
     experiments = {run.labels[axis]: run.experiment for run in plan_runs(study) if run.seed == study.seeds[0]}
-    rows = ",\n".join(json.dumps(row) for row in measure(experiments, base))
-    (given.out / "steps.json").write_text(f"[\n{rows}\n]\n")
+    asked = {label: one for label, one in experiments.items() if label not in known or label == base}
+    rows = before + [row for row in measure(asked, base) if row["recipe"] not in known]
+    text = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":

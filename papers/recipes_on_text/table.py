@@ -6,6 +6,8 @@ baseline's run with the same seed, on the straight line between evaluations.
     eigengraft ablate study.yaml --out RUNS
     python steps.py study.yaml OUT
     python table.py RUNS OUT     writes OUT/runs.json, one row a run, OUT/searches.json, one row a recipe, OUT/table.md
+
+Rows that OUT has of recipes that RUNS does not have are kept.
 """
 
 from __future__ import annotations
@@ -97,6 +99,13 @@ def markdown(rows: list[Row], found: list[Row], costs: list[Row], base: str) -> 
     return "\n".join(["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *lines, ""])
 
 
+def merged(path: Path, rows: list[Row]) -> list[Row]:
+    """The rows of a file whose recipes were not run again, and the new rows."""
+    again = {row["recipe"] for row in rows}
+    before = json.loads(path.read_text()) if path.is_file() else []
+    return [row for row in before if row["recipe"] not in again] + rows
+
+
 def written(rows: list[Row]) -> str:
     """Rows as JSON, one row a line."""
     text = ",\n".join(json.dumps(row) for row in rows)
@@ -109,7 +118,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="where steps.json is and the files go")
     given = parser.parse_args()
     records = read_records(given.runs)
-    rows, found = collect(records), searches(records)
+    rows = merged(given.out / "runs.json", collect(records))
+    found = merged(given.out / "searches.json", searches(records))
     table = markdown(rows, found, json.loads((given.out / "steps.json").read_text()), records.baseline)
     for name, text in (("runs.json", written(rows)), ("searches.json", written(found)), ("table.md", table)):
         (given.out / name).write_text(text)
