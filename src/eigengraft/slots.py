@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 import torch
@@ -92,6 +92,7 @@ class StateKey(NamedTuple):
 
 Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures", "pending"]
 Frame = Literal["vector", "square", "row", "column", "none"]
+_ROLES, _FRAMES = get_args(Role), get_args(Frame)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,12 @@ class Slot:
     decay: float | None = None
     total: bool = False
     step_size: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an unknown role or frame."""
+        for name, value, known in (("role", self.role, _ROLES), ("frame", self.frame, _FRAMES)):
+            if value not in known:
+                raise ValueError(f"Slot.{name}: one of {', '.join(known)} is required, got {value!r}")
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the initial slot of a stack, `[blocks, *shape]`, in the dtype of the slot, or in `dtype` if it has

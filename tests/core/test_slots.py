@@ -8,9 +8,10 @@ from torch import nn
 
 import eigengraft
 from eigengraft import Optimizer
-from eigengraft.slots import FORMAT, StateKey
+from eigengraft.slots import FORMAT, Slot, StateKey
 
 from ..house.test_house import sources
+from ..refusals import refused
 from ..trajectories import named
 
 KEYS = {
@@ -60,3 +61,10 @@ def test_state_keys_are_spelled_in_one_place() -> None:
     texts = {name: path.read_text() for name, path in sources().items() if name.startswith(rooms) or name in OTHERS}
     assert [name for name, text in texts.items() if SPELLED.search(text) and name not in OTHERS] == []
     assert all(SPELLED.search(texts[name]) for name in OTHERS)
+
+
+def test_a_slot_refuses_an_unknown_role_or_frame() -> None:
+    with refused(ValueError, "Slot.role", "history", "first_moment"):
+        Slot((2, 2), role="history")  # type: ignore[arg-type]
+    with refused(ValueError, "Slot.frame", "rotated", "vector"):
+        Slot((2, 2), frame="rotated")  # type: ignore[arg-type]

@@ -52,10 +52,10 @@ class Broken(Stage):
         return {"v": Slot(block, role="second_moment"), "root": Slot(block, role="root"), **spare}
 
     def cadence(self) -> Cadence:
-        return Every(steps=2, stagger="none")
+        return Every(steps=200 if self.fault == "a rare refresh that raises for nan" else 2, stagger="none")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(lagged=self.late)
+        return Traits(lagged=self.late, entrywise=self.fault == "a mean that says it is entry-wise")
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         v = state["v"]
@@ -69,6 +69,8 @@ class Broken(Stage):
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         root = state["v"].sqrt()
+        if self.fault == "a rare refresh that raises for nan":
+            torch.linalg.svd(gradient)
         if self.fault == "state that is not finite":
             root = root.log()
         if self.fault == "a slot of another shape":
@@ -126,6 +128,7 @@ APPLY: dict[str, Any] = {
     "numbers of numpy": lambda s, g, d, c: d / float(np.sqrt(d.cpu().numpy().size)),
     "a mask as index": lambda s, g, d, c: sound(s, g, d, c).index_put((d > 1e9,), d.new_zeros(())),
     "the largest entry": lambda s, g, d, c: d / d.abs().max().item() + 0 * s["root"] if d.any() else d,
+    "a mean that says it is entry-wise": lambda s, g, d, c: sound(s, g, d, c) - d.flatten(1).mean(1)[:, None, None],
     "a tensor of the host": lambda s, g, d, c: sound(s, g, d, c) + torch.zeros(3, 2, dtype=d.dtype, device="cpu"),
 }
 CONTRACT = {
@@ -167,6 +170,8 @@ LAWS = {
         "measures are of each block alone",
     ),
     "over the stack": (("block 0", 3), "a stack is its blocks"),
+    "a mean that says it is entry-wise": ((1e-10,), "entries are updated alone"),
+    "a rare refresh that raises for nan": (("refresh", "nan"), "masked rows change nothing"),
     "a value": (("test_testing.py", "_local_scalar_dense"), DEVICE_LAW),
     "an upload": (("test_testing.py", "_to_copy"), DEVICE_LAW),
     "a table of the host": (("test_testing.py", "_to_copy"), DEVICE_LAW),

@@ -94,21 +94,32 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
                 require_close(ours, theirs, 1e-10, f"rows {rows.tolist()} of a stack as each block alone,")
 
 
+_DROPPED = (
+    "the gradient of one block is nan: its result is dropped, and nothing may raise; torch.linalg raises for nan, so "
+    "pass it `x.nan_to_num(0, 0, 0)`"
+)
+
+
 def masked_rows_change_nothing(case: StageCase) -> None:
-    """A row whose gradient is not finite keeps its state bit for bit, and other rows are not affected."""
+    """A row whose gradient is not finite keeps its state bit for bit, and other rows are not affected.
+
+    The second half of a trajectory is tried, and the first step, in which every cadence has a refresh.
+    """
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
-        with on(block, "a block with a gradient of nan is computed and then dropped: it must not raise"):
-            given, stack, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
-            before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
-            for t in range(case.steps // 2, case.steps):
-                spoiled = given[t].clone()
-                spoiled[1] = torch.nan
-                ours = stack.step(spoiled, mask=mask)[mask]
-                require_close(ours, expected[t][mask], 1e-10, "blocks beside one whose gradient is nan")
-            for key, tensor in stack.tensors.items():
-                same = torch.equal(tensor[1], before[key][1])
-                require(same, f"unchanged state of a block whose gradient is nan is required, got another {key}")
+        with on(block, _DROPPED):
+            given, (expected, _) = case.gradients(block), case.trajectory(block)
+            cause, half = partial(_stack_cause, case, block), case.steps // 2
+            for stack, steps in ((case.bench(block), range(1)), (case.halfway(block), range(half, case.steps))):
+                before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
+                for t in steps:
+                    spoiled = given[t].clone()
+                    spoiled[1] = torch.nan
+                    ours = stack.step(spoiled, mask=mask)[mask]
+                    require_close(ours, expected[t][mask], 1e-10, "the same direction beside a block with nan", cause)
+                for key, tensor in stack.tensors.items():
+                    same = torch.equal(tensor[1], before[key][1])
+                    require(same, f"unchanged state of a block whose gradient is nan is required, got another {key}")
 
 
 def inputs_are_never_written_to(case: StageCase) -> None:
@@ -192,7 +203,7 @@ def traits_follow_from_no_shape(case: StageCase) -> None:
 
 def entries_are_updated_alone(case: StageCase) -> None:
     """Gradients with their entries in another order give the same directions in that order, in every step of a
-    trajectory.
+    trajectory. Gradients with half of their entries replaced give the same directions in the other half.
     """
     for block in case.blocks:
         with on(block):
@@ -203,6 +214,13 @@ def entries_are_updated_alone(case: StageCase) -> None:
                 return x.flatten(2)[..., order].reshape(x.shape)
 
             require_close(case.bench(block).run(mixed(given)), mixed(straight), 1e-10, "entries in another order, each")
+            kept, replaced = order[: len(order) // 2], order[len(order) // 2 :]
+            if len(kept):
+                changed = given.flatten(2).clone()
+                changed[..., replaced] = 100 * standard_normal(*changed[..., replaced].shape, seed=len(order))
+                found = case.bench(block).run(changed.reshape(given.shape)).flatten(2)[..., kept]
+                what = "the same direction beside entries that have changed"
+                require_close(found, straight.flatten(2)[..., kept], 1e-10, what)
 
 
 def a_declared_moment_is_adams(case: StageCase) -> None:
@@ -408,7 +426,10 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
             with accelerator("cuda") as counts:
                 step()
             if number > WARM_UP_STEPS and not any((*context.due.values(), *context.asked.values())):
-                remedy = "`context.step`, `context.seed` and `context.tensor(...)` are on the device"
+                remedy = (
+                    "`context.step`, `context.seed` and `context.tensor(...)` are on the device; in place of `if`, use "
+                    "torch.where, or `context.per_block` and `context.holds` for conditions on steps"
+                )
                 require_no_waits(counts, f"step {number} has no refresh, but", remedy)
 
 
