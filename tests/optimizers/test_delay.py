@@ -303,6 +303,20 @@ def test_a_resume_between_a_refresh_and_its_effect_changes_no_bit(name: str, way
         assert same(before.step(20 - stop), whole)  # saving has not disturbed the run itself
 
 
+def test_a_block_takes_results_that_others_of_its_refresh_take_later() -> None:
+    """Two parameters ask for roots together; one of them then has no gradient once, and is a step behind."""
+    ours, changed = Run(spread("shampoo", 3, stagger="none", min_wave_work=8), SHAPES[:2]).step(10), []
+    assert ours.under_way() == 1
+    (state,) = ours.optimizer.stack_states()
+    for number in range(11, 15):
+        before = state.tensors[f"{ROOT}/root.0"].clone()
+        for i, p in enumerate(ours.parameters):
+            p.grad = None if (i, number) == (1, 11) else normal(*p.shape, seed=number).to(p)
+        ours.optimizer.step()
+        changed.append((before != state.tensors[f"{ROOT}/root.0"]).flatten(1).any(1).tolist())
+    assert changed == [[False, False], [False, False], [True, False], [False, True]]
+
+
 def test_pending_results_are_state() -> None:
     ours = Run(spread("soap", 4, stagger="none", min_wave_work=8)).step(11)  # the first gradient is no update
     assert ours.under_way()
@@ -451,6 +465,10 @@ class Failing(RuntimeError):
     pass
 
 
+def broken(*_: Any) -> Any:
+    raise Failing("no such luck")
+
+
 def test_an_error_of_the_worker_is_raised_when_the_refresh_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Run(spread("shampoo", 3, stagger="none", min_wave_work=8)).step(9)
     main = threading.main_thread()
@@ -467,6 +485,17 @@ def test_an_error_of_the_worker_is_raised_when_the_refresh_takes_effect(monkeypa
     assert isinstance(caught.value.__cause__, Failing)
     assert all(map(torch.equal, before[:3], [p.detach() for p in ours.parameters[:3]]))
     monkeypatch.undo()
+
+
+def test_an_error_of_the_worker_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Run(spread("shampoo", 3, stagger="none", min_wave_work=8), SHAPES[:2]).step(9)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shampoo, "solve", broken)
+        ours.step(3)
+    with refused(RuntimeError, f"{ROOT}: solve() at step 10", "Failing"):
+        ours.step()
+    ours.step(6)  # over the effect of the next refresh
+    assert ours.optimizer.state_dict()["state"]
 
 
 def test_results_that_are_no_pending_slots_break_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
