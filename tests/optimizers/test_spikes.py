@@ -224,6 +224,42 @@ def test_steps_without_usable_gradients_have_no_value() -> None:
     assert optimizer.spikes is not None and optimizer.spikes.entered == 2
 
 
+def test_gradients_that_are_not_used_are_no_part_of_the_norm() -> None:
+    """One parameter has a gradient with nan, or none; of all usable gradients the norm enters, if there are any."""
+    rows = device_gradients(1)
+    with accelerator("cuda") as run:
+        for own in (Run("adamw", failure={"spike": SPIKE}), Run("adamw", run.device, failure={"spike": SPIKE})):
+            own.step([rows[0][0] * math.nan, *rows[0][1:]])
+            counts = own.optimizer.spikes
+            assert counts is not None and counts.entered == 1
+            assert counts.mean == pytest.approx(norm(rows[0][1:]), rel=1e-6)
+        moved = Run("adamw", run.device, failure={"detect": "device", "spike": SPIKE})
+        moved.give([g * math.nan for g in rows[0]])
+        next(iter(moved.model.parameters())).grad = None
+        moved.optimizer.step()
+        assert moved.optimizer.spikes is not None and moved.optimizer.spikes.entered == 0
+
+
+def test_a_step_that_is_no_spike_skips_gradients_that_are_not_finite() -> None:
+    """Both masks of a device: that of the gradients, and that of the rule."""
+    rows = device_gradients(2)
+    with accelerator("cuda") as run:
+        own = Run("adamw", run.device, failure={"detect": "device", "spike": SPIKE})
+        before = own.values()[0]
+        own.step(*([row[0] * math.nan, *row[1:]] for row in rows))
+        assert torch.equal(own.values()[0], before) and own.values()[1].isfinite().all()
+        assert list(own.optimizer.skipped.values()) == [2]
+
+
+def test_factors_of_losses_below_0_are_between_0_and_1() -> None:
+    window = SpikeWindow(Spike(window=4, measure="loss"))
+    for value in (-10.0, -10.0, -10.0):
+        window.observe(torch.tensor(value, dtype=torch.float64))
+    for value, factor in ((-5.0, 1.0), (2.0, 0.0)):
+        spike, found = copy.deepcopy(window).observe(torch.tensor(value, dtype=torch.float64))
+        assert bool(spike) and float(found) == factor
+
+
 def test_the_loss_of_a_closure_or_of_a_source_is_compared() -> None:
     params = weights()
     optimizer = optimizer_of(params, "adamw", SPIKE | {"measure": "loss"})
