@@ -247,6 +247,16 @@ def test_rows_that_are_zero_take_the_direction_itself() -> None:
     assert path.isfinite().all() and not torch.equal(path[1][1], path[0][1])
 
 
+def test_gains_end_at_0() -> None:
+    """A step of 0.1 along each row changes its gain by 0.1, but a gain of 0.05 by 0.05."""
+    init = normal(4, 6, seed=5)
+    init[1] *= 0.05 / init[1].norm()
+    stage = {"kind": "row_gains", "inner": ["sign"], "gain": ["sign"]}
+    (path,) = follow(recipe({"update": [stage]}, lr=0.1), [init], [(init,)])
+    wanted = (init.norm(dim=1) - 0.1).clamp_min(0.0)
+    torch.testing.assert_close(path[0].norm(dim=1), wanted, rtol=1e-12, atol=1e-12)
+
+
 def noise_metric(given: Tensor, heat: Tensor, axis: int) -> Tensor:
     """The factors A^(-1/2) or B^(-1/2): root of the mean variance of a column or row over their mean, in [1/2, 2]."""
     mean = heat.mean()
@@ -283,6 +293,19 @@ def test_isomuon_damps_rows_and_columns_by_their_noise(shape: tuple[int, int]) -
         w = w - LR * (0.01 * w + matched(d * p.norm() / d.norm()))
         path.append(w)
     assert distance([torch.stack(ours)], [torch.stack(path)], [path[0]]) <= 1e-9
+
+
+def test_a_row_without_noise_has_the_metric_1() -> None:
+    """Of rows with variances 0, 1 and 2; those of all columns are equal."""
+    weight, rows = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.float64)), torch.arange(3.0, dtype=torch.float64)
+    stage = {"kind": "noise_metric", "beta": 0.0, "inner": ["sign"]}
+    optimizer = Optimizer([("p0", weight)], {"update": [stage], "routes": []}, lr=1.0, weight_decay=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.provide("gradient_variance", {weight: rows.unsqueeze(1).expand(3, 4).clone()})
+    optimizer.step()
+    damped = torch.tensor([1.0, 1.0, 2.0**0.5], dtype=torch.float64).rsqrt()
+    expected = damped * (3 / damped.square().sum()).sqrt()
+    torch.testing.assert_close(-weight.detach(), expected.unsqueeze(1).expand(3, 4), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
