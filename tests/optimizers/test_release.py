@@ -279,6 +279,49 @@ def test_the_peak_of_memory_is_lower_by_the_gradients_that_never_exist_together(
     assert peaks[1] <= peaks[0] - share * size, (peaks, size)
 
 
+def test_parts_are_shares_of_all_gradients() -> None:
+    """Of two equal layers one is half of all; with one part, nothing steps before `step`."""
+    found = {}
+    for parts in (1, 2, 3):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        optimizer = compose(model, {"base": "adamw", "routes": []})
+        release = eigengraft.release(model, optimizer, parts=parts)
+        early = list[str]()
+        model[0].weight.register_hook(lambda _, to=early, own=release: to.extend(own.stepped))
+        model(torch.ones(2, 4)).sum().backward()
+        found[parts] = early, [*release.stepped]
+    both = ["1.weight", "0.weight"]
+    assert found == {1: ([], []), 2: (both[:1], both), 3: (both[:1], both)}
+
+
+def test_a_stack_does_not_wait_for_frozen_parameters() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    optimizer = compose(model, {"base": "muon", "routes": []})
+    eigengraft.release(model, optimizer, parts=1000)
+    model[1].requires_grad_(False)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_whose_release_was_removed_after_backward_is_one_step() -> None:
+    """Parameters that step later have the scheduled numbers of those that stepped before."""
+    beta = {"from": 0.5, "to": 0.9, "steps": 4}
+    recipe = {"total_steps": STEPS, "update": [{"kind": "momentum", "beta": beta}, {"kind": "rms"}]}
+    one, two = net(), net()
+    plain, optimizer = compose(one, recipe), compose(two, recipe)
+    release = eigengraft.release(two, optimizer, parts=2)
+    for step in range(3):
+        for model in (one, two):
+            loss(model, step).backward()
+        if step == 1:
+            assert 0 < len(release.stepped) < sum(p.grad is not None for p in one.parameters())
+            release.remove()
+        for own in (plain, optimizer):
+            own.step()
+            own.zero_grad()
+    assert optimizer.released is None and equal(values(one, plain), values(two, optimizer))
+
+
 def test_a_second_gradient_in_a_step_is_refused() -> None:
     model = net()
     optimizer = compose(model, "adamw")
