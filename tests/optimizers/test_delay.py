@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 import textwrap
 import threading
 import time
@@ -430,6 +432,25 @@ def test_a_process_ends_while_a_refresh_is_under_way(then: str, code: int, tmp_p
     text = textwrap.dedent(ENDING).format(root=str(Path(__file__).parents[2]), then=then)
     process = start("-c", text, folder=tmp_path)
     assert process.wait(30) == code
+
+
+def test_a_forked_process_computes_what_is_under_way_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent's thread, here one that waits for the fork, is not in it."""
+    recipe, forked, computed = (
+        spread("shampoo", 3, stagger="none", min_wave_work=8),
+        threading.Event(),
+        delayed._computed,
+    )
+    whole, ours = Run(recipe).step(14), Run(recipe).step(9)
+    monkeypatch.setattr(delayed, "_computed", lambda *given: forked.wait() and computed(*given))
+    ours.step(3)  # asked for at 10
+    process = os.fork()
+    if process == 0:
+        signal.alarm(20)
+        os._exit(0 if all(map(torch.equal, ours.step(2).parameters, whole.parameters)) else 1)
+    forked.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert same(ours.step(2), whole)
 
 
 # errors

@@ -359,6 +359,16 @@ def test_steps_without_usable_gradients_count_in_a_row_alone() -> None:
         optimizer.step()
 
 
+def test_a_step_without_gradients_is_none_without_usable_ones() -> None:
+    params = named(shapes=((3,),))
+    optimizer = Optimizer(params, "sgd", lr=1e-6)
+    for step in range(STALLED):  # nine bad ones
+        assign(params, [None if step == 4 else torch.full((3,), float("nan"), dtype=torch.float64)])
+        optimizer.step()
+    with warned(UserWarning, "none", STALLED):
+        optimizer.step()
+
+
 LINEAR: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
     "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True),
