@@ -441,6 +441,24 @@ def test_a_changed_setting_is_what_steps_follow() -> None:
     torch.testing.assert_close(before - p.detach(), torch.full((1,), 0.05))
 
 
+def test_groups_of_different_iterates_are_refused() -> None:
+    groups = [{"params": [pair]} for pair in zip("wb", parameters(torch.float32, [(3, 2), (2,)]), strict=True)]
+    optimizer = Optimizer(groups, {"base": "adamw", "averaging": "ema"})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][1]["iterate"] = "eval"
+    with refused(ValueError, "group 1", "iterate", "eval"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_group_saved_without_a_peak_keeps_its_own() -> None:
+    optimizer = weight_and_bias({"base": "adamw", "weight_decay": "corrected"})
+    saved = copy.deepcopy(optimizer.state_dict())
+    peak = saved["param_groups"][0].pop("peak_lr")
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["peak_lr"] == peak
+    drive(optimizer, optimizer.param_groups[0]["params"], range(1))
+
+
 def test_groups_keep_the_saved_rates_as_with_torch() -> None:
     source, target = (
         weight_and_bias("adamw"),

@@ -81,6 +81,17 @@ def test_replaced_parameters_are_taken_over_before_the_first_step(recipe: str, f
     assert [row.name for row in optimizer.routing_table()] == [row.name for row in reference.routing_table()]
 
 
+def test_a_provided_value_outlasts_replaced_parameters() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    recipe = {"update": [{"kind": "clip_norm"}], "failure": {"spike": {"measure": "loss"}}}
+    optimizer = Optimizer([("w", weight)], recipe, lr=0.1)
+    optimizer.provide("loss", 2.0)
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(weight.detach().clone())
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.spikes is not None and optimizer.spikes.mean == 2.0
+
+
 def test_an_optimizer_works_while_a_trainer_holds_placeholders_in_its_groups() -> None:
     model, optimizer = start()
     shown, table = repr(optimizer), optimizer.routing_table()
