@@ -17,7 +17,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.stacks.placement import ParamSpec, place
-from eigengraft.optimizers.stacks.rank_checks import NUMBERS, RankChecks, RankSurvey, step_numbers
+from eigengraft.optimizers.stacks.rank_checks import NUMBERS, SQUARES, RankChecks, RankSurvey, step_numbers
 from eigengraft.optimizers.write.write import Hyper
 
 from ..refusals import refused
@@ -289,3 +289,10 @@ def test_used_gradients_are_known_until_one_is_written() -> None:
     model.zero_grad()
     assert used.times() == 0
     backward(1)
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
+def test_squares_follow_gradients_that_are_scaled(factor: float | Tensor) -> None:
+    squares = torch.tensor([4.0, 0.0, 1.0], dtype=torch.float64)
+    own = RankSurvey(["a", "b", "c"], np.ones(3, dtype=np.bool_), {SQUARES: squares}, torch.full((3,), math.inf), 2)
+    assert own.scaled(factor).squares.tolist() == [1.0, 0.0, 0.25] and own.squares is squares

@@ -511,9 +511,11 @@ def test_a_parameter_whose_state_was_taken_out_begins_afresh(frozen: bool) -> No
     assert int(optimizer.state[params[0]]["step"]) == 6
 
 
-def test_what_was_skipped_stays_counted_when_a_parameter_is_thawed() -> None:
+@pytest.mark.parametrize("recipe", ["adamw", "prodigy"])
+def test_what_was_skipped_stays_counted_when_a_parameter_is_thawed(recipe: str) -> None:
+    """Each group of `prodigy`, which asks for the learning rate, has a parameter set of its own."""
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2), requires_grad=False)]
-    optimizer = Optimizer([("a", params[0]), ("b", params[1])], "adamw")
+    optimizer = Optimizer([{"params": [("a", params[0])]}, {"params": [("b", params[1])]}], recipe)
     drive(optimizer, params, [[torch.full((3,), torch.nan), None]])
     params[1].requires_grad_(True)
     drive(

@@ -265,6 +265,12 @@ def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> 
     assert load_recipe("soap_fitted", ["update.eigenbasis.kind=shampoo"]).update[0].label == "shampoo"
 
 
+def test_the_longest_key_of_storage_is_the_one_that_is_meant() -> None:
+    storage = {"update.rms": {"kind": "int8"}, "update.rms.inner": {"kind": "int8"}}
+    changed = apply_overrides({"storage": storage}, {"storage.update.rms.inner.min_elements": 5})
+    assert changed["storage"] == storage | {"update.rms.inner": {"kind": "int8", "min_elements": 5}}
+
+
 def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
     recipe = load_recipe({"update": {"kind": "graft", "direction": "sign", "magnitude": "rms"}})
     assert load_recipe(recipe, ["update.graft.magnitude.rms.beta=0.5"]).update[0].magnitude[0].beta == 0.5  # type: ignore[attr-defined]
