@@ -331,12 +331,13 @@ def test_a_second_gradient_in_a_step_is_refused() -> None:
         loss(model, 1).backward()
 
 
-def test_a_rate_that_changes_after_parameters_stepped_is_refused() -> None:
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_rate_that_changes_after_parameters_stepped_is_refused(key: str) -> None:
     model = net()
     optimizer = compose(model, "adamw")
     eigengraft.release(model, optimizer)
     loss(model, 0).backward()
-    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.param_groups[0][key] = 0.5
     with refused(RuntimeError, "release", "param group 0", "lr"):
         optimizer.step()
 
