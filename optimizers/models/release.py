@@ -247,8 +247,9 @@ class Release:
         for param_set, only in chosen.items():
             optimizer.step_some(param_set, step.hypers, step.taken, only)
             for at in np.flatnonzero(only).tolist():
-                param_set.parameters[at].grad = None
-                step.stepped.append(param_set.names[at])
+                if param_set.parameters[at].grad is not None:
+                    param_set.parameters[at].grad = None
+                    step.stepped.append(param_set.names[at])
 
 
 def rates_differ(one: Hyper, two: Hyper) -> bool:

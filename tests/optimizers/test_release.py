@@ -297,10 +297,11 @@ def test_parts_are_shares_of_all_gradients() -> None:
 def test_a_stack_does_not_wait_for_frozen_parameters() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     optimizer = compose(model, {"base": "muon", "routes": []})
-    eigengraft.release(model, optimizer, parts=1000)
+    release = eigengraft.release(model, optimizer, parts=1000)
     model[1].requires_grad_(False)
     model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert sorted(release.stepped) == ["0.weight", "2.weight"]
 
 
 def test_a_step_whose_release_was_removed_after_backward_is_one_step() -> None:
