@@ -71,7 +71,7 @@ class Loads:
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 
     def divide(self, fractions: Sequence[float], work: float, state: float) -> None:
-        """Add a parameter whose entries several ranks update: rank r has `fractions[r]` of its work and state."""
+        """Add work and state of a parameter that several ranks update in parts. Rank r gets `fractions[r]` of both."""
         self.constant += np.array(fractions) * work
         self.state += np.array(fractions) * state
 

@@ -39,8 +39,8 @@ RANKS = "ranks"
 NOTHING, LATER = "nothing was changed", "found one step later"
 """Ends of error messages: for sums that are read at once, and for sums on a device, which are read one call later."""
 CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
-"""Number of entries of a tensor that `checksum` sums at a time, on a CPU and on a GPU. The CPU's number of entries fits
-into its cache; the GPU's needs little memory."""
+"""Number of entries of a tensor that `checksum` sums at a time, on a CPU and on a GPU. The number for a CPU fits into
+the CPU's cache, and the number for a GPU needs little memory."""
 
 
 def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
@@ -112,13 +112,13 @@ class CheckedSums:
 
 @dataclass(frozen=True)
 class SameNumbers:
-    """Numbers that all ranks must share.
+    """Numbers that must be equal on all ranks.
 
     subject: beginning of the error message.
-    numbers: the numbers of this rank, by name. Each value is one number or, only if there is a tolerance, a tensor
-        `[n]` of n numbers. The host reads a tensor on a device only if ranks differ.
+    numbers: the numbers of this rank, by name. Each value is one number. With a tolerance it may be a tensor `[n]` of n
+        numbers. The host reads a tensor on a device only if ranks differ.
     remedy: end of the error message.
-    entries: names of the n entries of tensors `[n]`; (): each name has one number.
+    entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: ranks must share every bit.
     absent: name of the field that says, for each number, how many ranks do not have it. A rank that does not have a
         number passes 0 for it. "": all ranks have all numbers.
@@ -132,7 +132,7 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return the field of each name: values x, then their squares.
+        """Return one field for each name: the values x, then the squares of these values.
 
         With a tolerance the values are the entries of a tensor. Otherwise they are the four 16-bit integers that form
         the bits of a number.
@@ -192,7 +192,7 @@ def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
 def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: str) -> dict[Name, dict[int, Hashable]]:
     """Gather named values from all ranks, and return those that differ between ranks, by name and rank.
 
-    All ranks call it. A rank may lack a name; the values of all ranks that have it must be equal.
+    All ranks call it. A rank may lack a name. Then only the values of the ranks that have the name are compared.
     """
     found: dict[Name, dict[int, Hashable]] = {}
     for rank, own in enumerate(ranks.all_gather_object(values, what)):

@@ -3,7 +3,8 @@
 A block group consists of equal blocks of all ranks. The blocks of a group that one rank owns form a stack on that rank.
 Block groups are sent in rounds of messages, in the same order on every rank, even on a rank that owns none of their
 blocks. A transfer is a set of entries of one block that are contiguous in a message; the part of the message that holds
-them is a stretch. The functions at the end read and write stretches as views of blocks and of parameters.
+them is a stretch. The functions at the end of this module read and write stretches as views of blocks and of
+parameters.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class CommPlan:
 
     rank_group: the ranks that share the parameters.
     layouts: the entries of each parameter that each rank holds, by position.
-    block_groups: the blocks of all parameters that are exchanged.
+    block_groups: groups of the blocks that ranks exchange, for all parameters.
     names: names of the parameters in errors, by position.
     limit: largest size of a round, in bytes of the updates of all ranks.
     starts: for each block group, the index of the first group among those that are computed together with it.
@@ -151,7 +152,7 @@ class CommPlan:
         self.rounds = [self._round(groups) for groups in pack(block_groups, limit)]
 
     def describe(self, index: int) -> str:
-        """Return the label of a round in messages.
+        """Return the label of a round for error messages.
 
         It contains the index of the round, the name of its first parameter and the number of its other parameters.
         """
@@ -194,14 +195,14 @@ class CommPlan:
         return Round(groups, held, sent, owned, received, lengths)
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
-        """Return the transfers of the entries of a block that a rank holds."""
+        """Return transfers that together contain those entries of a block that a rank holds."""
         layout = self.layouts[block.position]
         return [Transfer(group, block, region) for region in regions(layout.shape, block.grid, layout.boxes[rank])]
 
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
         """Return True if a rank sends the gradients of a transfer to the owner.
 
-        A rank sends them if it belongs to the same replica as the owner.
+        A rank sends gradients only if the rank belongs to the same replica as the owner.
         """
         replicas = self.layouts[transfer.block.position].replicas
         return replicas[rank] == replicas[owner]
@@ -252,7 +253,8 @@ class Arrived:
     position: position of the parameter.
     dtype: dtype in which the updates were computed.
     values: the updates, views of a message.
-    views: function of a tensor with the layout of this rank's shard. It returns views of the updated entries.
+    views: function that accepts a tensor with the layout of this rank's shard. It returns views of the entries that
+        `values` updates.
     complete: True if `values` is one tensor with all entries of this rank's shard, in their order.
     """
 
@@ -293,14 +295,14 @@ class Assembly:
 
 
 def read(x: Tensor | None) -> EntryReader | None:
-    """Return the `EntryReader` of a tensor that returns entries unchanged; None if x is None."""
+    """Return an `EntryReader` that returns the selected entries of tensor x unchanged; None if x is None."""
     return None if x is None else lambda view: view(x)
 
 
 def reading(tensors: Sequence[Tensor | None]) -> Source:
-    """Return the `Source` of a list of tensors, which returns entries unchanged.
+    """Return a `Source` whose readers return the selected entries of the given tensors unchanged.
 
-    tensors: for each parameter, by position, its tensor; None: the parameter has no tensor.
+    tensors: the tensor of each parameter, by position; None: the parameter has no tensor.
     """
     return lambda position: read(tensors[position])
 
@@ -319,7 +321,7 @@ def count(transfers: Sequence[Transfer]) -> int:
 
 
 def stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
-    """Yield views of a message `[n]`, one for each transfer, in order."""
+    """Yield, for each transfer in order, a view of its entries in a message `[n]`."""
     at = 0
     for transfer in transfers:
         end = at + transfer.region.box.numel
@@ -328,7 +330,7 @@ def stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
 
 
 def stack_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
-    """Return views of stacks `[n, *block]`, one for each transfer.
+    """Return, for each transfer, a view of its entries in the stack `[n, *block]` of its block group.
 
     stacks: the stack of each block group, by index of the group.
     """

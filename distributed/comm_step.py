@@ -150,7 +150,7 @@ class CommStep:
     def _return_round(self, index: int) -> Work[Tensor] | Work[list[Tensor]]:
         plan, own = self.comm_plan, self.comm_plan.rounds[index]
         label, first = f"updates of {plan.describe(index)}", plan.block_groups[own.groups[0]]
-        # rows without a direction are left uninitialized: no rank uses them
+        # no rank uses rows without a direction, so they are left uninitialized
         stacks = {g: self._delivered.pop(g) if g in self._delivered else plan.empty(g) for g in own.groups}
         if plan.replicated:
             flat = [stack.reshape(-1).to(first.update_dtype) for stack in stacks.values()]
@@ -196,7 +196,7 @@ class CommStep:
 
 
 def _in_shard(region: Region, held: Box, shard: Tensor) -> list[Tensor]:
-    """Return the entries of a region in a shard that holds a box of its parameter."""
+    """Return a view of the entries of a region in a shard. The shard holds a box of its parameter."""
     return [region.in_shard(shard, held)]
 
 

@@ -14,8 +14,8 @@ class Distribution(Component):
 
     The trajectory is that of one process. Modes:
 
-    auto: DTensors are exchanged on their own device mesh. Plain parameters count as replicated over all ranks of the
-        default process group, if there is one with more than one rank.
+    auto: gradients and updates of DTensors are sent between the ranks of the DTensor's device mesh. Plain parameters
+        count as replicated over all ranks of the default process group, if there is one with more than one rank.
     replicated: as auto, but DTensors are refused.
     sharded: as auto, but plain tensors are refused.
     local: every rank updates all of its parameters, independently of other ranks.

@@ -205,7 +205,9 @@ def _rows(box: Box, ranks: int, rank: int) -> Box:
 def local_gradients(
     names: Sequence[str], parameters: Sequence[Tensor], rank_group: RankGroup | None
 ) -> list[Tensor | None]:
-    """Return this rank's entries of each parameter's gradient, in the layout of the parameter; None: no gradient.
+    """Return this rank's entries of each parameter's gradient, in the layout of the parameter.
+
+    A parameter without a gradient has None.
 
     A DTensor gradient with placements that differ from its parameter's, such as a partial sum, is redistributed by all
     ranks of its mesh. `parameter.grad` is not changed. Raises ValueError for a gradient that cannot get the layout of
@@ -346,8 +348,8 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
     """Return the region of the entries in a box of the parameter.
 
-    outer: the box of the parameter that one run along each set of its axes forms; it contains `box`.
-    runs: these runs.
+    outer: box of the parameter, formed by one run along each set of the parameter's axes; it contains `box`.
+    runs: the runs that form `outer`.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
@@ -382,7 +384,7 @@ def _runs(
     """Yield the runs of a piece along some axes of the parameter: boxes that together contain the piece's entries.
 
     lengths: lengths of those axes of the parameter.
-    merged: the axes of the merged shape that correspond to them, as a range.
+    merged: the axes of the merged shape that correspond to those axes of the parameter, as a range.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """

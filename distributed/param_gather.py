@@ -1,4 +1,5 @@
-"""Gathering of parameters after each of the ranks that hold the same entries has updated one part of them.
+"""Gathering of updated parameters. Of the ranks that hold the same entries, each updates one part and sends it to the
+rest.
 
 Legend: R is the number of ranks, n the number of rows of a parameter. If all ranks hold the parameter, rank r updates
 c = ceil(n / R) rows from row r c on; the last ranks may have fewer rows, as in torch.chunk. If only some ranks hold a
@@ -114,7 +115,7 @@ class ParamGather:
         return f"updates of rows of {name_some([self.names[rows.position] for rows in chosen], 1)}"
 
     def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
-        """Start to send this rank's rows to each other rank that holds them."""
+        """Start to send the rows that this rank has updated to each other rank that holds the same entries."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         own = {rank: [self._view(held, rows, me) for rows in chosen if self._share(rows, rank)] for rank in ranks}
         sources = [x for views in own.values() for x in views]

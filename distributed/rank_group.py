@@ -50,7 +50,7 @@ class Work(Generic[Received]):
 
 
 def pads(lengths: Sequence[int]) -> bool:
-    """Return True if messages of these lengths are padded to the longest one and gathered by one collective.
+    """Return True if messages of these lengths are gathered by one collective, each padded to the longest length.
 
     If padding would lengthen the messages together by more than a tenth, each rank broadcasts its message instead.
 
@@ -144,8 +144,8 @@ class RankGroup:
 
         Without this check gloo ends a process without a message if messages of one kind of collective differ in length.
         The check itself is an all-to-all of digests of `what`. If a rank calls another kind of collective at that time,
-        it sends no digest, and the wait for its digest times out; only the exchange of blocks uses an all-to-all too.
-        With backends other than gloo nothing is sent, and no rank waits.
+        it sends no digest, and the wait for its digest times out. Apart from this check, only the exchange of blocks
+        uses an all-to-all. With backends other than gloo nothing is sent, and no rank waits.
 
         what: name of the collective that follows.
         remedy: advice for the user of this rank.

@@ -1,1 +1,3 @@
-"""One step of parameters, in one process or on ranks: check gradients, gather blocks, run their program, write."""
+"""One step of the parameters, in one process or on several ranks. It checks gradients, gathers blocks, runs the program
+of each stack of blocks, and writes the updates.
+"""

@@ -291,7 +291,7 @@ class CapturedStacks:
         )
 
     def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
-        """Copy the numbers of a step, and its mask, to the tensors that graphs read."""
+        """Copy the numbers and the mask of a step to the tensors that graphs read."""
         values: list[float] = []
         for scale in self._scales(step.rates).values():
             values += (float(x) for x in (scale.lr, scale.shrink, scale.alpha, scale.rate))

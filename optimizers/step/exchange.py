@@ -43,13 +43,14 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: sums over the full gradients.
-    gathered: gradients of stacks `[N, *block]` that were gathered for the check, by number of the stack.
+    gathered: gradients of stacks `[N, *block]` that the check of gradients has gathered, by number of the stack.
     numbers: signals that are one number for the step, or `[P]` with one for each parameter, and sums of slots over all
         parameters. This mapping and the following ones are by name of the signal.
     entries: signals with a number for each entry of a parameter.
     matrices: signals with a matrix over the inputs or outputs of a parameter.
     outputs: signals with a number for each output of a parameter.
-    partners: signals with rows of the other factor of a product, by name and then by position of a factor.
+    partners: signals for parameters that are one factor of a matrix product. By name of the signal and then by position
+        of the parameter, rows of the product's other factor.
     """
 
     gradients: Sequence[Any]
@@ -65,7 +66,7 @@ class Step:
     partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
     def gather(self, blocks: ActiveBlocks) -> Tensor:
-        """Return the gradients of blocks as `[n, *block]`. Do not write to them."""
+        """Return the gradients of blocks as `[n, *block]`. The caller must not write to this tensor."""
         known = self.gathered.pop(blocks.stack_state.number, None)
         return blocks.stack.gather(self.gradients) if known is None or blocks.places is not None else known
 
@@ -146,7 +147,9 @@ class LocalExchange:
         return torch.stack([self._rms_before[position] for position in positions]).to(blocks.stack.dtype)
 
     def root_mean_squares(self, positions: Sequence[int]) -> dict[int, Tensor]:
-        """Return the root mean square of each parameter, 0-d, in the dtype that it is computed in, by position."""
+        """Return by position the root mean square of each parameter, as a 0-d tensor in the dtype in which norms are
+        computed.
+        """
         found = dict[int, Tensor]()
         for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
             here = [positions[place] for place in places]
@@ -160,7 +163,8 @@ class LocalExchange:
             values: Sequence[Tensor] | Tensor = direction
             if not stack.joins:
                 if len(direction) > 1 and not direction.is_cpu:
-                    # operations on lists launch a kernel of its own for a tensor with other strides than its parameter
+                    # torch's operations on lists of tensors launch a separate kernel for each tensor whose strides
+                    # differ from its parameter's
                     direction = direction.contiguous()
                 values = StackRows(direction)
             self._move(stack.param_ids, values)

@@ -89,7 +89,7 @@ class Execution:
     def in_place(self, blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
         """Update active blocks within the memory of their parameters, without a copy in a stack.
 
-        Return False, and change nothing, if this step cannot run so.
+        Return False, and change nothing, if the blocks cannot be updated in this way in this step.
 
         counts: `[P]`, number of gradients of each parameter, including the present one.
         held: P tensors, the entries of each parameter that this rank holds.
@@ -298,7 +298,8 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     """Return the inputs of a traced program of a stack. Return None if the program cannot compute this step.
 
     The program computes steps in which all blocks are active, with one step count and one decay factor, without a
-    refresh and without a watch. A step with a mask needs a program that was traced with a mask.
+    refresh and without a watch (an object that observes calls of stages). A step with a mask needs a program that was
+    traced with a mask.
     """
     own, context = step.blocks.stack_state, step.context
     if step.blocks.places is not None or own.watched or context.uniform is None:

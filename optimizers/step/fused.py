@@ -39,8 +39,8 @@ VECTOR = 64
 """Unit, in entries, in which tensors are cut on a CPU. If the number of entries of a tensor is a multiple of the unit,
 a CPU's kernel rounds all of them alike, because no vector register holds more entries than that."""
 _JOINED = 1 << 14
-"""Block size in entries. On a CPU, the blocks of a stack that are smaller are copied into one tensor and updated
-together, because one more tensor in a call of the kernel costs about as much as a copy of so many entries."""
+"""Number of entries of a block below which, on a CPU, the blocks of a stack are copied into one tensor and updated
+together. One more tensor in a call of the kernel costs about as much as a copy of so many entries."""
 _PIECE = 1 << 18
 """Number of entries of a parameter that a CPU copies into another dtype at a time, so that the copy stays in a cache.
 """
@@ -170,7 +170,7 @@ class _Numbers(NamedTuple):
 
 
 Entries = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A parameter, its gradient, m and v, of one shape."""
+"""Tuple of four tensors of one shape: a parameter, its gradient, and its moments m and v."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ class _Call:
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
-    nbytes: size of the copies in bytes. The call runs early when it exceeds a limit.
+    nbytes: size of the copies in bytes. The call runs early when this size exceeds a limit.
     """
 
     numbers: _Numbers
@@ -212,7 +212,7 @@ class _Call:
     def add_stack(self, parameters: Sequence[Tensor], joined: Entries) -> None:
         """Add the small parameters of a whole stack.
 
-        joined: copies of all its parameters and gradients, and the state m and v, `[N, *block]` each.
+        joined: copies of all parameters and of all gradients of the stack, and its moments m and v, `[N, *block]` each.
         """
         rows, shape = joined[0].unbind(), joined[0].shape[1:]
         pairs = zip(parameters, rows, strict=True)
@@ -301,7 +301,10 @@ class _Call:
 
 
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
-    """Join the ends of tensors, padded with zeros, to tensors of a multiple of `VECTOR` entries; [] without ends."""
+    """Return one tuple in a list: joined ends of parameters, gradients, m and v. [] if there are no ends.
+
+    Each joined tensor is padded with zeros to a multiple of `VECTOR` entries.
+    """
     if not ends:
         return []
     missing = -sum(p.numel() for p, *_ in ends) % VECTOR
@@ -380,7 +383,7 @@ class FusedStep:
     def _call(
         self, adam: FusedAdam, blocks: ActiveBlocks, row: int, factor: float, numbers: GraphNumbers | None
     ) -> _Call | None:
-        """Return the call of a fused kernel for blocks that have the same numbers, made at the first use.
+        """Return the call of a fused kernel for blocks with the same numbers. It is made when it is first requested.
 
         Return None if no kernel can compute the weight decay.
 

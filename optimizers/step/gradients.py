@@ -160,7 +160,7 @@ class LocalSurvey:
         return finite_gradients(found, self.given.linear[positions].tolist())
 
     def _joined(self, positions: Sequence[int]) -> list[Tensor]:
-        """Return the gradients at these positions, those of small stacks as one tensor for each stack."""
+        """Return the gradients at these positions. The gradients of a small stack are gathered into one tensor."""
         gradients: Sequence[Any] = self.given.gradients
         rest = np.zeros(len(gradients), dtype=np.bool_)
         rest[positions] = True

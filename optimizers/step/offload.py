@@ -81,10 +81,10 @@ class OffloadedState:
             self._mover.leave(group, turn % 2)
 
     def outlasting(self, direction: Tensor) -> Tensor:
-        """Return a direction that stays valid after the context `held` of its stack: a copy if needed, else itself.
+        """Return a direction that stays valid after the context `held` of its stack has ended: a copy, or `direction`.
 
-        Some stages return a state tensor as their direction. Its buffer is then used for another stack, but ranks may
-        send the direction only later.
+        Some stages return a state tensor as their direction. The buffer of this tensor is then used for another stack,
+        but ranks may send the direction only later.
         """
         return direction.clone() if self._mover.lends(direction) else direction
 

@@ -89,7 +89,7 @@ def move(
     If the state has a mask `[n]`, the parameter changes only where the mask is True.
 
     entries: (parameter, gradient), each `[n, *block]`.
-    scale: numbers of the write.
+    scale: learning rate and weight decay of the write.
     factors: factor of each direction, as in `direction`.
     """
     parameter, dtype = entries[0], compute_dtype(entries[0].dtype)

@@ -126,7 +126,9 @@ class RankExchange(LocalExchange):
         return found
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:
-        """Return a reader of the gradient at a position, including the weight decay that the recipe adds to it."""
+        """Return an `EntryReader` of the gradient at a position, plus the weight decay that the recipe adds to
+        gradients.
+        """
         gradient: Tensor | None = step.gradients[position]
         path = self.paths[position]
         if gradient is None or not step.rates.decays_gradients(path):

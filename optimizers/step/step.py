@@ -244,7 +244,7 @@ class ParamSet:
         return self.finite_check.begin(given)
 
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
-        """Return the inputs of a step, or None if there is nothing to update. Nothing changes but counts.
+        """Return the inputs of a step, or None if there is nothing to update. Only counts of unusable gradients change.
 
         answers: values of `check.answers`; empty if there are none.
 
@@ -417,8 +417,8 @@ def prepare(
 ) -> list[tuple[ParamSet, Step | None]]:
     """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
 
-    The host reads the answers of all sets together, so that it waits once for a device. Nothing changes but counts, and
-    gradients, which are divided by the scale of the loss. Raises the errors of `FiniteCheck`.
+    The host reads the answers of all sets together, so that it waits once for a device. This changes only counts of
+    unusable gradients, and gradients, which are divided by the scale of the loss. Raises the errors of `FiniteCheck`.
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.

@@ -220,8 +220,8 @@ class EntryProgram:
     dtype: dtype of the computation.
     stored: dtype of parameters and gradients.
     schedules: scheduled numbers of the stages.
-    masked: True if a mask `[n]` of the n blocks follows the numbers of the write. Then entries are
-        `[n, numel, 1, ...]`.
+    masked: True if the inputs contain a mask `[n]` of the n blocks, after the numbers of the write. Then parameters,
+        gradients and slots have the shape `[n, numel, 1, ...]`.
     """
 
     update: UpdateRule
@@ -458,9 +458,9 @@ class Program:
             )
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
-        """Return True if the program is valid for all these steps of blocks.
+        """Return True if the program is valid at all of these step counts of blocks.
 
-        It is valid for a step in which every condition in `questions` has the same result as at `TYPICAL_STEP`.
+        It is valid at a step count at which every condition in `questions` has the same result as at `TYPICAL_STEP`.
         """
         return all((question(steps) == question(TYPICAL_STEP)).all() for question in self.questions)
 
