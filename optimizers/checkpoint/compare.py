@@ -69,7 +69,7 @@ class RecipeChange:
         """Return the warning about differing settings, or "" if all settings are equal."""
         found = list[str]()
         if self.settings:
-            # all of them: a setting that changes without a word would be a trap
+            # every changed setting is listed, because a change without notice would mislead the user
             found += ["other settings than the checkpoint's apply from now on (saved -> now):", *self.settings]
         if self.of_groups:
             found += ["param groups keep the saved values, not the recipe's (saved -> recipe):", *self.of_groups]

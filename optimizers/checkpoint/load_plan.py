@@ -150,7 +150,8 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """Return the parameter sets of a batch of param groups, or new ones if the checkpoint has other parameters' state.
+    """Return the parameter sets of a batch of param groups, or new parameter sets if the checkpoint has state of other
+    parameters.
 
     values: saved state of each parameter of the batch.
     """
@@ -161,7 +162,7 @@ def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, A
 
 
 def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
-    """Return the saved state of each parameter as the tensors that this rank stores, which are shards if it is sharded.
+    """Return the saved state of each parameter as the tensors that this rank stores: shards if the state is sharded.
 
     Raises ValueError if quantized slots have another format.
     """

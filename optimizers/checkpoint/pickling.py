@@ -16,7 +16,9 @@ T = TypeVar("T", bound=ComposedOptimizer)
 
 
 def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
-    """Return the contents of an optimizer's pickle."""
+    """Return the contents of an optimizer's pickle: param groups, state, recipe and descriptions of parameters, by
+    name.
+    """
     param_sets = optimizer.param_sets
     param_sets.resolve_deferred()
     return {
@@ -34,7 +36,7 @@ def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
 
 
 def restored(cls: type[T], saved: dict[str, Any]) -> T:
-    """Build an optimizer from a snapshot."""
+    """Build an optimizer of class `cls` from the contents of a pickle, as `snapshot` returns them."""
     optimizer = cls.__new__(cls)
     state = defaultdict[Any, Any](dict, {key: own for key, own in saved["state"].items() if not torch.is_tensor(key)})
     param_sets = ParamSets(saved["recipe"], saved["checked"], saved["others"])
@@ -46,7 +48,7 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
 
 
 def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdict[Any, Any]) -> None:
-    """Build the parameter sets of an optimizer again, with the state of a snapshot."""
+    """Build the parameter sets of an optimizer again, with the state in `saved`, a result of `snapshot`."""
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
     for first, end in pairwise([0, *saved["batches"]]):  # owners of a batch depend on the batches before it
         for index in range(first, end):

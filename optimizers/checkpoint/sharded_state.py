@@ -110,7 +110,7 @@ def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key:
 
 
 def _stored(value: Tensor, location: Location | None) -> Tensor:
-    """Copy this rank's entries of a tensor or DTensor to a location in host memory, and return it with these entries.
+    """Copy this rank's entries of a tensor or DTensor to host memory, and return the tensor or DTensor with the copies.
 
     location: where to store the entries; None: the tensor is returned unchanged.
     """
@@ -206,7 +206,7 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
     strides = [math.prod(own[axis + 1 :]) * size for axis in range(lead)]
     from torch.distributed.tensor import DTensor
 
-    # asynchronous saving cannot stage rows of a stack, so the tensor gets storage of its own
+    # asynchronous saving cannot copy a tensor that is a view of a stack, so the tensor gets storage of its own
     value: Tensor = DTensor.from_local(
         tensor.clone() if location is None else tensor,
         mesh,

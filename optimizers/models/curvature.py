@@ -155,7 +155,7 @@ def _provide(
 
 
 def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[ParamSet, str, Tensor]]:
-    """Yield (parameter set, name, parameter) for the parameters to estimate."""
+    """Yield (parameter set, name, parameter) for each parameter for which the signal is estimated."""
     for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
         if id(parameter) in takers and parameter.requires_grad:
             if is_dtensor(parameter):

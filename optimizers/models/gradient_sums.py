@@ -31,7 +31,7 @@ class _Sum:
         return self if other is None else _Sum(join(self.value, other.value), self.count + other.count)
 
     def where(self, keep: Tensor) -> _Sum:
-        """Return this sum if `keep` is true, else a sum of 0 rows with value 0, even if this value is not finite."""
+        """Return this sum if `keep` is true, else a sum of 0 rows with value 0, even if `self.value` is not finite."""
         zero = torch.zeros((), dtype=self.value.dtype, device=self.value.device)
         return _Sum(torch.where(keep, self.value, zero), torch.where(keep, self.count, 0))
 

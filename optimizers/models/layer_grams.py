@@ -68,7 +68,7 @@ class LayerGrams:
         weakref.finalize(optimizer, remove_hooks, self._handles)
 
     def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
-        """Register a hook at each layer whose update requests the signal, unless another object has done so.
+        """Register a hook at each layer whose update requests the signal, unless another collector has done so.
 
         see: function of a layer's path, the layer, its arguments and its output. The result is a pair: a function that
             computes the Gram matrix of the call, and the tensor whose gradient hook calls that function. The tensor is

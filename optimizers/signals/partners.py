@@ -38,7 +38,8 @@ class PairedParameter:
     step: Step | None = None
 
     def full(self, mine: Tensor, what: str) -> Tensor:
-        """Return the full tensor from the shards of all ranks that share the parameter. All of them must call it.
+        """Return the full tensor from the shards of all ranks that share the parameter. All these ranks must call this
+        method.
 
         mine: this rank's shard of a tensor with the sharding of the parameter.
         what: name of the collective, for messages.

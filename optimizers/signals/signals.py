@@ -177,7 +177,9 @@ class Provided:
 
 
 def require_form(signal: Signal, value: Given) -> None:
-    """Raise ValueError if a signal that is one number has a mapping as its value, or another signal has none."""
+    """Raise ValueError for a mapping as the value of a signal that is one number, or for no mapping for any other
+    signal.
+    """
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
         raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
@@ -360,7 +362,9 @@ class Signals:
         return not self.listeners.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
-        """Call the functions that return values in every step, and store their values. It is called before `take`."""
+        """Call the functions that return values in every step, and store their values. This method is called before
+        `take`.
+        """
         for name, sources in self.provided.sources.items():
             for given in [source() for source in sources]:
                 if given is not None:
@@ -392,7 +396,8 @@ class Signals:
         return found
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
-        """Raise ValueError if an update needs a sum over all parameters of a model but other optimizers update some.
+        """Raise ValueError if an update needs a sum over all parameters of a model, of which other optimizers update
+        some.
 
         others: descriptions of the model's parameters that other optimizers update.
         """

@@ -369,7 +369,8 @@ process group holds."""
 class Assignments:
     """The specifications of an optimizer's parameters, with the owners of their blocks, in the order of param groups.
 
-    Owners for a group are chosen such that its load and that of earlier groups together are balanced.
+    Owners for a group are chosen such that the load of the group plus the load of earlier groups is balanced over
+    ranks.
 
     recipe: recipe of the optimizer.
     others: parameters of the same model that other optimizers update.

@@ -1,8 +1,9 @@
 """Delayed refreshes: a worker thread computes their results beside training.
 
-A refresh that is due at step t reads a copy of the state of t, and takes effect at t + k (`Every.delay`). Between both,
-its job is in the queue of one thread of the process. LAPACK and products of matrices release the interpreter's lock, so
-that training continues on other cores. On a CUDA device the thread also launches its kernels on a side stream.
+A refresh that is due at step t reads a copy of the state of t, and takes effect at t + k (`Every.delay`). Between these
+two steps, a job for the refresh is in the queue of one thread of the process. LAPACK and products of matrices release
+the interpreter's lock, so that training continues on other cores. On a CUDA device the thread also launches its kernels
+on a side stream.
 
 No result depends on the time at which a job ends: its inputs are copies, and `finish` waits for it and stores its
 results in pending slots, which are state like any other. Jobs are finished at t + k, and before state is saved, copied,

@@ -275,8 +275,8 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
 
     path: path of the parameter's update in the recipe.
 
-    Raises ValueError if a constraint of the update needs whole parameters but the layout shards the parameter, or if it
-    needs whole rows but the layout shards rows.
+    Raises ValueError if a constraint of the update needs whole parameters but the layout shards the parameter, or if
+    the constraint needs whole rows but the layout shards rows.
     """
     for constraint in recipe.rules()[path].constraints if not layout.replicated else ():
         if not constraint.shardable(layout.whole_rows):

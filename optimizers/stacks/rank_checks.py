@@ -204,7 +204,7 @@ class RankChecks:
         numbers: numbers that must be equal on all ranks, by name.
         copied: True if all ranks must have the same gradients. This must hold for plain tensors, whose gradients
             DistributedDataParallel, or code in its place, averages before the step.
-        more: further fields to sum.
+        more: further fields (sequences of numbers by name) to sum over ranks.
 
         Raises DistributedError if gradients or numbers differ between ranks, and ArithmeticError if roots failed too
         often in the previous step. On a device both errors are raised one step later.

@@ -54,8 +54,8 @@ class StackState:
     number: index of the stack in its parameter set.
     block_group: index of the block group of the blocks. None: no block of the stack is sent between ranks.
     width_factors: `[N]`, factor of the direction of each block. None: there are no factors.
-    tensors: state tensors `[N, ...]`, by "<stage path>/<slot>". Offloaded ones are in host memory, except while a step
-        has brought them to the device.
+    tensors: state tensors `[N, ...]`, by "<stage path>/<slot>". Offloaded tensors are in host memory, except while a
+        step has brought them to the device.
     host_buffers: memory of the offloaded tensors, by location. Empty: every tensor is on the device of the stack.
     encoded: slots that a quantizer stores, by the same key. Their tensors have keys "<stage path>/<slot>/<code>".
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
@@ -402,7 +402,9 @@ class EqualBlocks:
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
-        """Yield lists of at most `most` blocks. If a stage sums over a parameter, its blocks stay in one list."""
+        """Yield the blocks in lists of at most `most`. If a stage sums over a parameter, the parameter's blocks stay in
+        one list.
+        """
         together = recipe.rules()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
         if len(ranges) == 1:

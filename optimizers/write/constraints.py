@@ -118,7 +118,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return {}
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Return True if parameters of this dtype have the slots of the constraint; without slots it keeps no state."""
+        """Return True if parameters of this dtype have the slots of the constraint; without slots there is no state."""
         return True
 
     def sets_length(self) -> bool:
@@ -128,7 +128,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
     def shardable(self, whole_rows: bool) -> bool:
         """Return True if the constraint can be computed on shards of parameters.
 
-        It then needs no sums over shards except those of `ConstraintContext`.
+        The constraint then needs no sums over shards except those of `ConstraintContext`.
 
         whole_rows: True if parameters are sharded only along the first axis.
         """
@@ -299,7 +299,7 @@ class ParameterUpdate:
     mask: n 0-d booleans, False for tensors that do not change. None: all may change.
     constraints: constraints in order, with their slots. Each constraint is applied before the write (`adjust`) and
         after the write (`retract`).
-    context: further inputs of the constraints. Its learning rate and mask are replaced by those of this update.
+    context: further inputs of the constraints. The learning rate and mask in it are replaced by those of this update.
     """
 
     updates: Tensors

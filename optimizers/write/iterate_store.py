@@ -245,8 +245,8 @@ def _require_form(
     Checkpoints rely on this form: a rank that holds a shard of the parameter holds the same entries of the slot.
 
     declared: slots by stage and name, for a parameter of shape `shape`.
-    other: the slots for a parameter that is longer by 1 on every axis. A slot that has the right shape only by chance
-        does not have it for this parameter.
+    other: the slots for a parameter that is longer by 1 on every axis. A slot whose shape has the form only by chance
+        does not have it for this longer parameter.
     """
     longer = tuple(n + 1 for n in shape)
     for stage, slots in declared.items():
