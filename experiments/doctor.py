@@ -2,7 +2,8 @@
 
 Three files say what happened. fault.json has the first value that was not finite, metrics.jsonl the loss and norms of
 layers over the run, and diagnostics.jsonl the norms of all layers at the end. Only the check of the initial outputs
-needs the task. The task is loaded for it if its data are on this machine. Nothing is trained, and no file is changed.
+needs the task, which is loaded for this check if the data of the task are on this machine. Nothing is trained, and no
+file is changed.
 
 The limits below separate the healthy runs of tests/experiments/test_doctor.py, and 19 short runs of five recipes on
 digits and text, from runs that went wrong. The limits are wide: a false alarm costs more trust than a missed fault.
@@ -57,12 +58,13 @@ EXPLODED_ALONE = 10
 too.
 """
 RISEN = 0.9
-"""Fraction of the fall of the loss. A run that has lost more of its fall at its end counts as having got worse.
+"""Fraction of the fall of the loss. A run counts as having got worse if its loss has risen again by this fraction at
+the end.
 
 A short run with a high but usable learning rate may lose up to 0.8 of its fall for a while.
 """
 LEAST_RISEN = 0.1
-"""Fraction of the first loss. A smaller fall may be noise, so that its loss is no finding."""
+"""Fraction of the first loss. If the loss fell by less, the fall may be noise, and a later rise is no finding."""
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
@@ -343,7 +345,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
 
 
 def _rise(record: Record) -> str:
-    """Return a sentence if the loss ended far above its first value or lost nearly all of its fall, else ""."""
+    """Return a sentence if the loss ended far above its first value or rose again by nearly its whole fall, else ""."""
     first, last, quarters = record.first_loss, record.last_loss, record.quarters
     if worse := worse_than_at_first(first, last, record.loss_name):
         return worse

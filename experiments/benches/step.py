@@ -27,7 +27,7 @@ from .steps.sets import ShapeSet, initial_values, shape_set, turns_of_gradients
 from .view import BenchRows, LinePoints, Panel, Recommendation, Row, Table
 
 GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squares:size=16", "squares:size=64")
-"""Sets that differ from others in one dimension, to measure how times grow."""
+"""Sets of parameters in which one dimension differs from its default, to measure how times grow with the dimension."""
 
 
 def parse_candidates(value: Any) -> Any:

@@ -42,7 +42,8 @@ def _path(override: str) -> str:
 def _replaces(later: str, path: str) -> bool:
     """Return True if an override of `later` replaces the value that an earlier override has set at `path`.
 
-    It does if `later` is the same field, a field that contains it, or the `kind` of a component that contains it.
+    The value is replaced if `later` sets the same field, a field that contains this field, or the `kind` of a component
+    that contains this field.
     """
     whole = later.removesuffix(".kind")
     return path == later or path.startswith(f"{whole}.")

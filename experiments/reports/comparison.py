@@ -316,10 +316,10 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Return the panels whose best rows are compared, with their common labels. A panel has the runs of one method.
+    """Return (common labels, panels) for each set of panels whose best rows are compared with each other.
 
-    Methods are the labels of the axis before the last. Empty if the labels of rows are no numbers, or without a second
-    method.
+    A panel has the runs of one method. Methods are the labels of the last axis that is not compared. Empty if the
+    labels of rows are no numbers, or without a second method.
     """
     panels = compare(records)
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}

@@ -283,7 +283,8 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def _critical(records: Records) -> Paired | None:
     """Return a comparison that has the study's number of seeds and no values; None for a single seed.
 
-    The page reads from it (`Paired.needed`) the smallest |t| that is significant with this number of seeds.
+    The method `Paired.needed` of this comparison gives the page the smallest |t| that is significant with so many
+    seeds.
     """
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None

@@ -87,8 +87,8 @@ class TaskError(RuntimeError):
 def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]:
     """Raise TaskError in place of an error of torch in the block. It names the task, the layer and the batch's shapes.
 
-    An index out of range is one of them, as of an embedding. Errors of other classes are not changed, such as those
-    about memory and ranks, which torch derives from RuntimeError.
+    Errors about an index out of range, as of an embedding, are replaced too. Errors about memory and ranks are not
+    changed: torch raises them with other classes, derived from RuntimeError.
     """
     try:
         yield

@@ -105,7 +105,9 @@ class StopAfter(Callback):
 
 
 class Limits(Callback):
-    """End the run at an evaluation whose metric is worse than the limit of its step. Successive halving uses it."""
+    """End the run at an evaluation whose metric is worse than the limit of its step. Successive halving uses this
+    callback.
+    """
 
     kind: Literal["limits"] = "limits"
     metric: MetricName = Field(

@@ -81,8 +81,8 @@ def _used(module: ModuleType) -> Iterator[str]:
 def _followed(name: str, file: Path, root: str) -> bool:
     """Return True if the module `name` belongs to the code of the imported module `root`.
 
-    A module of the library belongs to it only if it is `root` itself. Any other module belongs to it if both are of one
-    package, or if it is not installed.
+    A module of this library belongs to that code only if the module is `root` itself. Any other module belongs to that
+    code if both modules are of one package, or if the module is not installed.
 
     file: the file of the module.
     """

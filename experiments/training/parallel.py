@@ -290,7 +290,7 @@ class Terminated(DistributedError):
 def report_lost_rank(ranks: Ranks, advice: Callable[[], str]) -> Iterator[None]:
     """Replace the error that the loss of another rank causes in the block by a DistributedError.
 
-    Its message names this rank and ends with `advice()`.
+    The message of the DistributedError names this rank and ends with `advice()`.
     """
     if not ranks.distributed:
         yield

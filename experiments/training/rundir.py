@@ -42,7 +42,7 @@ from .parallel import Ranks
 
 
 def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a sentence about the steps if these are all in which two configurations differ, else an empty text."""
+    """Return a sentence about the number of steps if two configurations differ in nothing else, else an empty text."""
     there, given = known.get("steps"), config.get("steps")
     if there is None or given is None or there == given:
         return ""
@@ -156,8 +156,8 @@ class RunDirectory:
             shutil.rmtree(folder, ignore_errors=True)
 
     def load(self) -> dict[str, Any] | None:
-        """Return the checkpoint of a single process, None if there is none. Drops the rows of metrics that it does not
-        cover.
+        """Return the checkpoint of a single process, None if there is none. Drops the rows of metrics that the
+        checkpoint does not cover.
         """
         file = self.path / "checkpoint.pt"
         state: dict[str, Any] | None = None

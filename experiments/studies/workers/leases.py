@@ -6,8 +6,8 @@ lease of a worker that died is not removed. The next worker creates the lease `n
 worker succeeds.
 
 `FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used.
-These belong to `Study.optimize` and restart a dead trial as a new trial. A run would not continue from its checkpoint,
-and runs outside a search would have no heartbeat.
+These belong to `Study.optimize` and restart a dead trial as a new trial. With them, a run would not continue from its
+checkpoint, and runs outside a search would have no heartbeat.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Leases(ABC):
             return
         with self.created(own) as created:
             if created and any(number != own and self.alive(number) for number in self.numbers()):
-                # Other workers have removed leases meanwhile, and one holds another lease. So this one is released.
+                # Other workers have removed leases meanwhile, and one of them holds another lease of this run. So the
+                # lease created here is released.
                 self.remove([own])
                 created = False
             if not created:
@@ -96,7 +97,7 @@ class Leases(ABC):
     def _keep_beating(self, own: int, stop: threading.Event) -> None:
         """Record heartbeats until `stop` is set.
 
-        Ends this process if a later lease exists: another worker has counted this one as dead and trains the run.
+        Ends this process if a later lease exists: another worker has counted this worker as dead and trains the run.
         """
         while not stop.wait(HEARTBEAT):
             with contextlib.suppress(OSError):
