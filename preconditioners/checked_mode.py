@@ -158,7 +158,7 @@ class Checks(Watch):
 
 
 class CheckedHooks:
-    """The hooks of a stage, where each call is checked by the watch of the stack."""
+    """The hooks of a stage, with a check of each call by `watch`, the object that observes the stages of a stack."""
 
     def __init__(self, stage: StageHooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch

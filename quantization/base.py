@@ -19,7 +19,7 @@ FORMAT_VERSION = 2
 
 
 class Location(NamedTuple):
-    """Memory in which tensors of a slot are stored between steps, where that is not the memory of their device.
+    """Memory in which tensors of a slot are stored between steps, instead of the memory of their device.
 
     to: "cpu" for pinned memory of the host, "disk" for a file.
     directory: directory of the file. None: that of TMPDIR.
@@ -92,11 +92,11 @@ class Quantizer(Component, ABC, family="quantizer"):
         """Return the tensors `[N, ...]`, by name, in which x `[N, *shape]` is stored. Called whenever a stage assigns
         the slot.
 
-        x: float32 or float64. It must not be written to. Names, dtypes and shapes of the result follow from its shape
-            alone.
+        x: float32 or float64. It must not be written to. Names, dtypes and shapes of the result follow from the shape
+            of x alone.
         before: the tensors of the last encoding, which formats with error feedback read. None: nothing is stored yet.
         uniform: function (like, purpose) that draws numbers in [0, 1) in the shape and dtype of `like`, for stochastic
-            rounding. They follow from the block and its step. None: values are rounded to nearest.
+            rounding. The numbers follow from the block and the block's step. None: values are rounded to nearest.
         """
 
     @abstractmethod

@@ -91,7 +91,7 @@ class Offload(Quantizer):
 
 
 def available(location: Location | None, device: torch.device) -> Location | None:
-    """Return the location, or None if it has no effect for slots on this device.
+    """Return the location, or None if this storage has no effect for slots on this device.
 
     Tensors on a CPU are in host memory already. Tensors on the meta device, and fake tensors, have no memory.
     """

@@ -198,8 +198,8 @@ class Factored(Stage):
         matrix stays, and the count increases by 1.
 
         value: the new matrices, with the shape of the slot.
-        tried: bool `[N]`, True where a solver was run. Where it was not run, nothing changes. None: it was run for all
-            blocks.
+        tried: bool `[N]`, True where a solver was run. Where no solver was run, nothing changes. None: a solver was run
+            for all blocks.
         """
         name, count = f"{self.matrix}.{axis}", f"failures.{axis}"
         if known_to_hold(ok):

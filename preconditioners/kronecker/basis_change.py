@@ -171,8 +171,8 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
     a: statistic A_i `[N, d, d]` in any unit.
     basis: Q_i `[N, d, d]`. None: the statistic is already in the basis.
-    found: `[N, d]`, d_i of blocks for which the solver has already computed it, and NaN for all other blocks. None: the
-        solver has computed d_i for no block.
+    found: `[N, d]`, d_i of blocks for which the solver has already computed d_i, and NaN for all other blocks. None:
+        the solver has computed d_i for no block.
     """
     if basis is None:
         d = a.diagonal(dim1=-2, dim2=-1)
@@ -363,7 +363,7 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
     """Return (d_i / s_i)^power for one axis, with the wanted sums d_i scaled so that they have the same total as the
     present sums s_i.
 
-    The factor is 1 where d_i or s_i is 0, because it is not known there.
+    The factor is 1 where d_i or s_i is 0, because the factor is not known there.
 
     d: d_i `[N, length of the axis]`.
     s: s_i in the same shape.

@@ -102,7 +102,7 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
 
     def check(self, exponent: Fraction) -> str | None:
         """Return the reason why this solver does not accept an exponent, as "<kind> takes exponents ..., got 1/3".
-        None: it accepts the exponent. Called when a recipe is composed.
+        None: the solver accepts the exponent. Called when a recipe is composed.
         """
         return None
 
@@ -198,7 +198,7 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
         """Return the result of `basis`, and a function that computes the diagonal of Q^T A Q, with Q the new basis,
-        with less work than a product with A. The default, and a solver without such a function, returns None in its
-        place.
+        with less work than a product with A. The default, and a solver without such a function, returns None in place
+        of the function.
         """
         return self.basis(a, q, first), None

@@ -223,7 +223,7 @@ class Blockwise(Format, ABC):
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the values `[N, ..., n]` in [-1, 1] that codes stand for. They are still to be multiplied by the
+        """Return the values `[N, ..., n]` in [-1, 1] that codes stand for. The caller multiplies these values by the
         scales of their blocks.
 
         n: length of a row of values.
