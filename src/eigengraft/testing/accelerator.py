@@ -10,11 +10,12 @@ that a device would have.
     step.waits, step.uploads, step.kernels, step.traffic    # totals
     step.by_line()                                          # the same by "file:line operation"
 
-A test suite without a GPU can check with it that steps stay on the device. Numbers are those of the CPU, bit for bit,
-if the code takes the same branches. Like CUDA, the device refuses operations that mix devices. The host waits for
-values, for sizes that depend on values, and for copies from or to pageable memory. Copies on a second stream of the
-kind "cuda" run as late as the waits of the code allow. Time, the rounding of CUDA's kernels and the cost of fragmented
-memory are not simulated. Delayed refreshes are computed when they are due, because other threads have no stream.
+With the simulated accelerator, a test suite without a GPU can check that steps stay on the device. Numbers are those of
+the CPU, bit for bit, if the code takes the same branches. Like CUDA, the device refuses operations that mix devices.
+The host waits for values, for sizes that depend on values, and for copies from or to pageable memory. Copies on a
+second stream of the kind "cuda" run as late as the waits of the code allow. Time, the rounding of CUDA's kernels and
+the cost of fragmented memory are not simulated. Delayed refreshes are computed when they are due, because other threads
+have no stream.
 
 With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
 the block. This kind has no backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind
@@ -229,8 +230,8 @@ class _Memory:
 class _Stream:
     """A replacement of `torch.cuda.Stream`. Copies on a stream other than the first one run as late as possible.
 
-    A copy runs when the host, or another stream, waits for an event that was recorded after it. Code that forgets to
-    wait therefore reads old numbers. All other work runs at once.
+    A copy runs when the host, or another stream, waits for an event that was recorded after the copy. Code that forgets
+    to wait therefore reads old numbers. All other work runs at once.
     """
 
     present = local()

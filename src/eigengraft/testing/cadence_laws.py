@@ -101,8 +101,9 @@ def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
-    """With a `period`, blocks are due at the same steps of each period; without one, as often as the interval up to a
-    factor of three."""
+    """With a `period`, blocks are due at the same steps of each period. Without a period, they are due as often as
+    `interval` says, up to a factor of three.
+    """
     period, interval = case.cadence.period, case.cadence.interval
     places = None if period is None else case.cadence.steps_due(np.array(_PHASES)).tolist()
     times: list[list[int]] = [[] for _ in _PHASES]

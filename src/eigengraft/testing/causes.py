@@ -58,7 +58,9 @@ class RandomStates(NamedTuple):
         return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
 
     def drawn_from(self) -> str | None:
-        """Return, as text, a generator whose state has changed since these states were recorded; None for none."""
+        """Return, as text, a generator whose state has changed since these states were recorded; None if none has
+        changed.
+        """
         now = RandomStates.now()
         names = ("torch's global generator", "NumPy's global generator", "the global generator of Python's `random`")
         return next((name for name, old, new in zip(names, self, now, strict=True) if old != new), None)
@@ -176,7 +178,7 @@ def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callabl
 
 
 def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch:
-    """Run a function under a watch, and return the watch. An exception of the function ends it, and is not raised."""
+    """Run a function under a watch, and return the watch. An exception ends the function, and is not passed on."""
     try:
         with watch:
             run()

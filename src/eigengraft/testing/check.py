@@ -264,7 +264,7 @@ def check_view(view: View, shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES) ->
 
 
 def check_schedule(schedule: LearningRateSchedule, steps: int = RUN) -> LawReport:
-    """Check a schedule of the learning rate against the laws of schedules. It needs the extra `experiments`.
+    """Check a schedule of the learning rate against the laws of schedules. Needs the package's extra `experiments`.
 
     Args:
         schedule: the schedule.
@@ -284,7 +284,7 @@ def check_schedule(schedule: LearningRateSchedule, steps: int = RUN) -> LawRepor
 
 
 def check_task(task: Task) -> LawReport:
-    """Check a task against the laws of tasks. It needs the extra `experiments`.
+    """Check a task against the laws of tasks. Needs the package's extra `experiments`.
 
     Args:
         task: the task. The data of the task are read and the model is built several times, so both should be small.

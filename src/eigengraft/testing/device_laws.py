@@ -15,10 +15,10 @@ WARM_UP_STEPS = 2
 def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
     """Raise a LawError that names the lines at which the host waited for the device or copied numbers to it.
 
-    torch waits for the results of decompositions by itself. They are not named.
+    torch itself waits for the results of decompositions. The error does not name these waits.
 
     when: beginning of the error.
-    remedy: advice at its end.
+    remedy: advice at the end of the error.
     """
     found = [x for x in counts.by_line("waits", "uploads") if x.split()[-1] not in DECOMPOSITIONS]
     advice = f" ({remedy})" if remedy else ""

@@ -55,7 +55,7 @@ def set_cuda_guard(stack: ExitStack) -> None:
     """Register with torch a device guard for CUDA that does nothing. The guard is removed when the given `stack` of
     exit callbacks is closed.
 
-    Without a guard not even `x[0]` works. If torch is built for CUDA, its own guard is used.
+    Without a guard not even `x[0]` works. If torch is built for CUDA, torch's own guard is used.
     """
     if _TORCH.backends.cuda.is_built():
         _TORCH._C._ensureCUDADeviceGuardSet()

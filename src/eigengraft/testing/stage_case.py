@@ -172,7 +172,7 @@ class StageBench:
     def repeated(self, times: int) -> StageBench:
         """Return a bench with new state that contains the blocks of this bench `times` times.
 
-        With it, several sequences of gradients are run at once.
+        The new bench runs several sequences of gradients at once.
         """
         many = StageBench(self.stage, self.block, self.blocks * times, self.dtype, self.quantizer, self.path)
         many.phases, many.seeds = np.tile(self.phases, times), np.tile(self.seeds, times)
@@ -215,8 +215,8 @@ class StageCase:
     degree: the number d for which scaling all gradients by c scales the direction by c^d, or a function that returns d
         for the number of axes of a block. None: this law does not apply.
     rotates: True if gradients U G V^T give directions U D V^T.
-    singular: True if the stage computes bases or roots of singular statistics. Numbers in their null space are rounding
-        errors, so that laws that compare two computations do not apply.
+    singular: True if the stage computes bases or roots of singular statistics. Numbers in the null space of these
+        statistics are rounding errors, so that laws that compare two computations do not apply.
     steps: length of a trajectory.
     """
 

@@ -1,6 +1,6 @@
 """The laws of stages: about the directions that a stage computes, and about its state.
 
-All state of a stage is in its slots and in checkpoints, and its size is reported to the byte.
+All state of a stage is in its slots and in checkpoints, and the size of this state is reported to the byte.
 
 The relative tolerance in float64 is 1e-10, which allows thousands of rounding errors, unless a law says otherwise.
 Numbers that must be the same are compared bit for bit.

@@ -1,6 +1,7 @@
 """The laws of averagings and constraints, which act on whole parameters after the chain.
 
-Both are tried without an optimizer: on n parameters with their slots, with one update of each parameter in a step.
+Averagings and constraints are tried without an optimizer: on n parameters with their slots, with one update of each
+parameter in a step.
 """
 
 from __future__ import annotations
