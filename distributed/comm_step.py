@@ -92,7 +92,7 @@ class CommStep:
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
         """Accept the computed directions of some of this rank's blocks of a block group, to be sent with its round.
 
-        rows: indices of the rows; None: all rows.
+        rows: indices of these blocks among this rank's blocks of the group; None: all of this rank's blocks.
         """
         if rows is None:
             self._delivered[group] = directions

@@ -86,7 +86,7 @@ class ParamGather:
     def run(self, held: Mapping[int, Tensor]) -> None:
         """Copy the entries that other ranks have updated into this rank's shards, in place.
 
-        All ranks call it with the same positions.
+        All ranks call this method with the same positions.
 
         held: this rank's shard of each parameter, by position.
         """
@@ -127,7 +127,7 @@ class ParamGather:
         return self.rank_group.all_to_all(message, sending, receiving, self._describe(chosen))
 
     def _receive_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
-        """Copy the rows of other ranks into this rank's shards."""
+        """Copy the rows that other ranks have updated into this rank's shards."""
         targets = [x for views in self._targets(held, chosen) for x in views]
         copy_all(targets, _split(data, targets))
 
