@@ -98,7 +98,8 @@ def without_autocast() -> AbstractContextManager[Any]:
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a function that runs under the autocast and inference mode that are active at this call.
 
-    A step runs in isolation. It wraps its closure by this function, so that the closure runs in the caller's modes.
+    A step runs in isolation. The step wraps its closure by this function, so that the closure runs in the caller's
+    modes.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()

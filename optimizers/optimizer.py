@@ -81,7 +81,7 @@ class Optimizer(Reporting):
     _rounding: RoundingWatch | None = None
     """The watch that checks whether updates are lost to rounding. None: there was no step yet."""
     _asks_fused = False
-    """True if `fused=True` was given and not checked yet. It is checked when the param group has its state."""
+    """True if `fused=True` was given and not checked yet. The option is checked when the param group has its state."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
@@ -291,7 +291,7 @@ class Optimizer(Reporting):
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
 
     def begin_step(self) -> list[Hyper]:
-        """Begin a step: adopt changes that other code made since the last one. Return the values of param groups."""
+        """Begin a step: adopt changes that other code made since the last step. Return the values of param groups."""
         self._require_training_iterate()
         self.param_sets.consolidated = None
         self._adopt_changes(thorough=False)

@@ -86,7 +86,7 @@ def watch_next_step(optimizer: Watched) -> None:
 
 
 def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection:
-    """Return the table of all parameters. Ranks that share parameters call it together and receive the same rows.
+    """Return the table of all parameters. Ranks that share parameters call this together and receive the same rows.
 
     watched: rows of the step that was watched last.
     """

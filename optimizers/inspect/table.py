@@ -69,7 +69,7 @@ _Layer = TypeVar("_Layer")
 
 
 def worst_ends(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[_Layer]:
-    """Yield the layers with the extreme values of the measures in `WORST`, in its order.
+    """Yield the layers with the extreme values of the measures in `WORST`, in the order of `WORST`.
 
     rows: (layer, measure, value). NaN counts as infinity.
     """
@@ -132,7 +132,7 @@ class Inspection(Sequence[Measurement]):
         return type(self)(tuple(row for row in rows if stage in (None, row.stage, row.stage.rpartition(".")[2])))
 
     def worst(self) -> Self:
-        """Return the rows with extreme values of the measures in `WORST`, in its order.
+        """Return the rows with extreme values of the measures in `WORST`, in the order of `WORST`.
 
         A condition number has one row, its largest value. Gradients and updates have two rows, the largest and then the
         smallest value, because both may indicate a problem. A count that is 0 everywhere has no row.

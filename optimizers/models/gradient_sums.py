@@ -19,7 +19,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class _Sum:
-    """The value that several contributions of backward passes were joined to, and its number of rows.
+    """A value to which contributions of backward passes were joined, and the number of rows from which it was computed.
 
     count: number of rows; a 0-d tensor if a mask on the device decided which rows are included.
     """

@@ -222,7 +222,7 @@ def _state_bytes(
 ) -> NDArray[np.int64]:
     """Return the bytes of state of each rank, `[R]`.
 
-    They consist of the state of owned blocks and of updates in place, of iterates, and of step counts.
+    This state consists of the state of owned blocks and of updates in place, of iterates, and of step counts.
     """
     rules = recipe.rules()
     state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)

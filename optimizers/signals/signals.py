@@ -177,9 +177,7 @@ class Provided:
 
 
 def require_form(signal: Signal, value: Given) -> None:
-    """Raise ValueError for a mapping as the value of a signal that is one number, or for no mapping for any other
-    signal.
-    """
+    """Raise ValueError unless the value is no mapping for a signal that is one number, and a mapping for any other."""
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
         raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
@@ -396,8 +394,8 @@ class Signals:
         return found
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
-        """Raise ValueError if an update needs a sum over all parameters of a model, of which other optimizers update
-        some.
+        """Raise ValueError if an update needs a sum over all parameters of a model and other optimizers update some of
+        these.
 
         others: descriptions of the model's parameters that other optimizers update.
         """

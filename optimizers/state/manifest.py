@@ -68,7 +68,11 @@ def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
 
 
 def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
-    """Return empty state tensors for a parameter that ranks update in place, if this rank's shard of it is empty."""
+    """Return empty state tensors, by key, for a parameter that ranks update in place and of which this rank has an
+    empty shard.
+
+    Return {} for any other parameter.
+    """
     spec, shard = param_set.specs[position], param_set.local[position]
     assert spec.placement is not None
     if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):

@@ -194,7 +194,7 @@ class ParamSets:
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
 
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
-        """Build new parameter sets for the parameters of a batch whose id is in `wanted`.
+        """Build new parameter sets for a batch, of those parameters whose id is in `wanted`.
 
         Parameters on one device that one group of ranks shares form a parameter set. If stages request the learning
         rate, each param group has parameter sets of its own. The division depends on nothing else.
@@ -220,7 +220,7 @@ class ParamSets:
         mode: Mode,
         values: StateValues | None = None,
     ) -> None:
-        """Store the parameter sets of a batch, show their state in `state`, and copy `values` into it."""
+        """Store the parameter sets of a batch, show their state in `state`, and copy `values` into their state."""
         for old in self.built[batch]:  # `values` may share memory with their state
             old.finish_refreshes()
         for param_set in param_sets:

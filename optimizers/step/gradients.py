@@ -266,7 +266,7 @@ class FiniteCheck:
         return GradientCheck(given, survey, present, positions, usable, self._on_host)
 
     def finish(self, check: GradientCheck, answers: Sequence[bool]) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """Return (active, mask), and change nothing but the counts.
+        """Return (active, mask), and change nothing but the counts of unusable gradients.
 
         active: `[P]` on the host, True for parameters that the step updates. A group with lr 0 and gradients 0 is not
             active, because torch.distributed.checkpoint makes such a step only to have state allocated.
@@ -340,7 +340,7 @@ class FiniteCheck:
         return halted or bad, bad
 
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
-        """Return the mask `[P]` of a step that a number on the device may stop, and begin to copy it to the host.
+        """Return the mask `[P]` of a step that a number on the device may stop, and begin to copy the mask to the host.
 
         active, mask: result of `finish`.
         allowed: 0-d boolean on the device, False if the step must change nothing.

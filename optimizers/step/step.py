@@ -219,7 +219,7 @@ class ParamSet:
         `FiniteCheck.begin`.
 
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
-        only: `[P]`, True for the parameters that this part of a step updates. None: it updates all that are left.
+        only: `[P]`, True for the parameters that this part of a step updates. None: all parameters that are left.
         """
         self.local[:] = self._local(self.parameters)
         found = [p.grad if only is None or only[at] else None for at, p in enumerate(self.parameters)]
@@ -422,7 +422,7 @@ def prepare(
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
-    only: `[P]`, True for the parameters of a single set that this part of a step updates. None: it updates all that are
+    only: `[P]`, True for the parameters of a single set that this part of a step updates. None: all parameters that are
         left.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]

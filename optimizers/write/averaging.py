@@ -133,7 +133,7 @@ def blend(
 ) -> None:
     """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
-    weights: n numbers. Equal ones need one kernel.
+    weights: n numbers. All targets with equal weights are changed by one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
     if not targets:
@@ -156,7 +156,7 @@ def accumulate(
 ) -> None:
     """Change n targets in place:  target <- target + weight value.
 
-    weights: n numbers or 0-d tensors. Equal ones need one kernel.
+    weights: n numbers or 0-d tensors. All targets with equal weights are changed by one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
     for weight, indices in _equal(weights):
