@@ -36,8 +36,8 @@ Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in the first steps of a 
 as the weights.
 """
 HEALTHY_STEP = 0.03
-"""Upper bound of the other layers' median ratio |update| / |weight|. Only below it, a layer with far larger updates is
-reported.
+"""Upper bound of the median ratio |update| / |weight| of all layers except one. Only if the median is below this bound,
+the one layer is reported for far larger updates.
 """
 SMALL_STEP = 1e-6
 """Ratio |update| / |weight| of all layers together below which the learning rate of a stalled run counts as too low.

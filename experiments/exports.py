@@ -88,8 +88,8 @@ def export_sweep(
 
 
 def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the path that an axis sets, and its value for each label. A label that does not set it has the value of
-    the base.
+    """Return the path that an axis sets, and its value for each label. A label that does not set this path has the
+    value of the base.
 
     Raises RecipeError if the axis sets several paths.
     """

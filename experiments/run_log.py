@@ -107,7 +107,8 @@ class RunLog:
         self._note_fault(int(step), {"loss": loss, "evaluation": numbers.get("val_loss")})
 
     def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
-        """Write fault.json from the first loss that is not finite. Remove it if the same loss is finite again later.
+        """Write fault.json from the first loss that is not finite. Remove the file if the same loss is finite again
+        later.
 
         losses: losses of the row of `step`, by the place of a fault.
         """

@@ -187,9 +187,10 @@ class Study(Component):
             directory: directory of the study, which is created if it does not exist. None: runs/NAME.
             workers: number of processes. None: one for each core.
 
-        Raises: RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data, or the
-        script that calls this lacks `if __name__ == "__main__"`. RuntimeError: runs failed. All other runs are done,
-        and the next call repeats the failed runs.
+        Raises:
+            RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data, or the
+                script that calls this lacks `if __name__ == "__main__"`.
+            RuntimeError: runs failed. All other runs are done, and the next call repeats the failed runs.
         """
         from ..reports.report import Report
 

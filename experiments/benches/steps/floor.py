@@ -144,7 +144,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
 
 
 def _moved(stage: Eigenbasis) -> tuple[str, ...]:
-    """Return the frames of the inner slots that a refresh transports by products."""
+    """Return the values of `Slot.frame` of those inner slots that a refresh transports by products of matrices."""
     return {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
 
 
