@@ -38,7 +38,7 @@ class Solver(BaseSolver):
     sampling_strategy = "callback"
 
     def set_objective(self, train_dataloader: Any, model: Any) -> None:
-        """Receive the data and the model. Under a launcher of ranks, join its process group."""
+        """Receive the data and the model. Under a launcher of ranks, join the launcher's process group."""
         self.dist = _process_group()
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.train_dataloader, self.model = train_dataloader, model.to(device=device)

@@ -283,8 +283,8 @@ class Component(BaseModel, metaclass=ComponentType):
 
 
 def _same(value: Any, data: Any, default: Any) -> bool:
-    """Return True if a field has its default. A field with a schedule has not, even if the schedule begins with the
-    default.
+    """Return True if a field has its default. The result is False for a field with a schedule, even if the schedule
+    begins with the default.
 
     value: the attribute, which is the first number if the field has a schedule.
     data: the value as plain data, which is a mapping or a list if the field has a schedule.

@@ -233,7 +233,7 @@ def first_sentence(text: str) -> str:
 class MemberText(NamedTuple):
     """One method, property or class variable that a member of a family may define.
 
-    signature: how it is written, as `decay(t: float) -> float`.
+    signature: its declaration as text, as `decay(t: float) -> float`.
     required: True if every member has to define it.
     meaning: its docstring.
     """

@@ -82,7 +82,8 @@ NO_POWER = (
 class Scheduled(float):
     """The value of a schedule at one step.
 
-    Its powers raise: b^t is a product of t equal factors, and the values of a schedule differ from step to step.
+    A power of this object raises an error: b^t is a product of t equal factors, but the values of a schedule differ
+    from step to step.
     """
 
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
