@@ -414,7 +414,7 @@ _KEPT = ("base_layer", "original_module")
 _COPIES = "modules_to_save"
 """Attribute in which adapters (peft) store copies of a layer, under the names of the adapters."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
-"""Norms of torch.nn."""
+"""Classes of normalization layers in torch.nn."""
 
 
 @dataclass(frozen=True)

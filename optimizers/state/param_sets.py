@@ -306,7 +306,7 @@ class ParamSets:
             param_set.resolve_deferred()
 
     def finish_refreshes(self) -> None:
-        """Store the results of all delayed refreshes that are under way in their pending slots."""
+        """Wait for all delayed refreshes that are under way, and store the results in pending slots."""
         for param_set in self:
             param_set.finish_refreshes()
 

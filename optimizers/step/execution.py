@@ -436,7 +436,7 @@ def _run_together(
 
 
 def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
-    """Return the numbers of the write of each active block."""
+    """Return the numbers of the write of each active block: learning rate, weight decay, factor of the direction."""
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
     some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group

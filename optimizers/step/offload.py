@@ -89,7 +89,7 @@ class OffloadedState:
         return direction.clone() if self._mover.lends(direction) else direction
 
     def finish(self) -> None:
-        """Wait until all state is in host memory. It is called before anything but a step reads or writes state."""
+        """Wait until all state is in host memory. Called before code other than a step reads or writes state."""
         self._mover.finish()
 
 

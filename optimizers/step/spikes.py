@@ -61,7 +61,7 @@ class SpikeWindow:
         self.entered, self.spikes = (torch.full((), n, dtype=torch.int64, device="cpu") for n in (entered, spikes))
 
     def to(self, device: torch.device) -> None:
-        """Move the window to a device, if it is on another one."""
+        """Move the window to a device, if it is on another device."""
         if self.values.device != device:
             for name in ("values", "_places", "entered", "spikes"):
                 setattr(self, name, getattr(self, name).to(device))

@@ -106,7 +106,8 @@ class ParamSet:
         paired = {path for path, update in self.rules.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
-        # a graph reads gradients at fixed addresses, so that stacks of small parameters are not gathered before
+        # a graph reads gradients at fixed addresses, so the check of gradients does not gather small parameters into
+        # stacks
         small = [own for own in self.stack_states if own.stack.joins and self.graphs is None]
         self.exchange = (
             LocalExchange(specs, self.iterates, recipe.failure.roots, small)
@@ -148,7 +149,7 @@ class ParamSet:
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
     def finish_refreshes(self) -> None:
-        """Store the results of all delayed refreshes that are under way in their pending slots."""
+        """Wait for all delayed refreshes that are under way, and store the results in pending slots."""
         for own in self.stack_states:
             if own.refreshes is not None:
                 own.refreshes.finish_all()

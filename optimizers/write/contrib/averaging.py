@@ -125,7 +125,7 @@ class Anchored(Averaging):
         return self.inner.evaluated(below)
 
     def _shift(self, batch: IterateBatch, back: bool) -> None:
-        """Add a_t (W - M) to the parameters of a batch in place. back: subtract it."""
+        """Add a_t (W - M) to the parameters of a batch in place. back: True to subtract this term instead."""
         ahead = self.ahead * ((batch.steps - self.start) / (self.full - self.start)).clip(0.0, 1.0)
         own, factors = batch.slice_rows(np.flatnonzero(ahead > 0).tolist()), ahead[ahead > 0].tolist()
         if not factors:
