@@ -47,7 +47,7 @@ _HOMES = {
     "training.outcome": ("Result", "Tick"),
     "training.train": ("train",),
 }
-"""Module -> the public names that it defines."""
+"""Mapping from a module of this package to the public names that the module defines."""
 
 
 def __getattr__(name: str) -> object:

@@ -56,11 +56,11 @@ class Bench(Component, ABC, family="bench"):
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random numbers")
     seconds: float = Field(default=0.03, gt=0, description="least time spent on timing one cell")
     candidate_field: ClassVar[str]
-    """Name of the field that holds the candidates."""
+    """Name of the bench's field that holds the candidates."""
     columns: ClassVar[Mapping[str, Column]]
-    """Measured numbers of a row, by name."""
+    """Meaning and unit of each measured number of a row, by name of the number."""
     quick_fields: ClassVar[Mapping[str, Any]]
-    """Values of fields for the quick run, which takes seconds."""
+    """Values that fields of the bench have in the quick run, which takes seconds."""
     joint: ClassVar[bool] = False
     """True if all candidates of a problem are measured together, as one cell. If False, each candidate on each problem
     is one cell.

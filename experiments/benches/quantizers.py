@@ -295,7 +295,7 @@ def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
 
 
 def _milliseconds(rows: BenchRows) -> float:
-    """Return the time to encode and decode one matrix."""
+    """Return the milliseconds to encode and decode one matrix."""
     return view.typical("encode_ms")(rows) + view.typical("decode_ms")(rows)
 
 
@@ -374,7 +374,7 @@ class StoredStack:
         return self.quantizer.encode(self.x, self.codes, draw)
 
     def decode(self) -> Tensor:
-        """Decode the stack."""
+        """Return the stack as decoded from the stored codes."""
         return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
 
     def traffic_over_copy(self) -> float:

@@ -147,7 +147,7 @@ class ComparisonPanel:
 
     title: str
     labels: tuple[str, ...]
-    """Labels on the axes that are not compared."""
+    """Labels that all runs of the panel have on the axes that are not compared."""
     rows: tuple[ComparisonRow, ...]
     metric: Metric
     baseline: ComparisonRow | None

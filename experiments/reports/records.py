@@ -52,7 +52,7 @@ class Metric:
 
     @property
     def worst(self) -> float:
-        """Value of a run that diverged."""
+        """Value that a diverged run has in place of this metric."""
         return self.sign * math.inf
 
 
@@ -270,7 +270,7 @@ class TunedCell:
 
     @property
     def best(self) -> Tried:
-        """Best values with their mean."""
+        """The item of `tried` with the best values."""
         return next(one for one in self.tried if one.values == self.values)
 
     @property

@@ -237,7 +237,7 @@ def _recorded(records: Records, along: Abscissa) -> bool:
 
 
 Drawing = tuple[str, str, Figure]
-"""Name, caption and figure."""
+"""Tuple of a figure's name, its caption and the figure."""
 
 
 def _drawn(drawings: Sequence[Drawing], prefix: str, title: str = "") -> list[tuple[str, Markup]]:

@@ -101,7 +101,7 @@ class PaperClaim(CellPair):
 
     @property
     def required(self) -> tuple[float, float]:
-        """Interval in which the true value must be."""
+        """Interval in which the true value must be for the claim to hold."""
         return -math.inf if self.least is None else self.least, math.inf if self.most is None else self.most
 
 

@@ -99,7 +99,7 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
 
 
 def _records(study: Study, planned: Iterable[PlannedRun], directory: Path) -> Records:
-    """Return the planned runs as a report reads them."""
+    """Return the planned runs in the form in which reports read runs."""
     runs = tuple(Run(dict(run.labels), run.seed, directory / run.directory) for run in planned)
     return Records(study.name, study.description, study.measured, *study.compared, runs)
 

@@ -225,7 +225,7 @@ def draw_profiles(now: Standing) -> Figure:
 
 
 def write_profiles(now: Standing, path: Path) -> None:
-    """Draw the profiles and save them. The suffix determines the format."""
+    """Draw the profiles and save the figure. The suffix of the path determines the format."""
     save_figure(draw_profiles(now), path)
 
 

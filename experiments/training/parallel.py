@@ -129,7 +129,7 @@ class Parallelism(Component, family="parallel"):
 
 
 class SingleProcess(Parallelism):
-    """One process."""
+    """Training on one process."""
 
     kind: Literal["none"] = "none"
 
@@ -138,7 +138,7 @@ class SingleProcess(Parallelism):
 
 
 class MultiProcess(Parallelism):
-    """Several processes, started by torchrun."""
+    """Training on several processes, which torchrun has started."""
 
     timeout: float = Field(default=600, gt=0, description="seconds to wait for a rank before the run fails")
 

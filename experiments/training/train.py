@@ -228,7 +228,7 @@ class Trainer:
         self.window = MetricsWindow()
 
     def _read_clipped(self) -> None:
-        """Add the clipped steps that were counted on the device to the window."""
+        """Read the number of clipped steps that was counted on the device, and add it to the window of metrics."""
         if self.experiment.grad_clip is not None:
             self.window.clipped += int(self.clipped)
             self.clipped.zero_()

@@ -50,7 +50,7 @@ class StepCase(Component):
         return self
 
     def label(self) -> str:
-        """Return the name in tables."""
+        """Return the name of the candidate in tables."""
         return self.name or self.recipe or str(self.peer)
 
     def kind_of_maths(self) -> str:
