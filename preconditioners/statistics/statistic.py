@@ -236,7 +236,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     )
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals that must be provided when the statistic observes."""
+    """Signals that must be provided in steps in which the statistic observes a gradient."""
     of_inputs: ClassVar[bool] = False
     """True if the statistic observes the inputs of layers. Blocks must then be matrices, outputs x inputs."""
     trace_scaling: float = Field(
