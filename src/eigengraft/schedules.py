@@ -69,7 +69,7 @@ class Segment(BaseModel):
 
 
 Schedule = tuple[Segment, ...]
-"""Segments that follow each other; at least one."""
+"""The segments of a schedule, which follow each other; at least one."""
 
 
 NO_POWER = (

@@ -16,12 +16,16 @@ class Signal:
     """A value that stages may request beside the gradient. `register_signal` makes a signal known.
 
     name: the name in requests.
-    extent: shape of the value: "step": one number. "parameter": one number for each parameter. "entry": one number for
-        each entry of a parameter. "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or
-        outputs, or `[*batch, n, n]` for a batch of matrices. A block receives its own rows and columns of the matrix.
+    extent: shape of the value:
+        "step": one number.
+        "parameter": one number for each parameter.
+        "entry": one number for each entry of a parameter.
+        "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or outputs, or `[*batch, n, n]`
+            for a batch of matrices. A block receives its own rows and columns of the matrix.
         "outputs": one number for each of several groups of equally many outputs of a parameter, such as heads. Only
-        constraints may request such a signal. "partner": a tensor `[p, r]` of the other factor of a product, with the
-        shared axis last, for parameters that the view `pairs` shows as `[q, r]`.
+            constraints may request such a signal.
+        "partner": a tensor `[p, r]` of the other factor of a product, with the shared axis last, for parameters that
+            the view `pairs` shows as `[q, r]`.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
     by: the function that provides the signal, for errors. "": only `optimizer.provide` does.

@@ -40,7 +40,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of entries."""
+        """Number of entries of the box."""
         return math.prod(self.shape)
 
     def common(self, other: Box) -> Box | None:

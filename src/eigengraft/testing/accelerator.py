@@ -66,7 +66,7 @@ class LineCounts:
     traffic: int = 0
 
     def add(self, waits: int = 0, uploads: int = 0, downloads: int = 0, kernels: int = 0, traffic: int = 0) -> None:
-        """Add each number to the field with its name."""
+        """Add each of the given numbers to the field that has the number's name."""
         self.waits += waits
         self.uploads += uploads
         self.downloads += downloads
