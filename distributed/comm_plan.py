@@ -273,7 +273,7 @@ class Assembly:
         self._missing: dict[int, int] = {}
 
     def add(self, arrived: Sequence[Arrived], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Add received updates. Return, by position, the updates of the parameters whose updates are now complete.
+        """Collect received parts of updates. Return, by position of the parameter, each update that is now complete.
 
         parameters: this rank's shard of each parameter.
         """

@@ -66,10 +66,11 @@ class Distribution(Component):
         for field, (given, modes, why) in excluded.items():
             if given and self.mode in modes:
                 got = getattr(self, field)
-                raise ValueError(f"{field}: cannot be combined with mode '{self.mode}', in which {why}, got {got!r}")
+                raise ValueError(f"{field}: {got!r} cannot be combined with mode '{self.mode}', in which {why}")
         if self.gather == "parameters" and self.dtype != "exact":
             raise ValueError(
-                f"gather: cannot be combined with dtype '{self.dtype}', which would round parameters, got 'parameters'"
+                f"gather: 'parameters' cannot be combined with dtype '{self.dtype}', which would round parameters; set "
+                "dtype: exact, or gather: updates"
             )
         return self
 

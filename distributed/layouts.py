@@ -168,8 +168,8 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
         right = [a for a in order if a > axis and getattr(placements[a], "dim", None) == placement.dim]
         if placement.split_factor != math.prod(mesh[a] for a in right):
             raise ValueError(
-                f"placement: a strided shard must be made contiguous by the mesh axes on its right, got {placements} "
-                f"on a mesh of shape {mesh}"
+                f"placement: the split_factor of a strided shard must be the number of ranks of the mesh axes on its "
+                f"right that shard the same axis of the tensor, got {placements} on a mesh of shape {mesh}"
             )
         order.remove(axis)
         order.insert(max((order.index(a) for a in right), default=axis - 1) + 1, axis)
@@ -238,7 +238,7 @@ def _needs_redistribution(name: str, parameter: Tensor) -> bool:
         return False
     if not is_dtensor(gradient) or not is_dtensor(parameter):
         kinds = ["a DTensor" if is_dtensor(x) else "a plain tensor" for x in (parameter, gradient)]
-        raise ValueError(f"{name}: the gradient of {kinds[0]} must be one too, got {kinds[1]}")
+        raise ValueError(f"{name}: the parameter is {kinds[0]}, and its gradient must be one too, but is {kinds[1]}")
     if gradient.device_mesh != parameter.device_mesh:
         raise ValueError(
             f"{name}: the gradient must be on the parameter's mesh {parameter.device_mesh}, got one on "
@@ -258,7 +258,8 @@ def _local_gradient(name: str, parameter: Tensor) -> Tensor | None:
     except Exception as error:
         raise DistributedError(
             f"{name}: the gradient could not be redistributed from {gradient.placements} to the parameter's placements "
-            f"{parameter.placements}; ranks must do it together. Here: {type(error).__name__}: {error}"
+            f"{parameter.placements}; all ranks must redistribute together. This rank's error is "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -161,7 +161,7 @@ class RankGroup:
         found = ", ".join(f"{other!r} on rank {rank}" for rank, (other, _) in enumerate(every[:8]))
         remedies = "".join(f"; {text}" for text in dict.fromkeys(text for _, text in every) if text)
         raise DistributedError(
-            f"{what}: all ranks must come to it together, got {found}; nothing was changed{remedies}"
+            f"{what}: all ranks must begin the same operation together, got {found}; nothing was changed{remedies}"
         )
 
     def all_gather(self, values: Tensor, what: str) -> Work[Tensor]:
@@ -245,8 +245,8 @@ class RankGroup:
                 raise
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DistributedError(
-                f"{what}: rank {self.rank} of {self.size} could not finish it with the others; one of them has "
-                f"failed, has stopped, or does something else (its own message says why). Here: {first}"
+                f"{what}: rank {self.rank} of {self.size} could not finish this operation with the other ranks; one of "
+                f"them has failed, has stopped, or runs other code; see its output. This rank's error: {first}"
             ) from error
 
 

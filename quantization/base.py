@@ -30,7 +30,7 @@ class Location(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Return the directory of the file."""
+        """Return the directory of the file in which the slot is stored."""
         return tempfile.gettempdir() if self.directory is None else self.directory
 
 
@@ -70,8 +70,9 @@ class Quantizer(Component, ABC, family="quantizer"):
         if self.location is not None:
             kind = getattr(self, "kind", type(self).__name__)
             raise ValueError(
-                f"{field}: a format is required, got {kind}, which says where a slot is stored; put {kind} outside, "
-                "around the other formats"
+                f"{field}: a format is required, got {kind}, which chooses the memory of a slot and not its format; "
+                "make "
+                f"{kind} the outermost quantizer"
             )
 
     @property
