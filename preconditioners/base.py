@@ -481,7 +481,7 @@ class Stage(Schedulable, ABC, family="stage"):
         """
         found = self.solve(kept, context)
         if sorted(found) != sorted(names):
-            raise ContractError(f"the pending slots {sorted(names)} are required, got {sorted(found)}")
+            raise ContractError(f"solve() must return the pending slots {sorted(names)}, got {sorted(found)}")
         return found
 
 
@@ -614,7 +614,7 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
         for name, slot in slots.items():
             if slot.fill == "identity" and len(slot.shape) != 2:
                 fault = f"slot '{name}' has fill 'identity', which needs a matrix, but its shape is {slot.shape}"
-                raise ValueError(located(here, f"{fault}; use a number as its fill"))
+                raise ValueError(located(here, f"{fault}; give the slot a number as `fill`"))
             yield here, name, slot
         for scope, inner in stage.inner(block).items():
             for where, name, slot in chain_slots(inner.chain, inner.block, f"{here}.{scope}"):

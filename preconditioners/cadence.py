@@ -164,8 +164,9 @@ class Every(Cadence):
     def _spreads(self) -> Self:
         if self.stagger == "none" and self.min_wave_work != type(self).model_fields["min_wave_work"].default:
             raise ValueError(
-                f"min_wave_work: {self.min_wave_work} cannot be combined with `stagger: none`, by which all blocks are "
-                "due at the same step; remove one of the two"
+                f"min_wave_work: {self.min_wave_work} cannot be combined with `stagger: none`, which refreshes all "
+                "blocks "
+                "at the same step; remove one of the two"
             )
         if self.delay > self.steps:
             raise ValueError(

@@ -192,7 +192,7 @@ def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int]
         if tensor._version != versions[name]:
             raise ContractError(
                 f"{what} wrote to its input `{name}`, whose memory may be the user's `p.grad`; use `{name} * 2`, not "
-                f"`{name}.mul_(2)`, or clone it first"
+                f"`{name}.mul_(2)`, or clone `{name}` first"
             )
 
 

@@ -41,12 +41,15 @@ class AdaptiveRotation(Stage):
         stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.chain, block)), None)
         lagged = next((path for path, stage in walk(self.chain) if stage.cached_traits().lagged), None)
         if stateful or lagged:
-            raise ValueError(f"inner: {stateful or lagged} keeps state, and stages of this chain must not; move it out")
+            raise ValueError(
+                f"inner: {stateful or lagged} keeps state, but stages of this chain must keep none; move the stage out "
+                "of it"
+            )
         spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:
             raise ValueError(
-                f"{spanning}: it sums over parameters, which is not possible inside adaptive_rotation; move it out of "
-                "its inner chain"
+                f"{spanning}: sums over parameters, which is not possible inside adaptive_rotation; move the stage out "
+                "of `inner`"
             )
         return self
 

@@ -66,8 +66,8 @@ class Projected(Stage):
             raise ValueError(f"per: '{self.per}' has no effect with result 'lift', which scales nothing; remove it")
         if self.result == "lift_and_rest" and self.projection == "random":
             raise ValueError(
-                "projection: 'random' cannot be combined with result 'lift_and_rest', which needs orthonormal columns "
-                "in P; set projection: leading"
+                "projection: 'random' cannot be combined with result 'lift_and_rest', which needs a projection "
+                "with orthonormal columns; set projection: leading"
             )
         return self
 
@@ -76,7 +76,9 @@ class Projected(Stage):
         for path, stage in walk(self.chain, "inner"):
             if stage.cached_traits().lagged:
                 raise ValueError(
-                    f"{path}: a lagged stage needs a gradient before P is known, and cannot be in projected; remove it"
+                    f"{path}: a lagged stage needs a gradient before the projection is known, and cannot be in "
+                    "projected; "
+                    "remove it"
                 )
         return self
 

@@ -47,7 +47,10 @@ def k_maxwell(
         found = [c * k for k in range(1, count)]
         if min(*found, 1 - sum(found)) < 0:
             lowest = sum(k * age for k, age in enumerate(spaced[:-1], start=1)) / sum(range(1, count))
-            raise ValueError(f"a mean age of {mean_age:g} needs a weight below 0; choose {lowest:.3g} to {oldest:g}")
+            raise ValueError(
+                f"a mean age of {mean_age:g} would need a negative weight; choose a mean age from {lowest:.3g} to "
+                f"{oldest:g}"
+            )
         return [*found, 1 - sum(found)]
 
     return _annealed([age / (age + 1) for age in spaced], weights(start_age), weights(end_age), beta, begin)

@@ -54,8 +54,9 @@ class AdaptiveShampoo(Factored):
             raise ValueError(f"ceiling: must be at least eps, {self.eps}, got {self.ceiling}")
         if self.statistic.needs_power is not None:
             raise ValueError(
-                "statistic: must not read factors of other axes, whose decompositions may be old in adaptive_shampoo; "
-                "use a gram"
+                "statistic: must not read factors of other axes, because adaptive_shampoo may have old decompositions "
+                "of "
+                "them; use a gram"
             )
         if self.statistic.axes.has_diagonals:
             raise ValueError("statistic: axes: factors must be full, got diagonal ones; set entries: full")
@@ -128,7 +129,10 @@ class AdaptiveShampoo(Factored):
         state[f"failures.{axis}"] = torch.where(counts & ~ok, failures + 1, torch.where(replaced, 0, failures))
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        raise NotImplementedError("adaptive_shampoo: no statistic reads powers of its factors; do not call `power`")
+        raise NotImplementedError(
+            "adaptive_shampoo: `power` is not supported, because its statistics read no powers of factors; do not call "
+            "it"
+        )
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         bases = self.matrices(state)

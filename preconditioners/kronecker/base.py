@@ -236,8 +236,8 @@ class Factored(Stage):
 class Pending(NamedTuple):
     """The result of a delayed refresh of one axis.
 
-    found: the matrix, as `q` in the shape of its slot, with `ok`. `order` is None if the stage has no pending slot for
-        it.
+    found: the result as that of a solver: `q` is the matrix in the shape of its slot, and `ok` marks successes. `order`
+        is None if the stage has no pending slot for the order.
     tried: bool `[N]`, True where there is a result.
     """
 

@@ -140,13 +140,15 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis", "pending"):
             raise ValueError(
-                f"{here}: '{name}' cannot be transported to a new basis; a stage with factors of its own cannot be "
-                "inside the basis of another stage, move it out of that stage"
+                f"{here}: the slot '{name}' cannot be transported to a new basis, so this stage cannot be inside the "
+                "basis of another stage; move it out of the other stage"
             )
     for here, stage in walk(stages, path):
         for signal in sorted(requested(stage)):
             if signal in known_signals() and known_signals()[signal].extent in ("entry", "partner", *SIDES):
-                raise ValueError(f"{here}: signal '{signal}' is not in the basis; move the stage out of the basis")
+                raise ValueError(
+                    f"{here}: the signal '{signal}' cannot be rotated into the basis; move this stage out of the basis"
+                )
 
 
 def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:

@@ -93,7 +93,8 @@ class Eigenbasis(Factored):
         if not self.solver.keeps_all_columns:
             if self.statistic.needs_power is not None:
                 raise ValueError(
-                    "statistic: reads powers of full factors, but the solver keeps only a subspace; use a `solver` "
+                    "statistic: it reads powers of full factors, but the solver computes only a subspace; use a "
+                    "`solver` "
                     "that keeps all columns"
                 )
             if self.statistic_frame == "basis":

@@ -73,8 +73,9 @@ class Shampoo(Factored):
         """Raise ValueError unless A^p is a whole power of the factor A, or a whole power of its root A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
-                f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
-                f"root A^(-{exponent}); got neither, choose another q or exponent"
+                f"statistic: q = {p + 1} needs the power {p} of each factor A, but only whole powers of A and of its "
+                "root "
+                f"A^(-{exponent}) can be computed; choose another q or exponent"
             )
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:

@@ -68,7 +68,7 @@ class SIRF(LearnedFactors):
         if self.moments == "layer" and self.source != "gradient":
             raise ValueError(f"source: '{self.source}' has no effect with `moments: layer`; remove it")
         if self.moments == "layer" and self.axes.vectors:
-            raise ValueError("axes: {vectors: false} is required with `moments: layer`: vectors have no moments")
+            raise ValueError("axes: {vectors: false} is required with `moments: layer`, which supports no vectors")
         return self
 
     def traits(self, block: tuple[int, ...]) -> Traits:

@@ -37,9 +37,9 @@ class CholeskyQR(BasisSolver):
 
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
     all other directions, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such
-    matrices fail on a device. With `rounds: 4, wide: true` these matrices are orthonormalized as well as by Householder
-    QR (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the solver with these
-    settings.
+    matrices fail on a device. With `rounds: 4, wide: true` the results for these matrices are as orthonormal as
+    those of Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the
+    solver with these settings.
 
     On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device, where the host
     would have to wait for the list of such matrices, the matrix keeps its basis and counts as failed.

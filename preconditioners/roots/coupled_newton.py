@@ -29,7 +29,7 @@ from .decompositions import Eigh
 from .iterative import Iterative, Solved, largest_entry, product
 
 Iterates = tuple[Tensor, ...]
-"""Matrices `[N, d, d]` of one step of an iteration. The last one tends to I."""
+"""Matrices `[N, d, d]` of one step of a coupled iteration. The matrix in the last field tends to I."""
 
 
 class Best(NamedTuple):

@@ -156,8 +156,10 @@ class Eigh(RootSolver, ByDevice):
     def _fits(self) -> Self:
         if self.deficiency == "perturb_before" and (self.relative or self.ratio):
             raise ValueError(
-                "eigh: deficiency perturb_before adds its ridge before eigenvalues are known, and cannot be combined "
-                + (f"with ratio {self.ratio}; remove it" if self.ratio else "with relative true; set relative: false")
+                "eigh: deficiency perturb_before cannot be combined with "
+                + (f"ratio {self.ratio}" if self.ratio else "relative true")
+                + ", because it adds a ridge before eigenvalues are known; "
+                + ("remove ratio" if self.ratio else "set relative: false")
             )
         if self.deficiency != "pseudo_inverse" and (self.rtol != 0 or self.atol != 0):
             raise ValueError(

@@ -148,7 +148,8 @@ class Axes(Component):
                     raise ValueError(f"side: axes of blocks of order {order} must be below {order}, got {[*axes]}")
             if 1 in self.side and not self.vectors:
                 raise ValueError(
-                    "vectors: false cannot be combined with a `side` that has an entry for order 1; remove one"
+                    "vectors: false cannot be combined with a `side` that has an entry for order 1; remove one of the "
+                    "two"
                 )
         return self
 
@@ -272,18 +273,20 @@ class Statistic(Schedulable, ABC, family="statistic"):
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if self.beta == 1 and not self.damped:
             raise ValueError(
-                "damped: false cannot be combined with beta 1, whose contributions have weight 1 anyway; remove it"
+                "damped: false cannot be combined with beta 1, by which contributions have weight 1 anyway; remove "
+                "damped"
             )
         if summed and not self.bias_correction:
             raise ValueError(
-                f"bias_correction: false cannot be combined with {summed}, which has no bias to correct; remove it"
+                f"bias_correction: false cannot be combined with {summed}, by which there is no bias to correct; "
+                "remove bias_correction"
             )
         if summed and self.slow is not None:
             raise ValueError(
-                f"slow: a second mean cannot be combined with {summed}, by which factors are sums; remove it"
+                f"slow: a second mean cannot be combined with {summed}, by which factors are sums; remove slow"
             )
         if self.slow is not None and self.slow.beta <= self.beta:
-            raise ValueError(f"slow: beta must be greater than beta {self.beta}, got {self.slow.beta}")
+            raise ValueError(f"slow.beta: must be greater than beta, {self.beta}, got {self.slow.beta}")
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
             raise ValueError(
                 f"precision: {self.precision} has no effect, as this statistic computes no products; remove it"
@@ -495,7 +498,9 @@ class InputGram(Statistic):
     def _has_inputs(self) -> Self:
         if self.axes.side != "right" or self.axes.vectors:
             got = f"side {self.axes.side!r} and vectors {self.axes.vectors}"
-            raise ValueError(f"axes: {{side: right, vectors: false}} is required, the axis of inputs, got {got}")
+            raise ValueError(
+                f"axes: {{side: right, vectors: false}} is required, as only inputs have factors, got {got}"
+            )
         if self.source != "gradient":
             raise ValueError(
                 f"source: '{self.source}' has no effect, as this statistic observes the inputs of layers; remove it"
