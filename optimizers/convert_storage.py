@@ -47,8 +47,8 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     modes = {group.get("iterate", "train") for group in groups}
     if len(texts) != 1 or modes != {"train"}:
         raise ValueError(
-            "state_dict: cannot be converted: all groups must have the same recipe, and it must be saved in training "
-            "mode; call optimizer.train() before state_dict()"
+            "state_dict: cannot be converted, because its groups have different recipes or it was not saved in "
+            "training mode; call optimizer.train() before state_dict()"
         )
     recipe = load_recipe(texts.pop())
     _require_alike(recipe, optimizer.recipe)
@@ -59,7 +59,8 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
         a.stack.grids != b.stack.grids for a, b in pairs
     ):
         raise ValueError(
-            "state_dict: the trained parameters differ from those of the optimizer; freeze the same parameters in both"
+            "state_dict: the parameters trained in the saved run differ from those that this optimizer trains; freeze "
+            "the same parameters as in the saved run"
         )
     for old, new in pairs:
         for key, _ in old.slots():

@@ -337,7 +337,8 @@ class Optimizer(Reporting):
             self._unknown_buffers = True
             warn_user(
                 f"{rule}: each call of the closure changes buffers of the model (BatchNorm's statistics), and the "
-                "optimizer cannot restore them, because it knows no model; use `eigengraft.compose(recipe, model)`"
+                "optimizer cannot restore them, because it was made without the model; use `eigengraft.compose(recipe, "
+                "model)`"
             )
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
@@ -362,7 +363,7 @@ class Optimizer(Reporting):
         if rose and not self._warned_of_peak:
             self._warned_of_peak = True
             warn_user(
-                f"{self.param_sets.follows_peak}: it is relative to the peak of the learning rate, which rises from "
+                f"{self.param_sets.follows_peak}: it is relative to the peak of the learning rate, which rose from "
                 f"{known:g} to {hyper.peak_lr:g}; set 'peak_lr' of the param group to the largest lr of the run"
             )
 
@@ -516,5 +517,5 @@ def _require_held(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, n
     if all(held is not other for group in groups for other in group["params"]):
         raise RuntimeError(
             f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
-            "ignored; replace parameters (sharding, resizing) before, or compose another optimizer"
+            "ignored; replace parameters (by sharding or resizing) before composing, or compose a new optimizer"
         )

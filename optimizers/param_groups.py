@@ -84,7 +84,8 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
             meant = {} if recipe is None else meant_overrides(key, value, recipe)
             there = f"; pass overrides={meant}" if meant else ""
             raise TypeError(
-                f"{who}: '{key}' is no option; lr and weight_decay are, the recipe declares all else{there}"
+                f"{who}: '{key}' is no option; the options are lr and weight_decay, and the recipe declares all "
+                f"else{there}"
             )
         if key in _OFF and value:
             raise ValueError(f"{who}: {key} is not supported, got {value!r}; {_OFF[key]}")
@@ -96,7 +97,9 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
         if given.get(key) is False:
             warn_user(f"{who}: {key}=False has no effect, because {why}; leave the option out")
     if given.get("capturable"):
-        warn_user(f"{who}: capturable=True has no effect; set it for the optimizer, or `graph: true` in the recipe")
+        warn_user(
+            f"{who}: capturable=True has no effect here; pass it to the optimizer, or set `graph: true` in the recipe"
+        )
 
 
 def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
                 f"param group: '{key}' is no key of a group{hint} (the keys are params, lr and weight_decay; the "
                 "recipe declares all else)"
             )
-        warn_user(f"param group: '{key}' stays in the group, and has no effect on steps")
+        warn_user(f"param group: '{key}' stays in the group, but has no effect on steps")
     if "params" not in group:
         raise ValueError(f"param group: 'params' is missing, got the keys {[*group]}")
     if group.get("recipe", recipe) != recipe:
@@ -218,7 +221,7 @@ def check_values(group: Mapping[str, Any]) -> None:
             )
         if id(parameter) in first:
             raise ValueError(
-                f"params: {first[id(parameter)]} is there again as {name}; pass every parameter once, as "
+                f"params: {first[id(parameter)]} and {name} are the same parameter; pass every parameter once, as "
                 "model.named_parameters() does"
             )
         first[id(parameter)] = name
@@ -278,8 +281,8 @@ def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
     for route in recipe.routes:
         if not route.optional and f"routes.{route.name}" not in taken:
             raise ValueError(
-                f"routes.{route.name}: the rule matches no parameter. Earlier rules match first, and rules about names "
-                "need named_parameters; set `optional: true` if no match is intended"
+                f"routes.{route.name}: the rule matches no parameter. An earlier route may take its parameters, and a "
+                "rule about names needs named_parameters; set `optional: true` if no match is intended"
             )
 
 
@@ -298,7 +301,10 @@ def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
             continue
         if not isinstance(rule.view, Pairs) or rule.blocking != Blocking():
             got = f"{rule.view!r} and {rule.blocking!r}"
-            raise ValueError(f"{where}view: '{min(asked[path])}' needs `view: pairs` without blocking, got {got}")
+            raise ValueError(
+                f"{where}view: '{min(asked[path])}' needs `view: pairs` and no blocking, but the update has {got}; set "
+                "`view: pairs` and remove `blocking`"
+            )
         partner = None if factor is None else named.get(factor.partner)
         if factor is None or partner is None:
             why = f"there is no parameter {factor.partner}" if factor else "the parameter belongs to no pair"

@@ -93,7 +93,8 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
     if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
         got_version = other.get("schema") if isinstance(other, dict) else None
         raise ValueError(
-            f"state_dict: its recipe has schema {got_version}, this version of eigengraft reads schema {SCHEMA_VERSION}"
+            f"state_dict: the saved recipe has schema {got_version}; this version of eigengraft reads schema "
+            f"{SCHEMA_VERSION}"
         )
     same_name = mine.get("name") == other.get("name")
     mine, other = _without_silent(mine), _without_silent(other)
@@ -224,20 +225,24 @@ def compare_groups(
         for index, (own, other, got) in enumerate(zip(names, saved, _saved_names(saved), strict=True)):
             keys.append(_matched(f"group {index}", own, other, got))
     if sizes[0] != sizes[1]:
-        raise ValueError(f"state_dict: it has param groups of sizes {sizes[1]}, the optimizer has {sizes[0]}")
+        raise ValueError(
+            f"state_dict: the saved param groups have sizes {sizes[1]}, and those of the optimizer have {sizes[0]}"
+        )
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
-            raise ValueError(f"state_dict: group {index} has no recipe; it was not saved by eigengraft.Optimizer")
+            raise ValueError(
+                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer"
+            )
         missing = [key for key in ("lr", "weight_decay") if key not in other]
         if missing:
-            raise ValueError(f"state_dict: group {index} lacks '{missing[0]}', it has {sorted(other)}")
+            raise ValueError(f"state_dict: group {index} must have '{missing[0]}', got the keys {sorted(other)}")
         check_values({**other, "params": []})
         if str(other["recipe"]) not in changes:
             changes[str(other["recipe"])] = compare_recipes(
                 group["recipe"], other["recipe"], [*chain.from_iterable(infos)]
             )
     if len(changes) > 1:
-        raise ValueError("state_dict: its param groups have different recipes; an optimizer has one recipe")
+        raise ValueError("state_dict: its param groups have different recipes, but an optimizer has one recipe")
     change = next(iter(changes.values()), RecipeChange())
     if change.meaning:
         raise ValueError(change.refusal([]))

@@ -79,7 +79,8 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
     for rank_group in rank_groups:
         if to not in dist.get_process_group_ranks(rank_group.all_ranks.group):
             raise ValueError(
-                f"consolidate_state_dict: rank {to} does not share all parameters; choose a rank that does"
+                f"consolidate_state_dict: rank {to} does not share all parameters; choose a rank that shares all of "
+                "them"
             )
     if not rank_groups:
         return
@@ -134,7 +135,7 @@ def _all_ranks(what: str) -> Iterator[None]:
         yield
     except DistributedError as error:
         remedy = "" if GATHER_FIRST in str(error) else f"; {GATHER_FIRST}"
-        raise DistributedError(f"{what}: all ranks must call it{remedy}. Here: {error}") from error
+        raise DistributedError(f"{what}: all ranks must call {what}{remedy}. This rank's error: {error}") from error
 
 
 class ConsolidateOnSave:

@@ -64,7 +64,7 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
     if len(groups) != len(param_sets.parameters):
         made = len(param_sets.parameters)
         raise ValueError(
-            f"param_groups: the optimizer was made with {made} groups, got {len(groups)}; add a group with "
+            f"param_groups: the optimizer was made with {made} groups and now has {len(groups)}; add a group with "
             "optimizer.add_param_group"
         )
     stepped = _stepped(param_sets)
@@ -78,11 +78,13 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
                 if len(found) > len(own)
                 else "to stop training parameters, freeze them instead of removing them"
             )
-            raise ValueError(f"param group {index}: it was made with {len(own)} parameters, got {len(found)}; {hint}")
+            raise ValueError(
+                f"param group {index}: it was made with {len(own)} parameters and now has {len(found)}; {hint}"
+            )
         replaced = [name for name, new, old in zip(names, found, own, strict=True) if new is not old]
         if replaced and {*map(id, found)} == {*map(id, own)}:
             raise ValueError(
-                f"param group {index}: the order of its parameters changed, from {replaced[0]} on; restore the order"
+                f"param group {index}: the order of its parameters changed, first at {replaced[0]}; restore the order"
             )
         if replaced and stepped:
             raise ValueError(
@@ -113,7 +115,7 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
     if parameter.is_meta:
         raise ValueError(
             f"{spec.name}: the parameter moved to the meta device, which holds no values; move it back, or call "
-            "model.to_empty(device=...) and initialise the model, before anything of its optimizer is used"
+            "model.to_empty(device=...) and initialise the model, before you use the optimizer again"
         )
 
 

@@ -54,8 +54,9 @@ def watch_next_step(optimizer: Watched) -> None:
     _require_numbers(optimizer.param_sets, "watch_next_step")
     if optimizer.released is not None:
         raise ValueError(
-            "watch_next_step: parameters step during backward (eigengraft.release), before a watched step begins; call "
-            "remove() of the release for the steps that you watch"
+            "watch_next_step: cannot be combined with eigengraft.release, by which parameters step during backward; "
+            "call "
+            "remove() of the release before the steps that you watch"
         )
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))

@@ -118,7 +118,9 @@ def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if a parameter is lazy and has no shape yet, or if all parameters are frozen."""
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{name}: the parameter is lazy and has no shape yet; call the model once before")
+            raise ValueError(
+                f"{name}: the parameter is lazy and has no shape yet; call the model once before this call"
+            )
     if not any(parameter.requires_grad for _, parameter in named):
         raise ValueError("compose: the model has no trainable parameters")
 
@@ -143,8 +145,8 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
     for name, (_, parameter) in zip(canonical_names([name for name, _ in named], model), named, strict=True):
         info, shape = known.pop(name, None), tuple(parameter.shape)
         if info is None or info.shape != shape:
-            found = "no parameter of that name" if info is None else f"it with shape {info.shape}"
-            raise ValueError(f"submodel: {name}: the layers have it with shape {shape}, `full` has {found}")
+            found = "no parameter of that name" if info is None else f"a parameter of shape {info.shape}"
+            raise ValueError(f"submodel: {name}: the parameter has shape {shape} in the layers, but `full` has {found}")
         own[id(parameter)] = info
     return DescribedParameters(named, own, tuple(known.values()))
 

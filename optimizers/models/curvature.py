@@ -117,7 +117,7 @@ def _gradients(
         ValueError: there are no trained parameters, or the loss depends on none of them.
     """
     if not parameters:
-        raise ValueError(f"{who}: no parameter has `requires_grad`")
+        raise ValueError(f"{who}: no parameter of the optimizer has `requires_grad`, so there is nothing to estimate")
     require_loss(who, loss)
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
     if all(gradient is None for gradient in found):
@@ -160,7 +160,7 @@ def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[Par
         if id(parameter) in takers and parameter.requires_grad:
             if is_dtensor(parameter):
                 raise ValueError(
-                    f"{who}: {name} is a DTensor, and only replicated parameters are supported; provide the signal "
+                    f"{who}: {name} is a DTensor, and only plain tensors are supported; provide the signal "
                     f"with optimizer.provide('{_NAME}', ...)"
                 )
             yield param_set, name, parameter

@@ -48,8 +48,8 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
     shared = next((own.names[0] for own in optimizer.param_sets if own.rank_group is not None), None)
     if shared is not None:
         raise ValueError(
-            f"watch_gradient_variance: several ranks share {shared}, so that its gradients of a backward are not those "
-            f"of a micro-batch; compute the variance and call optimizer.provide('{VARIANCE}', ...)"
+            f"watch_gradient_variance: several ranks share {shared}, so its gradient after a backward is not the "
+            f"gradient of one micro-batch; compute the variance and call optimizer.provide('{VARIANCE}', ...)"
         )
     return _Variance(optimizer).remove
 

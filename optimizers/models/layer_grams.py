@@ -126,7 +126,9 @@ class LayerGrams:
             self._sums.add(place, parameter_at(optimizer, place), *rows(gradient))
 
     def take(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the signal of the step for each parameter whose layer has rows, and drop the collected rows."""
+        """Return the step's signal of each parameter whose layer has collected rows of inputs or output gradients
+        since the last step, and drop these rows.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         factor, found = self._sums.factor(), self._sums.take()
@@ -305,7 +307,8 @@ def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: An
     if not isinstance(output, Tensor) or output.shape[axis] != m:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"{path}: '{OUTPUT_GRAM}' needs an output of length {m}, got {got}; under tensor parallelism set "
+            f"{path}: '{OUTPUT_GRAM}' needs an output of length {m} from this layer, got {got}; under tensor "
+            "parallelism set "
             "`use_local_output=False`, so that the output is a DTensor"
         )
     return partial(_gradient_rows, axis), output if output.requires_grad else None

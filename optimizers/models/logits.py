@@ -62,7 +62,7 @@ class MaxLogits(nn.Module):
         super().__init__()
         if (query is None) is not (key is None) or (query is None) is (fused is None):
             raise ValueError(
-                f"MaxLogits: give the names of either query and key, or fused; got query={query}, key={key}, "
+                f"MaxLogits: give either the names query and key, or the name fused; got query={query}, key={key}, "
                 f"fused={fused}"
             )
         self.query, self.key, self.fused, self.causal = query, key, fused, causal
@@ -147,7 +147,8 @@ class MaxLogits(nn.Module):
         total = seen.all_key_heads(seen.outputs(key, axis_of(key)))
         if not total or len(largest) % total:
             raise ValueError(
-                f"MaxLogits: '{key}': {total} heads of keys cannot be shared evenly by {len(largest)} heads of queries"
+                f"MaxLogits: '{key}': the number of query heads, {len(largest)}, must be a multiple of the number of "
+                f"key heads, {total}"
             )
         return {query: largest, key: largest.view(total, -1).amax(1)}
 
@@ -178,7 +179,7 @@ class _Span:
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
             raise ValueError(
-                f"MaxLogits: '{name}': the rank's shard is not made of its heads: it has {len(numbers)} heads "
+                f"MaxLogits: '{name}': a rank must hold exactly the outputs of its heads, got {len(numbers)} heads "
                 f"and outputs {self.start} to {self.start + self.length} of {self.full}; shard the weight along its "
                 "outputs over a number of ranks that divides its heads, or pass all heads on every rank"
             )

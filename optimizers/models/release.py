@@ -68,13 +68,15 @@ def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
     if parts < 1:
         raise ValueError(f"release: parts must be at least 1, got {parts}")
     if optimizer.released is not None:
-        raise ValueError("release: the optimizer is released already; call remove() of the first release before")
+        raise ValueError(
+            "release: the optimizer is released already; call remove() of the first release before a second one"
+        )
     found = Release(optimizer, parts, any(isinstance(own, DistributedDataParallel) for own in model.modules()))
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     hooked = [parameter for parameter in model.parameters() if id(parameter) in held and parameter.requires_grad]
     if not hooked:
         raise ValueError(
-            "release: the model has no trained parameter of the optimizer; pass the model that it was made for"
+            "release: no trained parameter of the optimizer is in this model; pass the model of the optimizer"
         )
     found.hook(hooked)
     optimizer.released = found
@@ -177,8 +179,9 @@ class Release:
             unit, position = step.units[id(parameter)]
             if id(parameter) in step.complete:
                 raise RuntimeError(
-                    f"release: {unit.param_set.names[position]} has a second gradient before step(), after its first "
-                    "one was released; run all but the last backward of a step within `accumulate()` of the release, "
+                    f"release: {unit.param_set.names[position]} received a second gradient before step(), after its "
+                    "first gradient was released; run all but the last backward of a step within `accumulate()` of the "
+                    "release, "
                     "and call optimizer.step() after each step"
                 )
             step.complete.add(id(parameter))
@@ -206,7 +209,7 @@ class Release:
         if step.stepped and (changed or len(now) < len(step.hypers)):
             raise RuntimeError(
                 f"release: lr or weight_decay of param group {', '.join(changed)} changed between backward and step(), "
-                f"after {name_some(step.stepped, 1)} stepped with the values before; set them before backward"
+                f"after {name_some(step.stepped, 1)} stepped with the old values; set new values before backward"
             )
         if not self._handles:
             optimizer.released = None

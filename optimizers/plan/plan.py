@@ -125,7 +125,7 @@ def plan(
     require_expected(recipe, infos)
     names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
     if names.count(twice := max(names, key=names.count)) > 1:
-        raise ValueError(f"plan: two parameters are named '{twice}'; names must differ")
+        raise ValueError(f"plan: two parameters have the name '{twice}'; give each parameter its own name")
     layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
     dtypes = [dtype] * len(infos) if isinstance(dtype, torch.dtype) else dtype
     specs = [_spec(recipe, *row) for row in zip(names, infos, layouts, dtypes, strict=True)]
@@ -186,7 +186,9 @@ def _layouts(
     found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
     if size is not None and (placements or ranks % size):
         got = f"parallel {parallel}" if placements else counted(ranks, "rank")
-        raise ValueError(f"distribution.group_size: {size} needs ddp on a multiple of {size} ranks, got {got}")
+        raise ValueError(
+            f"distribution.group_size: {size} needs parallel ddp and a multiple of {size} ranks, got {got}"
+        )
     for name, shape in zip(names, shapes, strict=True):
         if shape in found:
             continue
@@ -194,7 +196,7 @@ def _layouts(
             found[shape] = Layout.replicate(shape, size or ranks)
             continue
         if any(getattr(placement, "dim", -1) >= len(shape) for placement in placements):
-            raise ValueError(f"{name}: shape {shape} has no axis for the placements {placements}")
+            raise ValueError(f"{name}: the placements {placements} shard an axis that shape {shape} does not have")
         found[shape] = Layout.from_placements(shape, mesh, placements)
     return [found[shape] for shape in shapes]
 
@@ -208,7 +210,7 @@ def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Pla
     if not mesh or min(mesh) < 1:
         raise ValueError(f"mesh: a mesh has at least one axis, and each axis at least one rank, got {mesh}")
     if parallel != "ddp" and len(placements) != len(mesh):
-        raise ValueError(f"mesh: {parallel} needs {counted(len(placements), 'axis', 'axes')}, got {mesh}")
+        raise ValueError(f"mesh: {parallel} needs a mesh with {counted(len(placements), 'axis', 'axes')}, got {mesh}")
     return placements
 
 

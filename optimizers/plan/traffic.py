@@ -218,9 +218,10 @@ def step_traffic(
 ) -> dict[str, Traffic]:
     """Return the messages of a step by purpose: "gradients", "updates", "agreement" and "synchronization".
 
-    "gradients" has all messages to owners: gradients, parameters if weight decay is added to directions, and entry
-    signals. "updates" has the messages from owners. "agreement" has the all-reduce of the checks. "synchronization" has
-    the exchange that precedes this all-reduce on gloo.
+    "gradients" has all messages to owners: gradients, parameters if weight decay is added to directions, and signals
+    with one value for each entry. "updates" has the messages from owners. "agreement" has the all-reduce by which ranks
+    check that they make the same step. "synchronization" has the all-to-all before it on gloo, in which ranks compare
+    digests of their next collective.
 
     plain: True if parameters are plain tensors, whose gradients ranks compare by norms.
     groups: number of groups of ranks, each of which computes all updates.

@@ -95,11 +95,16 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
         raise RecipeError(f"set: it must be a mapping of dotted paths to values, got {changes!r}")
     if "base" not in source:
         if "set" in source:
-            raise RecipeError("set: it changes values of a `base`, but there is no `base`")
+            raise RecipeError(
+                "set: changes values of the `base`, but this recipe has no `base`; add `base`, or remove set"
+            )
         return own
     twice = next((path for path in changes if str(path).partition(".")[0] in own), None)
     if twice is not None:
-        raise RecipeError(f"set: {twice} cannot be set, because the same recipe replaces that field of the base")
+        raise RecipeError(
+            f"set: {twice} cannot be set, because this recipe itself replaces that field of its base; remove one of "
+            "the two"
+        )
     base = _base(source["base"], folder, derived)
     try:
         return {**apply_overrides(base.model_dump(mode="json"), changes), **own}

@@ -58,7 +58,7 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
                 raise RecipeError(f"overrides: every value needs the path of a field, got {path!r}")
         return [(str(path).strip(), _written(plain(value))) for path, value in overrides.items()]
     if not isinstance(overrides, Iterable):
-        required = "they must be a mapping {path: value} or strings path.to.field=value"
+        required = "must be a mapping {path: value} or strings path.to.field=value"
         raise RecipeError(f"overrides: {required}, got {type(overrides).__name__}")
     pairs = []
     for override in [overrides] if isinstance(overrides, str) else overrides:
@@ -166,7 +166,7 @@ def _position(stages: list[Any], name: str) -> int | None:
     found = [i for i, stage in enumerate(stages) if stage_name(stage) == name]
     if len(found) > 1:
         raise RecipeError(
-            f"'{name}' is ambiguous, because {len(found)} stages have that name; give each its own `name`"
+            f"'{name}' is ambiguous, because {len(found)} stages have that name; give each stage its own `name`"
         )
     return found[0] if found else None
 

@@ -123,7 +123,7 @@ class UpdateRule(Component):
     @model_validator(mode="after")
     def _stages_can_run(self) -> Self:
         if not self.update:
-            raise ValueError("update: it has no stage; 'identity' uses the gradient as the direction")
+            raise ValueError("update: must have at least one stage; for plain gradient steps, use 'identity'")
         if self.entrywise() and not isinstance(self.view, (Batches, Whole)):
             raise ValueError(
                 f"view: {self.view!r} has no effect, because no stage of the update mixes entries; remove it"
@@ -231,8 +231,9 @@ class Recipe(UpdateRule):
         moved = next((key for key, quantizer in self.storage.items() if quantizer.location is not None), None)
         if self.graph and moved is not None:
             raise ValueError(
-                f"graph cannot be combined with storage.{moved}, whose slots are moved in each step, because a graph "
-                "needs state at fixed addresses; remove one of them"
+                f"graph cannot be combined with storage.{moved}, because a graph needs state at fixed addresses and "
+                "these "
+                "slots get new addresses in each step; remove one of the two"
             )
         for path, stage in (
             [pair for at, rule in self.rules().items() for pair in rule.stages(at)] if self.graph else ()
@@ -253,7 +254,9 @@ class Recipe(UpdateRule):
             }
             for name, (holds, why) in conflicts.items():
                 if holds:
-                    raise ValueError(f"failure.spike (then: {spike.then}) cannot be combined with {name}, {why}")
+                    raise ValueError(
+                        f"failure.spike (then: {spike.then}) cannot be combined with {name}, {why}; remove one"
+                    )
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:
@@ -349,4 +352,4 @@ def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]])
         key = StateKey.parse(text)
         near = sorted(str(slot) for slot in slots if slot.stage == key.stage)
         if near and key not in slots:
-            raise ValueError(f"storage: '{text}' is no slot; the stage has {', '.join(near)}")
+            raise ValueError(f"storage: '{text}' is no slot; the slots of this stage are {', '.join(near)}")

@@ -119,8 +119,9 @@ def gather_signals(
                 gathered.tensors[name] = _tensors(call, used, values, ranks)
         elif call.values and call.signal.extent != "outputs":
             warn_user(
-                f"provide: the signal '{name}' is not used in this step, because some parameters have no value on some "
-                f"rank; here {len(call.values)} of {len(call.wanted)} have one ({what})"
+                f"provide: the signal '{name}' is not used in this step, because a parameter has no value on some "
+                "rank; on "
+                f"this rank {len(call.values)} of {len(call.wanted)} parameters have a value ({what})"
             )
     return gathered
 
@@ -138,7 +139,8 @@ def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks:
     if bool((given != given[0]).any()):
         totals = given.sum(1).int().tolist()
         raise ValueError(
-            f"provide: '{signal.name}' must have the same shapes on all ranks, got {totals} entries in total"
+            f"provide: the values of '{signal.name}' must have the same shapes on all ranks, got {totals} entries by "
+            "rank"
         )
     flat, what = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), f"signal {signal.name}"
     if signal.reduce == "max":

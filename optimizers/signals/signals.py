@@ -201,15 +201,15 @@ def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> 
     if signal.extent in SIDES:
         if len(found) < 2 or found[-1] != found[-2]:
             side = SIDES[signal.extent]
-            raise ValueError(f"provide: '{signal.name}' takes a square matrix over {side}, got shape {found}")
+            raise ValueError(f"provide: '{signal.name}' must be a square matrix over {side}, got shape {found}")
         return
     if signal.extent == "outputs":
         if len(found) != 1:
-            raise ValueError(f"provide: '{signal.name}' takes a tensor with one axis, got shape {found}")
+            raise ValueError(f"provide: '{signal.name}' must be a tensor with one axis, got shape {found}")
         return
     shape = tuple(parameter.shape) if signal.extent == "entry" else ()
     if found not in {shape, tuple(local(parameter).shape) if signal.extent == "entry" else ()}:
-        raise ValueError(f"provide: '{signal.name}' takes a tensor of shape {shape} for this parameter, got {found}")
+        raise ValueError(f"provide: '{signal.name}' must be a tensor of shape {shape} for this parameter, got {found}")
 
 
 class FirstStep:
@@ -239,7 +239,9 @@ class FirstStep:
             self.open.pop(name, None)
 
     def asks(self, name: str, path: str) -> bool:
-        """Return True if the update rule at `path` requires a signal in the next step because it is the first step."""
+        """Return True if the next step is the first step of the update rule at `path`, and the rule requires the signal
+        `name` in its first step.
+        """
         return path in self.open.get(name, ())
 
     def when(self, name: str) -> str:
@@ -323,7 +325,8 @@ class Signals:
         rules = recipe.rules()
         if follows_run(rules) and recipe.total_steps is None:
             raise ValueError(
-                f"{follows_run(rules)}: it depends on the length of the run; set `total_steps` of the recipe"
+                f"{follows_run(rules)}: depends on the length of the run, which is not known; set `total_steps` of the "
+                "recipe"
             )
 
     def provide(self, name: str, value: Given | SignalSource, parameters: Iterable[Tensor]) -> bool:
@@ -334,7 +337,9 @@ class Signals:
         signal = known_signals().get(name)
         if signal is None or name in OWN:
             free = ", ".join(sorted(known_signals().keys() - OWN))
-            raise ValueError(f"provide: '{name}' is no signal that can be provided; these are {free}")
+            raise ValueError(
+                f"provide: '{name}' is no signal that can be provided; signals that can be provided are {free}"
+            )
         asked = name in self.listeners.asking
         if callable(value):
             if asked:
@@ -417,7 +422,7 @@ class Signals:
             paths["failure.spike"] = f"; compare losses, with failure.spike.measure=loss, or {remedy}"
         for path, what in paths.items():
             raise ValueError(
-                f"{path}: it needs a sum over all parameters of the model, but {len(others)} of them belong to other "
+                f"{path}: needs a sum over all parameters of the model, but {len(others)} of them belong to other "
                 f"optimizers (submodel){what}"
             )
 

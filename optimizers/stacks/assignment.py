@@ -355,9 +355,9 @@ def warn_of_waiting(
     advice = advise(specs, recipe, keys, ranks, now)
     if advice is not None:
         warn_user(
-            f"{', '.join(advice.fields)}: {ranks} ranks wait for each other's refreshes, with an efficiency of "
-            f"{now.efficiency:.2f} by counted work; set the value to {advice.min_wave_work} for an efficiency of "
-            f"{advice.balance.efficiency:.2f}. The trajectory is that of one process with the same value"
+            f"{', '.join(advice.fields)}: {ranks} ranks wait for each other's refreshes, with a computed efficiency of "
+            f"{now.efficiency:.2f}; set the value to {advice.min_wave_work} for an efficiency of "
+            f"{advice.balance.efficiency:.2f}. The trajectory is then that of one process with this value"
         )
 
 
@@ -441,8 +441,8 @@ class Assignments:
             return None
         if fake_mode(parameter) is not None:
             raise ValueError(
-                "a fake tensor has no values that ranks could send to each other; compose it in one process, or let "
-                "`eigengraft plan` compute the memory of every rank without processes"
+                "a fake tensor has no values that ranks could send to each other; call `compose` for a model of fake "
+                "tensors in one process, or let `eigengraft plan` compute the memory of every rank"
             )
         if where not in self._rank_groups:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)

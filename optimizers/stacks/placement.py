@@ -233,7 +233,8 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     if held != layout.boxes[rank_group.rank].shape:
         raise ValueError(
             f"placement: {parameter.placements} of a tensor of shape {shape} on a mesh of shape "
-            f"{tuple(mesh.mesh.shape)} mean a shard of shape {layout.boxes[rank_group.rank].shape} here, got {held}"
+            f"{tuple(mesh.mesh.shape)} require a shard of shape {layout.boxes[rank_group.rank].shape} on this rank, "
+            f"got {held}"
         )
     return layout
 
@@ -256,7 +257,8 @@ def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
         if constraint.sets_length():
             label = f"{where}constraints.{constraint.label}"
             raise ValueError(
-                f"{label}: cannot be combined with width_scaling, because it sets the length of every update; remove "
+                f"{label}: cannot be combined with width_scaling, because the constraint sets the length of every "
+                "update; remove "
                 "one of the two"
             )
     matrices = recipe.view_of(info).matrices

@@ -91,7 +91,8 @@ def check_construction(
     for title in filter(found.__contains__, texts):
         others = [rank for rank, text in found[title].items() if text != found[title][0]]
         raise ValueError(
-            f"{subject}: all ranks must have the same {title}, got others than rank 0's on {name_ranks(others)}"
+            f"{subject}: all ranks must have the same {title}, but those of {name_ranks(others)} differ from those of "
+            "rank 0"
             f"{_remedy('', parameters) if title == 'parameters' else ''}"
         )
     if found:
@@ -101,8 +102,9 @@ def check_construction(
         names = [spec.name for spec in specs if spec.name in apart]
         others = sorted({r for own in every.values() for r, values in own.items() if values != own[min(own)]})
         raise ValueError(
-            f"{subject}: ranks that hold the same entries of a parameter must hold the same values, got other values "
-            f"on {name_ranks(others)} than on the lowest rank for {name_some(names, 5)}; set the same seed or load "
+            f"{subject}: ranks that hold the same entries of a parameter must hold the same values, but the values of "
+            f"{name_some(names, 5)} on {name_ranks(others)} differ from those on the lowest rank; set the same seed or "
+            "load "
             f"the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
         )
 

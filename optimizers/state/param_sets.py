@@ -166,8 +166,9 @@ class ParamSets:
             if first.is_meta and fake_mode(first) is None:
                 raise ValueError(
                     f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; after "
-                    "model.to_empty(device=...), which makes new parameters, compose an optimizer of these or put them "
-                    "in the place of the others in its param_groups"
+                    "model.to_empty(device=...), which makes new parameters, compose an optimizer of the new "
+                    "parameters, "
+                    "or replace the old parameters by them in param_groups"
                 )
 
     def frozen(self) -> list[list[bool]]:
@@ -350,7 +351,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
         mixing = "line_search"
     if mixing is None and spec.rank_group is None:
         return
-    fault = "it is divided over ranks" if mixing is None else f"{mixing} does not update entries one by one"
+    fault = "ranks hold shards of it" if mixing is None else f"{mixing} does not update entries one by one"
     raise ValueError(
         f"{spec.name}: the parameter is complex, and {fault}; send it to an entry-wise update with a route, or store "
         "torch.view_as_real of it as the parameter and apply torch.view_as_complex in the forward"

@@ -79,7 +79,8 @@ def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Ten
 def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     """Copy values into the state of a parameter.
 
-    state, values: state tensors by key. Entries of frameworks, under other keys, are replaced and not copied.
+    state, values: state by key. Values under keys of frameworks (`is_host_key`) become the new entries themselves. They
+        are not copied into old tensors.
 
     Raises:
         ValueError: a value is the empty tensor that stands for the state of another rank.
@@ -90,8 +91,8 @@ def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
             continue
         if value.shape != state[key].shape:
             raise ValueError(
-                f"state '{key}': shape {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
-                "optimizer that is sharded over ranks has one rank's shard, use torch.distributed.checkpoint instead"
+                f"state '{key}': shape {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of a "
+                "sharded optimizer has only one rank's shard, so save it with torch.distributed.checkpoint instead"
             )
         state[key].copy_(value)
 

@@ -471,7 +471,7 @@ class Graphs:
         self.left[reason] += 1
         if unplanned and reason not in self._said:
             self._said.add(reason)
-            warn_user(f"graph: steps are launched one by one: {reason}")
+            warn_user(f"graph: steps run without a captured graph: {reason}")
 
     def lines(self) -> list[str]:
         """Return lines of a report: how many stacks have a graph, and why steps ran without one."""

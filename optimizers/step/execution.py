@@ -222,7 +222,8 @@ def _require_traceable(own: StackState) -> None:
     for name, path in asking(own.rule.stages(own.path)).items():
         if name in _signals_of_program(own) and known[name].extent not in _SHAPES_OF_SIGNALS:
             raise ValueError(
-                f"{at}compile: {path} requests the signal '{name}', which no compiled program has; remove compile"
+                f"{at}compile: {path} requests the signal '{name}', which compiled programs do not support; remove "
+                "compile"
             )
 
 

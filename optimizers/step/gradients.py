@@ -312,8 +312,8 @@ class FiniteCheck:
             fault = _fault(gradient)
             warn_user(
                 f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[first]}, "
-                f"among others, with {fault}); nothing is updated any more. With failure.nonfinite=raise the first is "
-                "an error"
+                f"among others, with {fault}); no parameter is updated any more. Set failure.nonfinite=raise to "
+                "stop at the first of these gradients"
             )
         return bad
 

@@ -71,8 +71,8 @@ def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepCont
     if bad.any():
         raise ContractError(
             f"{path}: the directions of {int(bad.sum())} of {len(bad)} blocks of shape "
-            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; no parameter has got them. "
-            "With checked=True the error names the stage that made them"
+            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; no parameter was updated. "
+            "With checked=True the error names the stage that computed them"
         )
 
 

@@ -66,8 +66,9 @@ class RankExchange(LocalExchange):
         overlaps = recipe.distribution.overlap_backward and not self.comm_plan.replicated
         if overlaps and recipe.decays_in_gradient():
             raise ValueError(
-                "distribution.overlap_backward: a weight decay outside of gradients is required, which are sent before "
-                "step() knows its rate, got one that is added to them"
+                "distribution.overlap_backward: cannot be combined with a weight decay that is added to gradients, "
+                "because "
+                "gradients are sent before step() reads its rate; remove one of the two"
             )
         self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
         self._copied = not any(is_dtensor(parameter) for parameter in parameters)
@@ -82,9 +83,7 @@ class RankExchange(LocalExchange):
         self._moves_at_once = iterates.shard_sums is not None
         self._sends_parameters = sends_parameters(specs, recipe)
         if self._sends_parameters and iterates:
-            raise ValueError(
-                "distribution.gather: 'updates' are required by averaging and constraints, got 'parameters'"
-            )
+            raise ValueError("distribution.gather: must be 'updates' with averaging or constraints, got 'parameters'")
         self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._rms: Tensor | None = None
         self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()

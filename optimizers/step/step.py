@@ -303,10 +303,10 @@ class ParamSet:
         self.exchange.finish()
 
     def _run_group(self, states: Sequence[StackState], step: Step, numbers: StackNumbers, fused: FusedStep) -> None:
-        """Run one step of stacks that share sums over parameters.
+        """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
 
         numbers: numbers that graphs read on the device, as in `_run`.
-        fused: receives the stacks that a fused kernel updates, which the caller then runs.
+        fused: list to which stacks are added that the fused kernel updates. The caller then runs the kernel.
         """
         for together, priming in active_blocks(states, step.active, self.step_counts):
             blocks, how = together[0], self.execution(together[0].stack_state)

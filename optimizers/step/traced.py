@@ -171,7 +171,10 @@ class _TracedNumbers(TorchFunctionMode):
             if name in _ON_THE_HOST:
                 answer = _answer(name, *bounds, *(args[1:] or (0.0,)))
                 if answer is None:
-                    raise ContractError("a scheduled number is read on the host, where a program would keep its value")
+                    raise ContractError(
+                        "a scheduled number must not be read on the host, because the program would keep its value for "
+                        "all steps"
+                    )
                 return answer
         if name in _WITH_ALPHA and isinstance(alpha := given.get("alpha"), Tensor):
             args, given = (args[0], args[1] * alpha), {}
@@ -453,8 +456,9 @@ class Program:
             isinstance(number(torch.ones((), dtype=torch.float64, device="cpu")), FakeTensor) for number in self.asked
         ):
             raise ContractError(
-                "a function of the step alone is required for `context.per_block`, got one of a signal or of a field "
-                "that is scheduled"
+                "`context.per_block` needs a function of the step alone, got one that also reads a signal or a "
+                "scheduled "
+                "field"
             )
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
@@ -489,7 +493,7 @@ class Program:
         except Exception as error:
             path = f"{self.source.path}.compile".lstrip(".")
             needs = "on a CPU it needs a C++ compiler"
-            raise RuntimeError(f"{path}: Inductor could not compile the steps, {error}; {needs}") from error
+            raise RuntimeError(f"{path}: Inductor could not compile the steps: {error}; {needs}") from error
         return compiled
 
     def samples(self) -> list[Tensor]:
@@ -608,7 +612,9 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
     try:
         return _without_guards(graph)
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
-        warn_user(f"compile: torch {torch.__version__} is called with its guards, which take longer ({error!r})")
+        warn_user(
+            f"compile: torch {torch.__version__} runs the program with its guards, so steps take longer ({error!r})"
+        )
         guarded = torch.compile(lambda *tensors: graph(*tensors), dynamic=symbolic, fullgraph=True)
         return lambda tensors: guarded(*tensors)
 

@@ -231,7 +231,10 @@ class EMA(Averaging):
     @model_validator(mode="after")
     def _inner_has_no_mean(self) -> Self:
         if self.inner is not None and "mean" in self.inner.slots((1,), True):
-            raise ValueError(f"inner: an averaging that keeps a mean cannot be averaged again, got {self.inner!r}")
+            raise ValueError(
+                "inner: must be an averaging that keeps no mean, because means are not averaged again, got "
+                f"{self.inner!r}"
+            )
         return self
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:

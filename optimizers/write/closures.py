@@ -278,7 +278,7 @@ class LineSearch(Component):
         what = next((name for name, there in found.items() if there), None)
         if what is not None:
             raise ValueError(
-                f"line_search: cannot be combined with `{what}`, which takes parameters off the line of a step; "
+                f"line_search: cannot be combined with `{what}`, which moves parameters off the line that is searched; "
                 "remove one of the two"
             )
 

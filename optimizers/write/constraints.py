@@ -52,7 +52,7 @@ class ConstraintContext:
         return self.norms_of(tensors)[0]
 
     def norms_of(self, *columns: Tensors) -> Sequence[Tensor]:
-        """Return the `norms` `[n]` of each of several columns of n tensors, computed together."""
+        """Return, for each of several lists of n tensors, its `norms` `[n]`. All are computed together."""
         if self.shard_sums is None:
             return _norms([tensor for tensors in columns for tensor in tensors]).chunk(len(columns))
         return [self.squares(tensors).sqrt().to(compute_dtype(tensors[0].dtype)) for tensors in columns]

@@ -178,7 +178,7 @@ def _warn(name: str, parameter: Tensor, before: Tensor, lr: float) -> None:
     if moved < _LEAST * count:
         dtype = str(parameter.dtype).removeprefix("torch.")
         warn_user(
-            f"{name}: only {moved / count:.1%} of its entries changed in {_WINDOW} steps at lr {lr:g}, because smaller "
-            f"updates are lost to rounding in {dtype}; keep parameters in float32 and run the model under "
+            f"{name}: only {moved / count:.1%} of its entries changed in {_WINDOW} steps at lr {lr:g}, because updates "
+            f"that are too small are lost to rounding in {dtype}; keep parameters in float32 and run the model under "
             "torch.autocast, or add `constraints: rounding` to the recipe"
         )

@@ -91,11 +91,16 @@ class Anchored(Averaging):
     def _ahead_of_a_mean(self) -> Self:
         first = self.inner.every if self.inner.start is None else self.inner.start
         if self.start < first:
-            raise ValueError(f"start: there is no mean before update {first}, got {self.start}; raise start")
+            raise ValueError(
+                f"start: must be at least {first}, the first update with a mean, got {self.start}; raise start"
+            )
         if self.full <= self.start:
             raise ValueError(f"full: must be greater than start, which is {self.start}, got {self.full}")
         if not isinstance(self.inner.inner, (EMANesterov, type(None))):
-            raise ValueError(f"inner: the mean must be over W or an `ema_nesterov`, got {self.inner.inner!r}")
+            raise ValueError(
+                "inner.inner: must be null, for the mean of the parameters, or an `ema_nesterov`, got "
+                f"{self.inner.inner!r}"
+            )
         return self
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
