@@ -51,7 +51,7 @@ def export_sweep(
     for name, given in {"exclude": study.exclude, "settings": study.settings}.items():
         if given:
             raise RecipeError(
-                f"{name}: a sweep of W&B has all combinations of its values; remove it, or make two studies"
+                f"{name}: a sweep of W&B always runs all combinations of values; remove {name}, or make two studies"
             )
     if study.equal == "seconds":
         raise RecipeError("equal: a sweep of W&B has no timed runs; use `equal: steps`")
@@ -96,13 +96,13 @@ def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, A
     paths = sorted({path for changes in choices.values() for path in changes})
     if len(paths) != 1:
         raise RecipeError(
-            f"axes.{axis}: a parameter of a sweep sets one path, and this axis sets {', '.join(paths) or 'none'}; "
+            f"axes.{axis}: an axis must set exactly one path in a sweep of W&B, got {', '.join(paths) or 'none'}; "
             "put the values of each label into a recipe file, and use an axis `recipe`"
         )
     path = paths[0]
     missing = [label for label, changes in choices.items() if path not in changes]
     if missing and path not in base:
-        raise RecipeError(f"axes.{axis}.{missing[0]}: it sets no {path}, and the base has none; give the value")
+        raise RecipeError(f"axes.{axis}.{missing[0]}: {path} is set neither here nor in `base`; give a value")
     return path, [_argument(changes.get(path, base.get(path))) for changes in choices.values()]
 
 

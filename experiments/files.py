@@ -126,8 +126,9 @@ def _parsed(path: Path, content: bytes, what: str) -> Any:
     except ValueError as error:
         state = "is empty" if not content.strip(b"\0 \n") else f"is no JSON ({error})"
         raise RecipeError(
-            f"{path}: {what} {state}, as after a crash of the machine or a full disk; remove {path.parent} to make it "
-            "again"
+            f"{path}: {what} {state}, perhaps because the machine crashed or the disk was full; remove {path.parent} "
+            "and "
+            "give the same command again"
         ) from None
 
 

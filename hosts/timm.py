@@ -44,7 +44,9 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
     ) -> Optimizer:
         model = owner()
         if model is None:
-            raise RuntimeError(f"{chosen}: the model that it was registered for no longer exists; register it again")
+            raise RuntimeError(
+                f"{chosen}: the optimizer was registered for a model that no longer exists; register it again"
+            )
         groups = [entry if isinstance(entry, dict) else {"params": [entry]} for entry in params]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "param group: '(lr_scale|use_fallback)' stays", UserWarning)

@@ -59,7 +59,9 @@ class RankBench(Bench):
     def _spread(cls, recipes: tuple[str, ...]) -> tuple[str, ...]:
         for name in recipes:
             if not wave_fields(load_recipe(name), [""]):
-                raise ValueError(f"refreshes of '{name}' cannot be spread; give a recipe with `refresh.min_wave_work`")
+                raise ValueError(
+                    f"refreshes of '{name}' cannot be spread over steps; give a recipe with `refresh.min_wave_work`"
+                )
         return recipes
 
     @model_validator(mode="after")

@@ -93,8 +93,8 @@ class StepBench(Bench):
     def _clock_fits(self) -> Self:
         if self.clock != "wall" and (self.threads > 1 or self.device != "cpu"):
             raise ValueError(
-                f"clock: '{self.clock}' cannot be combined with several threads or a device, because it is the "
-                "processor time of threads that share a step; use one thread on a CPU, or clock=wall"
+                f"clock: '{self.clock}' cannot be combined with several threads or a device, because it is "
+                "processor time, summed over threads and without the device; use one thread on a CPU, or clock=wall"
             )
         return self
 

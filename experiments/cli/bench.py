@@ -93,7 +93,7 @@ def _chosen(
         if name in options and name not in member.model_fields:
             having = ", ".join(kind for kind, other in Bench.members.items() if name in other.model_fields)
             raise RecipeError(
-                f"{option} cannot be combined with bench {kind}, which has no such matrices; use {having}"
+                f"{option} cannot be combined with bench {kind}, which reads no matrices from files; use {having}"
             )
     given |= options
     if only:

@@ -55,7 +55,8 @@ def _require_effect(check: bool, write: bool, out: Path | None, workers: int | N
     for name, value in {"--out": out, "--workers": workers}.items():
         if value is not None and (check or write):
             raise RecipeError(
-                f"{name} cannot be combined with {'--check' if check else '--write'}, which runs nothing; remove one"
+                f"{name} cannot be combined with {'--check' if check else '--write'}, which runs nothing; remove one "
+                "of the two"
             )
 
 

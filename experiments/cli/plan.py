@@ -98,7 +98,9 @@ def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds:
         return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
     mesh = axes or _mesh(way, (), world or 8)
     if world is not None and world != math.prod(mesh):
-        raise RecipeError(f"--world: {world} differs from the {math.prod(mesh)} ranks of the mesh; give one of the two")
+        raise RecipeError(
+            f"--world: {world} differs from the {math.prod(mesh)} ranks of --mesh; remove one of the two options"
+        )
     return [mesh]
 
 

@@ -71,7 +71,7 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
         return
     if submit is None and (option or jobs > 1):
         raise RecipeError(
-            f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit or remove it"
+            f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit, or remove the option"
         )
     if submit is not None:
         from ..studies.study import load_study

@@ -433,7 +433,8 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
         after = [texts.get(label, label) for label in sorted(before)]
         if twice := next((text for text in after if after.count(text) > 1), None):
             raise ValueError(
-                f"--labels: two labels of {axis} would both be '{twice}', and their runs would be averaged"
+                f"--labels: two labels of {axis} would become '{twice}', and their runs would be averaged; give other "
+                "names"
             )
     renamed = [{axis: texts.get(label, label) for axis, label in run.labels.items()} for run in records.runs]
     cells = {cell_name(run.labels): cell_name(own) for run, own in zip(records.runs, renamed, strict=True)}

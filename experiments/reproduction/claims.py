@@ -91,7 +91,8 @@ class PaperClaim(CellPair):
         low, high = self.required
         if (self.least is None and self.most is None) or low >= high:
             raise ValueError(
-                f"least, most: must be an interval with at least one end, got {self.least} to {self.most}; give one"
+                f"least, most: must be one end or two ends of an interval, with least < most, got {self.least} to "
+                f"{self.most}; give at least one"
             )
         if self.compare == "ratio" and high <= 0:
             raise ValueError(f"most: must be positive for a ratio, got {self.most}")

@@ -70,7 +70,9 @@ def collect_results(directory: Path) -> dict[str, Any]:
     """
     records = read_records(directory)
     if records.notices:
-        raise ValueError(f"results: {records.notices[0]}; remove one kind from {directory} and run the study again")
+        raise ValueError(
+            f"results: {records.notices[0]}; keep runs of one kind in {directory}, and run the study again"
+        )
     rows = [_row(run, records.rate_edge(run.labels)) for run in records.runs]
     last = max((run.directory / "result.json").stat().st_mtime for run in records.runs)
     seen = [run.environment for run in records.runs]
@@ -95,7 +97,7 @@ def read_results(path: Path, study: Study) -> StudyResults:
     `labels`. Raises ValueError if the runs are not those that the study plans.
     """
     if not path.is_file():
-        raise ValueError(f"reproduce: there are no results '{path}'; run the study first")
+        raise ValueError(f"reproduce: the file of results '{path}' does not exist; run the study first")
     content = read_json(path)
     listed = content if isinstance(content, list) else content["rows"]
     made = {} if isinstance(content, list) else content["made"]
@@ -104,7 +106,9 @@ def read_results(path: Path, study: Study) -> StudyResults:
     measured = [(tuple(row.labels.values()), row.seed) for row in found.rows]
     if len(measured) != len(planned) or set(measured) != planned:
         odd = sorted(planned.symmetric_difference(measured))[:1]
-        raise ValueError(f"{path}: must have one run of each cell and seed of {study.name}, which fails for {odd}")
+        raise ValueError(
+            f"{path}: must have one run for each cell and seed of {study.name}; missing or unexpected is {odd}"
+        )
     return found
 
 

@@ -186,7 +186,9 @@ def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
         {int(row.numbers["steps"]): _number(row, "val_loss") for row in rows} for rows in zip(*pairs, strict=True)
     )
     if len(own) < len(pairs):
-        raise ValueError(f"claims: fitted_steps needs cells that differ in their steps alone, got {len(pairs)} pairs")
+        raise ValueError(
+            f"claims: fitted_steps needs one pair of cells for each number of steps, got {len(pairs)} pairs"
+        )
     return _log(fitted_steps_ratio(own, other))
 
 

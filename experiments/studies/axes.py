@@ -77,15 +77,16 @@ def require_baselines(
     axis, baseline = compared
     if "steps" in changed_paths(axes[axis]) or any("steps" in one.set and axis in one.when for one in settings):
         raise ValueError(
-            f"equal: `seconds` cannot be combined with `steps` on axis '{axis}': steps of other cells follow from "
-            f"those of {axis}={baseline}; give `steps` in `base` or on another axis"
+            f"equal: `seconds` cannot be combined with `steps` on axis '{axis}': the steps of other cells are "
+            f"computed from those of {axis}={baseline}; give `steps` in `base` or on another axis"
         )
     kept = list(combinations(axes, exclude))
     for labels in kept:
         if {**labels, axis: baseline} not in kept:
             got = ", ".join(f"{k}={label}" for k, label in labels.items())
             raise ValueError(
-                f"equal: the cell {got} has no baseline, as the cell with {axis}={baseline} is excluded; exclude both"
+                f"equal: the cell {got} has no baseline, as the cell with {axis}={baseline} is excluded; exclude both "
+                "cells"
             )
 
 
@@ -111,7 +112,7 @@ def _zipped(axis: str, lists: Mapping[str, Any]) -> dict[str, Changes]:
     lengths = {path: len(some) for path, some in lists.items()}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{count} of {path}" for path, count in lengths.items())
-        raise ValueError(f"{axis}: lists of one axis must have equal lengths, got {got}")
+        raise ValueError(f"{axis}: the lists of an axis must have equal lengths, got {got} values")
     labels = axis_choices(axis, next(iter(lists.values())))
     return {label: {path: some[place] for path, some in lists.items()} for place, label in enumerate(labels)}
 

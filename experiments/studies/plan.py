@@ -143,7 +143,7 @@ def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
                 faults.append(str(error))
     if faults:
         more = f"\n... and {len(faults) - 4} more runs" if len(faults) > 4 else ""
-        raise RecipeError("the study differs from runs that it has already:\n" + "\n".join(faults[:4]) + more)
+        raise RecipeError("the study differs from its existing runs:\n" + "\n".join(faults[:4]) + more)
 
 
 def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:

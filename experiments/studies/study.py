@@ -145,17 +145,20 @@ class Study(Component):
                     f"axes: '{min(shared)}' is set by '{first}' and by '{second}'; a path may be set by one axis only"
                 )
         if self.larger and self.metric in METRICS:
-            raise ValueError(f"larger: it has no effect on {self.metric}, whose direction is known; remove it")
+            raise ValueError(
+                f"larger: has no effect on the metric {self.metric}, whose better direction is known; remove larger"
+            )
         if self.target is not None and changed & {"task", "task.kind"}:
             raise ValueError(
-                "target: cannot be combined with axes or settings that change the task, whose metrics "
-                "differ; remove one"
+                "target: cannot be combined with axes or settings that change the task, because one target does not "
+                "fit the metrics of different tasks; remove target, or these axes and settings"
             )
         if self.tune is not None:
             self.tune.require_apart(self.seeds, self.axes)
             if self.equal == "seconds" and "steps" in self.tune.fields:
                 raise ValueError(
-                    "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps; remove one"
+                    "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps; remove one "
+                    "of the two"
                 )
         self._require_labels()
         return self

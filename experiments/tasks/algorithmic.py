@@ -38,8 +38,8 @@ class ModularAddition(Task):
             raise ValueError(f"heads: must be a divisor of width {self.width}, got {self.heads}")
         if not self.batch_size <= self.shown < self.modulus**2:
             raise ValueError(
-                f"batch_size, train_fraction: {self.shown} of {self.modulus**2} pairs train, which must be at least "
-                f"batch_size {self.batch_size} and not all pairs"
+                f"batch_size, train_fraction: the number of training pairs must be at least batch_size "
+                f"{self.batch_size} and less than all {self.modulus**2} pairs, got {self.shown}"
             )
         return self
 

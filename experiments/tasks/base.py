@@ -157,7 +157,7 @@ class Metrics:
 
 def _metric_name(name: str) -> str:
     if re.fullmatch(r"val_loss|val_accuracy|val\..+", name) is None:
-        raise ValueError("it must be val_loss, val_accuracy, or val.NAME for a further metric of the task")
+        raise ValueError("a metric must be val_loss, val_accuracy, or val.NAME for a further metric of the task")
     return name
 
 
@@ -260,7 +260,8 @@ class Task(Component, family="task"):
         """
         if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
             raise ValueError(
-                f"task.{getattr(self, 'kind', '?')}: cross-entropy needs an integer class for each row of scores, got "
+                f"task.{getattr(self, 'kind', '?')}: cross-entropy needs targets with one integer class for each row "
+                "of outputs, got "
                 f"targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; for another loss "
                 "define `loss(self, outputs, targets)` in the task"
             )

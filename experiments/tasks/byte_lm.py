@@ -127,7 +127,8 @@ def text_file(path: str) -> Path:
         found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or not found.submodule_search_locations:
             raise ValueError(
-                f"task.path: the package '{name}' after '{IN_PACKAGE}' is not installed; install it or name another"
+                f"task.path: the package '{name}' after '{IN_PACKAGE}' is not installed; install the package, or name "
+                "another one"
             )
         file = Path(found.submodule_search_locations[0]) / inside
     if not file.is_file():

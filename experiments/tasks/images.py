@@ -52,7 +52,7 @@ class ImageClassifier(Task, ABC):
         if len(train.targets) < self.batch_size:
             raise ValueError(
                 f"task.batch_size: {self.batch_size} is more than the {len(train.targets)} training images of "
-                f"{source}; lower it"
+                f"{source}; lower batch_size"
             )
         content = b"".join(part.numpy().tobytes() for batch in (train, validation) for part in batch)
         fingerprint = Fingerprint.of(source, content)

@@ -204,7 +204,9 @@ def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
         first = entries[0].name
         for name, other in data.items():
             if other != data[first]:
-                raise ValueError(f"track: {first} and {name} were run with different data of {task}; run one again")
+                raise ValueError(
+                    f"track: {first} and {name} were run with different data of {task}; run one of the two again"
+                )
     return entries
 
 
@@ -220,7 +222,9 @@ def _entry(track: Track, name: str, rows: Sequence[Mapping[str, str]], path: Pat
     runs: dict[str, list[TaskRun]] = {task: [] for task in track.tasks}
     for row in rows:
         if row["track"] != str(track.version):
-            raise ValueError(f"{path}: results of {name} are of version {row['track']}, not {track.version}")
+            raise ValueError(
+                f"{path}: results of {name} must be from version {track.version} of the track, got {row['track']}"
+            )
         runs[row["task"]].append(_run(row))
     for task, some in runs.items():
         some.sort(key=lambda run: run.seed)

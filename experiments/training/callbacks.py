@@ -279,7 +279,7 @@ class Callbacks:
             remedy = f"a callback provides it: `def started(self, run): run.optimizer.provide('{signal}', function)`"
             if required:
                 raise RecipeError(f"{fault}; {remedy}")
-            warn_user(f"{fault}, and the recipe runs without it; {remedy}")
+            warn_user(f"{fault}, so the recipe runs without this signal; {remedy}")
 
     def stop(self, tick: Tick) -> bool:
         """Call all callbacks after a step with a row of metrics. Return True if one of them ends the run."""

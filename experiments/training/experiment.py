@@ -146,7 +146,7 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
         if field is not None and data.get(field) is not None:
             raise RecipeError(
                 f"recipe.{path}: {value} has no effect, because the experiment has its own {field}, {data[field]}; "
-                "remove one"
+                "remove one of the two"
             )
     if recipe is not None:
         data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)

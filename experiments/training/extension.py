@@ -69,13 +69,13 @@ def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -
         raise RecipeError(f"{run.path}: the run diverged at step {result['steps']}, so there is nothing to extend")
     if result.get("steps", steps) < steps:
         raise RecipeError(
-            f"{run.path}: a callback ended the run at step {result['steps']} of {steps}, and would end a longer one too"
+            f"{run.path}: a callback ended the run at step {result['steps']} of {steps}, and would end a longer run too"
         )
     path = follows_run(experiment.recipe.rules()) if experiment.recipe.total_steps is None else None
     if path is not None:
         raise RecipeError(
-            f"{run.path}: recipe.{path} follows the fraction of the run, so that the first {steps} steps of a longer "
-            "run differ; train the longer run in another directory"
+            f"{run.path}: recipe.{path} depends on the length of the run, so the first {steps} steps of a longer run "
+            "would differ from this run; train the longer run in another directory"
         )
 
 

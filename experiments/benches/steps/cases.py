@@ -42,11 +42,14 @@ class StepCase(Component):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.recipe is None) == (self.peer is None):
-            raise ValueError("recipe cannot be combined with peer, and one of the two is needed; give one")
+            raise ValueError("exactly one of recipe and peer is required; give one of the two")
         if self.recipe is not None and (self.options or self.switches):
             raise ValueError("options and switches cannot be combined with recipe; give overrides, or a peer")
         if self.peer is not None and (self.overrides or ":" not in self.peer):
-            raise ValueError(f"peer: '{self.peer}' must be module:Class, and has options in place of overrides")
+            raise ValueError(
+                f"peer: '{self.peer}' must have the form module:Class, and cannot be combined with overrides; give "
+                "options"
+            )
         return self
 
     def label(self) -> str:
@@ -84,7 +87,7 @@ class StepCase(Component):
             where = path.stem
         module = importlib.import_module(where)
         if not hasattr(module, name):
-            raise RecipeError(f"peer: '{where}' has no class '{name}'; give a name that it defines")
+            raise RecipeError(f"peer: '{where}' has no class '{name}'; give a class that '{where}' defines")
         return getattr(module, name)
 
 

@@ -82,7 +82,7 @@ def answer(ours: Connection) -> list[list[float]]:
     except EOFError:
         found = "its process ended"
     if isinstance(found, str):
-        raise RecipeError(f"bench: a rank failed before its end ({found}); run it with fewer ranks or smaller matrices")
+        raise RecipeError(f"bench: a rank failed during the bench ({found}); use fewer ranks or smaller matrices")
     return found
 
 

@@ -88,7 +88,7 @@ def shape_set(name: str) -> ShapeSet:
     known = SETS[kind].__annotations__.keys() - {"return"}
     if dimension not in known or not number.isdecimal() or int(number) == 0:
         options = ", ".join(f"{kind}:{own}=NUMBER" for own in sorted(known)) or f"{kind} alone"
-        raise RecipeError(f"sets: '{name}' does not give a dimension a number above 0; write {options}")
+        raise RecipeError(f"sets: '{name}' must set a dimension of {kind} to a whole number above 0; write {options}")
     return ShapeSet(name, SETS[kind](**{dimension: int(number)}), dimension, int(number))
 
 

@@ -59,7 +59,7 @@ class Halving(Component):
         if not rungs:
             raise RecipeError(
                 f"tune.halving.least: {self.least} leaves no evaluation (every {experiment.eval_every} steps) before "
-                f"step {experiment.steps}, the last, so that no run could be stopped; lower `least` or `eval_every`"
+                f"the last step {experiment.steps}, so no run could be stopped early; lower `least` or `eval_every`"
             )
         for step in rungs:
             curves = [(trial.curves or {}).get(experiment.seed, {}) for trial in trials]

@@ -161,7 +161,7 @@ def _transaction(url: str) -> Iterator[sql.Connection]:
         with _engine(url).begin() as connection:
             yield connection
     except sql.exc.IntegrityError as error:
-        raise FileExistsError(f"--storage: the row exists already ({error.orig})") from error
+        raise FileExistsError(f"--storage: the row is already in the database ({error.orig})") from error
     except sql.exc.DBAPIError as error:
         raise _no_answer(url, error) from error
 

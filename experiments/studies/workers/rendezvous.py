@@ -80,8 +80,8 @@ def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[
         try:
             if number > ATTEMPTS:
                 raise RuntimeError(
-                    f"the processes of {number - 1} attempts died, for instance for lack of memory; "
-                    "give the same command again"
+                    f"the process of this run died in each of {number - 1} attempts, perhaps for lack of memory; "
+                    "to try again, give the same command again"
                 )
             return train(load_experiment(config), directory, _throttled(report))
         except Exception:
