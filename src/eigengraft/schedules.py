@@ -41,7 +41,7 @@ class Segment(BaseModel):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) is (self.fraction is None):
-            raise ValueError("either `steps` or `fraction` is required, and not both")
+            raise ValueError("exactly one of `steps` and `fraction` is required")
         if self.shape == "half_life" and not (0 < self.start < 1 and 0 < self.end < 1):
             raise ValueError(
                 f"`from` and `to` must be between 0 and 1 for the shape half_life, got {self.start:g} and {self.end:g}"

@@ -56,7 +56,9 @@ def register_signal(signal: Signal) -> Signal:
         ValueError: another signal has the name.
     """
     if _SIGNALS.setdefault(signal.name, signal) != signal:
-        raise ValueError(f"signal '{signal.name}': the name already belongs to {_SIGNALS[signal.name]}; choose another")
+        raise ValueError(
+            f"signal '{signal.name}': the name already belongs to {_SIGNALS[signal.name]}; choose another name"
+        )
     return signal
 
 

@@ -161,7 +161,7 @@ class StepContext:
             known = ", ".join(sorted(self.signals)) or "none"
             raise ContractError(
                 f"signal '{name}': not available, because the traits of the stage do not request it, or it was not "
-                f"provided (there are: {known}); add `Request('{name}')` to Traits.signals"
+                f"provided (available signals: {known}); add `Request('{name}')` to Traits.signals"
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
         while waiting := [worker for worker in workers if not worker.dead]:
             if len(waiting) < len(workers):
                 raise ContractError(
-                    "sums over parameters: all stacks that share parameters must compute equally many, but "
+                    "sums over parameters: all stacks of the same parameters must compute the same number of sums, but "
                     f"{len(workers) - len(waiting)} of {len(workers)} stacks ended while others wait for a sum; call "
                     "`context.parameter_sum` equally often for blocks of every shape"
                 )

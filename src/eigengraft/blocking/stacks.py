@@ -251,8 +251,9 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
     flat = flat if side == "inputs" else flat.mT
     if has_values(flat) and bool((flat != flat[:, :1]).any()):
         raise ValueError(
-            f"the first axis of blocks must be of outputs alone, got blocks of shape {tuple(index.shape[1:])} that mix "
-            "inputs into it; set `blocking: {merge: ..., min_axes: 2}`"
+            f"the first axis of blocks must have outputs only, got blocks of shape {tuple(index.shape[1:])} in which "
+            "it "
+            "also has inputs; set `blocking: {merge: ..., min_axes: 2}`"
         )
     return flat[:, 0].long()
 

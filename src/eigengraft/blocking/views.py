@@ -182,7 +182,8 @@ class Matrices(View):
         least = self.batch + (2 if self.divides or self.outputs == "last" else min(self.batch, 1))
         if len(shape) < least:
             raise ValueError(
-                f"view: at least {counted(least, 'axis is', 'axes are')} required by {self.fields()}, got shape {shape}"
+                f"view: {self.fields()} needs at least {counted(least, 'axis', 'axes')}, got a parameter of shape "
+                f"{shape}"
             )
         if not self.divides:
             return
@@ -241,8 +242,8 @@ class ViewChoice(NamedTuple):
         """
         if path is not None and not self.decided:
             raise ValueError(
-                f"{path}: needs matrices, and a tensor of shape {shape} without its module may be a convolution or a "
-                "batch of matrices; use eigengraft.compose(recipe, model), or say `view: whole` "
+                f"{path}: needs matrices, but without the module a tensor of shape {shape} may be a convolution or a "
+                "batch of matrices; use eigengraft.compose(recipe, model), or set `view: whole` "
                 f"(a convolution) or `view: {{kind: matrices, batch: {len(shape) - 2}}}` in a route"
             )
         return self
@@ -342,7 +343,7 @@ class Pairs(View):
 
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
         if facts.factor is None or len(shape) != 2:
-            got = f"a parameter of shape {shape}" if facts.factor is None else f"one of shape {shape}"
+            got = f"a parameter of shape {shape}" if facts.factor is None else f"a factor of shape {shape}"
             raise ValueError(
                 "view 'pairs': the parameter must be a matrix that is a factor of a product, by its name (lora_A, "
                 f"lora_B) or by `parameter_pairs()` of its module, got {got}; set another view in a route"

@@ -180,4 +180,4 @@ def the_declaration_survives(case: Case) -> None:
         setattr(component, "kind", "other")  # noqa: B010  a frozen field, which type checkers know
     except ValueError:
         return
-    raise LawError("frozen fields are required, got a component whose `kind` can be set")
+    raise LawError("fields of a component must be frozen, but `kind` can be set")

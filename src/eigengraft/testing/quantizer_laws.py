@@ -61,8 +61,8 @@ def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[S
         if problem is None:
             return slot, make().float()
     raise LawError(
-        f"a quantizer that takes a statistic, a basis or a second moment of shape {(d, d)} is required, got one that "
-        f"refuses all of them (the last one: {problem}); is `size` too small?"
+        f"the quantizer must store a statistic, a basis or a second moment of shape {(d, d)}, but refuses each of them "
+        f"(the last because: {problem}); raise `size` if matrices are too small"
     )
 
 
@@ -110,7 +110,7 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
     parts = case.quantizer.encode(x, before, _nearly_one)
     if not torch.equal(x, copy):
         cause = write_cause(case.quantizer, {"x": x}, lambda: case.quantizer.encode(x, before, _nearly_one))
-        raise LawError(f"untouched numbers are required of encode(), got changed ones{cause}")
+        raise LawError(f"encode() must not change its input x, but changed it{cause}")
     require(_same(before, old), "untouched parts `before` are required of encode(), got changed ones")
     new = _copies(parts)
     case.quantizer.decode(parts, slot, _FLOAT32)

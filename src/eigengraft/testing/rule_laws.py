@@ -67,8 +67,8 @@ class ViewCase:
                     raise
         if not found:
             raise LawError(
-                f"a parameter that the view accepts is required, got a refusal of all shapes {list(self.shapes)} (the "
-                f"last one: {refused}); give shapes that it accepts as `shapes`"
+                f"the view must accept a parameter, but refuses all shapes {list(self.shapes)} (the last because: "
+                f"{refused}); give shapes that it accepts as `shapes`"
             )
         return found
 

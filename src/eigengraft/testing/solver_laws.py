@@ -141,7 +141,7 @@ def arguments_are_not_written_to(case: SolverCase) -> None:
     for name, tensor in given.items():
         if not torch.equal(tensor, before[name]):
             cause = write_cause(case.solver, given, run)
-            raise LawError(f"{name} must not be changed, got other numbers in it{cause}")
+            raise LawError(f"the solver must not change {name}, but changed it{cause}")
 
 
 def results_keep_dtype_and_device(case: SolverCase) -> None:
@@ -394,7 +394,7 @@ def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
         norm = float(torch.linalg.matrix_norm(polar, ord=2).max())
         require(norm <= 1.5, f"a spectral norm of at most 1.5 for a matrix that is {name} is required, got {norm:.3g}")
     if solve(case.solver, x * 0).any():
-        raise LawError("zero for a zero matrix is required, got something else")
+        raise LawError("the result for a zero matrix must be zero, but has other numbers")
 
 
 POLAR_LAWS: tuple[Law[SolverCase], ...] = (
@@ -437,7 +437,7 @@ def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
         require(fine, f"of_scaled(): {dtype} of shape [4] for 4 matrices is required, got {got}")
         if not torch.equal(a, before):
             cause = write_cause(case.bound, {"the matrix": a}, partial(case.bound.of_scaled, a))
-            raise LawError(f"the matrix must not be changed, got other numbers in it{cause}")
+            raise LawError(f"of_scaled() must not change the matrix, but changed it{cause}")
 
 
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:

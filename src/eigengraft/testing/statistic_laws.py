@@ -177,7 +177,7 @@ def the_gradient_is_not_written_to(case: StatisticCase) -> None:
         bench.observe(given)
         if not torch.equal(given, before):
             cause = write_cause(case.statistic, {"the gradient": given}, partial(bench.observe, given))
-            raise LawError(f"an untouched gradient is required of contribution(), got a changed one{cause}")
+            raise LawError(f"contribution() must not change the gradient, but changed it{cause}")
 
 
 def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:

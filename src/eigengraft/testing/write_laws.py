@@ -68,7 +68,7 @@ def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: 
     dtype: True if the dtypes must be those of `wanted`, too.
     """
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-        got = f"{len(found)} of them" if isinstance(found, (list, tuple)) else type(found).__name__
+        got = f"a list of {len(found)}" if isinstance(found, (list, tuple)) else type(found).__name__
         raise LawError(f"{what}: a list of {len(wanted)} tensors, one for each parameter, is required, got {got}")
     for place, (own, like) in enumerate(zip(found, wanted, strict=True)):
         fine = isinstance(own, Tensor) and own.shape == like.shape and (own.dtype == like.dtype or not dtype)
@@ -204,7 +204,7 @@ def evaluated_iterates_are_like_their_parameters(case: AveragingCase) -> None:
             if not all(map(torch.equal, before, bench.everything())):
                 inputs = {f"a parameter or slot {i}": tensor for i, tensor in enumerate(bench.everything())}
                 cause = write_cause(case.averaging, inputs, partial(case.averaging.evaluated, bench.batch()))
-                raise LawError(f"evaluated(): unchanged parameters and slots are required, got changed ones{cause}")
+                raise LawError(f"evaluated() must not change parameters or slots, but changed them{cause}")
 
 
 def parameters_are_averaged_one_by_one(case: AveragingCase) -> None:
@@ -428,7 +428,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
             for key, tensors in given.items():
                 if not all(map(torch.equal, tensors, before[key])):
                     cause = write_cause(case.constraint, {f"`{key}[{i}]`": x for i, x in enumerate(tensors)}, hook)
-                    raise LawError(f"{name}(): untouched `{key}` are required, got changed ones{cause}")
+                    raise LawError(f"{name}() must not change tensors of `{key}`, but changed them{cause}")
             if name != "begin":
                 _require_tensors(found, u, f"{name}()")
 
