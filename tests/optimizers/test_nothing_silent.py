@@ -53,10 +53,10 @@ def test_a_frozen_parameter_is_trained_once_it_is_thawed() -> None:
 def test_a_parameter_given_twice_is_refused(names: tuple[str, str] | None) -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     given: Any = [weight, weight] if names is None else [(name, weight) for name in names]
-    what = "parameter 0 is there again as parameter 1" if names is None else "one is there again as two"
+    what = ("parameter 0", "parameter 1") if names is None else names
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns first
-        with refused(ValueError, "params", what):
+        with refused(ValueError, "params", *what):
             Optimizer(given)
 
 
