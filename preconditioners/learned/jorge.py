@@ -57,9 +57,9 @@ class Jorge(LearnedFactors):
             raise ValueError("axes: jorge needs full factors, got diagonal ones; set entries: full")
         e = self.exponent
         if e is not None and (e.numerator != 1 or e.denominator > 64):
-            raise ValueError(f"exponent: must be 1/p with a whole number p <= 64, got {e}")
+            raise ValueError(f"exponent: jorge needs 1/p with a whole number p <= 64, got {e}")
         if e is not None and self.form == "symmetric" and e.denominator % 2:
-            raise ValueError(f"exponent: must be 1/p with an even p for `form: symmetric`, got {e}")
+            raise ValueError(f"exponent: the symmetric form needs 1/p with an even p, got {e}")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
