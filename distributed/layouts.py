@@ -238,10 +238,12 @@ def _needs_redistribution(name: str, parameter: Tensor) -> bool:
         return False
     if not is_dtensor(gradient) or not is_dtensor(parameter):
         kinds = ["a DTensor" if is_dtensor(x) else "a plain tensor" for x in (parameter, gradient)]
-        raise ValueError(f"{name}: the parameter is {kinds[0]}, and its gradient must be one too, but is {kinds[1]}")
+        raise ValueError(
+            f"{name}: the parameter is {kinds[0]} and its gradient {kinds[1]}; make the gradient {kinds[0]} too"
+        )
     if gradient.device_mesh != parameter.device_mesh:
         raise ValueError(
-            f"{name}: the gradient must be on the parameter's mesh {parameter.device_mesh}, got one on "
+            f"{name}: the gradient must be on the parameter's mesh {parameter.device_mesh}, but is on "
             f"{gradient.device_mesh}"
         )
     return gradient.placements != parameter.placements

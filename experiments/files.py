@@ -45,7 +45,9 @@ def make_directory(path: Path) -> None:
     except FileExistsError:
         raise RecipeError(f"{path}: is a file, not a directory; choose another directory") from None
     except OSError as error:
-        raise RecipeError(f"{path}: the directory cannot be created: {_reason(error)}; choose another one") from None
+        raise RecipeError(
+            f"{path}: the directory cannot be created: {_reason(error)}; choose another directory"
+        ) from None
 
 
 @contextmanager
@@ -127,8 +129,7 @@ def _parsed(path: Path, content: bytes, what: str) -> Any:
         state = "is empty" if not content.strip(b"\0 \n") else f"is no JSON ({error})"
         raise RecipeError(
             f"{path}: {what} {state}, perhaps because the machine crashed or the disk was full; remove {path.parent} "
-            "and "
-            "give the same command again"
+            "and give the same command again"
         ) from None
 
 

@@ -165,8 +165,7 @@ class Every(Cadence):
         if self.stagger == "none" and self.min_wave_work != type(self).model_fields["min_wave_work"].default:
             raise ValueError(
                 f"min_wave_work: {self.min_wave_work} cannot be combined with `stagger: none`, which refreshes all "
-                "blocks "
-                "at the same step; remove one of the two"
+                "blocks at the same step; remove one of the two"
             )
         if self.delay > self.steps:
             raise ValueError(

@@ -71,8 +71,7 @@ class Quantizer(Component, ABC, family="quantizer"):
             kind = getattr(self, "kind", type(self).__name__)
             raise ValueError(
                 f"{field}: a format is required, got {kind}, which chooses the memory of a slot and not its format; "
-                "make "
-                f"{kind} the outermost quantizer"
+                f"make {kind} the outermost quantizer"
             )
 
     @property

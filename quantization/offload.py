@@ -167,10 +167,9 @@ class HostBuffer:
         """
         if self.is_file and self._process != os.getpid():
             raise RuntimeError(
-                f"storage: the file of offloaded state belongs to process {self._process}, but process "
-                f"{os.getpid()}, a fork of it, would write the same file; compose the optimizer in the new process, or "
-                "load "
-                "a state dict there"
+                f"storage: the file of offloaded state belongs to process {self._process}, but process {os.getpid()}, "
+                "a fork of it, would write the same file; compose the optimizer in the new process, or load a state "
+                "dict there"
             )
 
     def read_ahead(self) -> None:

@@ -410,7 +410,7 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
         known = list(dict.fromkeys(run.labels[axis] for run in records.runs if axis in run.labels))
         for pattern in chosen:
             if not any(fnmatchcase(label, pattern) for label in known):
-                raise ValueError(f"--only: '{pattern}' is no label of {axis}, which has {', '.join(known)}")
+                raise ValueError(f"--only: '{pattern}' is no label of {axis}, whose labels are {', '.join(known)}")
     runs = tuple(
         run
         for run in records.runs
@@ -427,7 +427,7 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
     """Return the records with other texts for some labels. Raises ValueError if two labels would become equal."""
     known = {label for run in records.runs for label in run.labels.values()}
     for label in texts.keys() - known:
-        raise ValueError(f"--labels: '{label}' is no label of the runs, which have {', '.join(sorted(known))}")
+        raise ValueError(f"--labels: '{label}' is no label of the runs, whose labels are {', '.join(sorted(known))}")
     for axis in {axis for run in records.runs for axis in run.labels}:
         before = {run.labels[axis] for run in records.runs if axis in run.labels}
         after = [texts.get(label, label) for label in sorted(before)]

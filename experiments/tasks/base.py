@@ -261,9 +261,8 @@ class Task(Component, family="task"):
         if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
             raise ValueError(
                 f"task.{getattr(self, 'kind', '?')}: cross-entropy needs targets with one integer class for each row "
-                "of outputs, got "
-                f"targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; for another loss "
-                "define `loss(self, outputs, targets)` in the task"
+                f"of outputs, got targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; "
+                "for another loss define `loss(self, outputs, targets)` in the task"
             )
         try:
             return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())

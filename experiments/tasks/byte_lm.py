@@ -132,7 +132,7 @@ def text_file(path: str) -> Path:
             )
         file = Path(found.submodule_search_locations[0]) / inside
     if not file.is_file():
-        raise ValueError(f"task.path: there is no file '{path}'; give an existing one")
+        raise ValueError(f"task.path: there is no file '{path}'; give an existing file")
     return file
 
 

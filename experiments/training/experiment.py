@@ -213,7 +213,7 @@ def load_experiment(
 def read_experiment(path: Path) -> dict[str, Any]:
     """Return the mapping in an experiment file. Paths of files in it no longer depend on the working directory."""
     if not path.is_file():
-        raise RecipeError(f"experiment: there is no file '{path}'; give an existing one")
+        raise RecipeError(f"experiment: there is no file '{path}'; give an existing file")
     data = read_yaml(path)
     if isinstance(data, Mapping) and "axes" in data:
         raise RecipeError(f"{path}: the file is a study, not an experiment; run it with `eigengraft ablate {path}`")

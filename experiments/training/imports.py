@@ -103,7 +103,7 @@ def names_a_file(source: str) -> bool:
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise RecipeError(f"imports: there is no file '{path}'; give an existing one")
+        raise RecipeError(f"imports: there is no file '{path}'; give an existing file")
     # The module's name has a hash of the path: files with equal names differ, and all processes use the same name.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:

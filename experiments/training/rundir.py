@@ -164,8 +164,7 @@ class RunDirectory:
         if any(self.path.glob("checkpoint-*")):
             raise RecipeError(
                 f"{self.path}: its checkpoints were written with parallel ddp, fsdp2 or hsdp; continue the run with "
-                "one "
-                "of these, for instance by 'torchrun --nproc-per-node 1'"
+                "one of these, for instance by 'torchrun --nproc-per-node 1'"
             )
         if file.is_file():
             try:

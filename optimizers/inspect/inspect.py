@@ -55,8 +55,7 @@ def watch_next_step(optimizer: Watched) -> None:
     if optimizer.released is not None:
         raise ValueError(
             "watch_next_step: cannot be combined with eigengraft.release, by which parameters step during backward; "
-            "call "
-            "remove() of the release before the steps that you watch"
+            "call remove() of the release before the steps that you watch"
         )
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))

@@ -180,9 +180,8 @@ class Release:
             if id(parameter) in step.complete:
                 raise RuntimeError(
                     f"release: {unit.param_set.names[position]} received a second gradient before step(), after its "
-                    "first gradient was released; run all but the last backward of a step within `accumulate()` of the "
-                    "release, "
-                    "and call optimizer.step() after each step"
+                    "first gradient was released; run all but the last backward of a step within `accumulate()` of "
+                    "the release, and call optimizer.step() after each step"
                 )
             step.complete.add(id(parameter))
             unit.missing -= 1

@@ -208,7 +208,7 @@ def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Pla
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
     placements = known[parallel] if isinstance(parallel, str) else parallel
     if not mesh or min(mesh) < 1:
-        raise ValueError(f"mesh: a mesh has at least one axis, and each axis at least one rank, got {mesh}")
+        raise ValueError(f"mesh: must have at least one axis, and each axis at least one rank, got {mesh}")
     if parallel != "ddp" and len(placements) != len(mesh):
         raise ValueError(f"mesh: {parallel} needs a mesh with {counted(len(placements), 'axis', 'axes')}, got {mesh}")
     return placements

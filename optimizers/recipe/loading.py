@@ -201,7 +201,7 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
     raise RecipeError(
         f"recipe '{text}': there is no shipped recipe of that name, and it is no path of a .yaml file"
         f"{did_you_mean(text, near, first=near)} "
-        f"(shipped{' and near it' if near else ''}: {listed}; eigengraft.shipped_recipes() has all)"
+        f"({'similar ' if near else ''}shipped recipes: {listed}; eigengraft.shipped_recipes() returns all)"
     )
 
 

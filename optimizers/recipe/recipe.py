@@ -232,8 +232,7 @@ class Recipe(UpdateRule):
         if self.graph and moved is not None:
             raise ValueError(
                 f"graph cannot be combined with storage.{moved}, because a graph needs state at fixed addresses and "
-                "these "
-                "slots get new addresses in each step; remove one of the two"
+                "these slots get new addresses in each step; remove one of the two"
             )
         for path, stage in (
             [pair for at, rule in self.rules().items() for pair in rule.stages(at)] if self.graph else ()

@@ -294,7 +294,7 @@ class Match(Component):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"it is no regular expression ({error})") from None
+                raise ValueError(f"it must be a regular expression ({error})") from None
         return patterns
 
     def reason(self, info: ParamInfo) -> str | None:

@@ -120,8 +120,7 @@ def gather_signals(
         elif call.values and call.signal.extent != "outputs":
             warn_user(
                 f"provide: the signal '{name}' is not used in this step, because a parameter has no value on some "
-                "rank; on "
-                f"this rank {len(call.values)} of {len(call.wanted)} parameters have a value ({what})"
+                f"rank; on this rank {len(call.values)} of {len(call.wanted)} parameters have a value ({what})"
             )
     return gathered
 

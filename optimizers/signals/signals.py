@@ -422,7 +422,7 @@ class Signals:
             paths["failure.spike"] = f"; compare losses, with failure.spike.measure=loss, or {remedy}"
         for path, what in paths.items():
             raise ValueError(
-                f"{path}: needs a sum over all parameters of the model, but {len(others)} of them belong to other "
+                f"{path}: needs a sum over all parameters of the model, but {len(others)} parameters belong to other "
                 f"optimizers (submodel){what}"
             )
 

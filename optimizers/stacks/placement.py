@@ -258,8 +258,7 @@ def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
             label = f"{where}constraints.{constraint.label}"
             raise ValueError(
                 f"{label}: cannot be combined with width_scaling, because the constraint sets the length of every "
-                "update; remove "
-                "one of the two"
+                "update; remove one of the two"
             )
     matrices = recipe.view_of(info).matrices
     if (

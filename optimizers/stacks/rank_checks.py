@@ -103,9 +103,8 @@ def check_construction(
         others = sorted({r for own in every.values() for r, values in own.items() if values != own[min(own)]})
         raise ValueError(
             f"{subject}: ranks that hold the same entries of a parameter must hold the same values, but the values of "
-            f"{name_some(names, 5)} on {name_ranks(others)} differ from those on the lowest rank; set the same seed or "
-            "load "
-            f"the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
+            f"{name_some(names, 5)} on {name_ranks(others)} differ from those on the lowest rank; set the same seed "
+            f"or load the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
         )
 
 

@@ -167,8 +167,7 @@ class ParamSets:
                 raise ValueError(
                     f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; after "
                     "model.to_empty(device=...), which makes new parameters, compose an optimizer of the new "
-                    "parameters, "
-                    "or replace the old parameters by them in param_groups"
+                    "parameters, or replace the old parameters by them in param_groups"
                 )
 
     def frozen(self) -> list[list[bool]]:

@@ -67,8 +67,7 @@ class RankExchange(LocalExchange):
         if overlaps and recipe.decays_in_gradient():
             raise ValueError(
                 "distribution.overlap_backward: cannot be combined with a weight decay that is added to gradients, "
-                "because "
-                "gradients are sent before step() reads its rate; remove one of the two"
+                "because gradients are sent before step() reads its rate; remove one of the two"
             )
         self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
         self._copied = not any(is_dtensor(parameter) for parameter in parameters)

@@ -457,8 +457,7 @@ class Program:
         ):
             raise ContractError(
                 "`context.per_block` needs a function of the step alone, got one that also reads a signal or a "
-                "scheduled "
-                "field"
+                "scheduled field"
             )
 
     def suits(self, steps: NDArray[np.int64]) -> bool:

@@ -67,7 +67,7 @@ def _by_order(value: Any) -> ByOrder | Fraction | None:
         if several and len(item) != int(key):
             raise ValueError(
                 f"a block of order {key} has {counted(int(key), 'axis', 'axes')}, got "
-                f"{counted(len(item), 'exponent')}; give one, or one for each axis"
+                f"{counted(len(item), 'exponent')}; give one exponent, or one for each axis"
             )
         exponents[int(key)] = tuple(_fraction(part, zero=True) for part in (item if several else [item] * int(key)))
     return exponents

@@ -77,8 +77,7 @@ class Projected(Stage):
             if stage.cached_traits().lagged:
                 raise ValueError(
                     f"{path}: a lagged stage needs a gradient before the projection is known, and cannot be in "
-                    "projected; "
-                    "remove it"
+                    "projected; remove it"
                 )
         return self
 

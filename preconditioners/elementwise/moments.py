@@ -231,8 +231,8 @@ class RMS(Stage):
     per: Literal["entry", "row", "column", "longest", "block"] = Field(
         default="entry",
         description="entries that share one v: one entry, a row, a column or the block; longest: a row if there are at "
-        "least as many rows as columns, else a column; "
-        "blocks of one axis have one v for each entry, except with block",
+        "least as many rows as columns, else a column; blocks of one axis have one v for each entry, except with "
+        "block",
     )
     exponent: Exponents = Field(default=None, description="power e, or one for each order of block; default 1/2")
 

@@ -54,9 +54,8 @@ class AdaptiveShampoo(Factored):
             raise ValueError(f"ceiling: must be at least eps, {self.eps}, got {self.ceiling}")
         if self.statistic.needs_power is not None:
             raise ValueError(
-                "statistic: must not read factors of other axes, because adaptive_shampoo may have old decompositions "
-                "of "
-                "them; use a gram"
+                "statistic: must not read factors of other axes, because adaptive_shampoo may have old "
+                "decompositions of them; use a gram"
             )
         if self.statistic.axes.has_diagonals:
             raise ValueError("statistic: axes: factors must be full, got diagonal ones; set entries: full")

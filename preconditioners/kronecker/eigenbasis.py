@@ -94,8 +94,7 @@ class Eigenbasis(Factored):
             if self.statistic.needs_power is not None:
                 raise ValueError(
                     "statistic: it reads powers of full factors, but the solver computes only a subspace; use a "
-                    "`solver` "
-                    "that keeps all columns"
+                    "`solver` that keeps all columns"
                 )
             if self.statistic_frame == "basis":
                 raise ValueError(

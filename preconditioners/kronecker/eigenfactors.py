@@ -56,7 +56,7 @@ class Eigenfactors(LearnedFactors):
     @model_validator(mode="after")
     def _basis_is_whole(self) -> Self:
         if not self.solver.keeps_all_columns:
-            raise ValueError("solver: must keep all eigenvectors, got one that keeps a subspace; use power_qr")
+            raise ValueError("solver: must keep all eigenvectors, got a solver that keeps a subspace; use power_qr")
         return self
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:

@@ -74,8 +74,7 @@ class Shampoo(Factored):
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
                 f"statistic: q = {p + 1} needs the power {p} of each factor A, but only whole powers of A and of its "
-                "root "
-                f"A^(-{exponent}) can be computed; choose another q or exponent"
+                f"root A^(-{exponent}) can be computed; choose another q or exponent"
             )
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:

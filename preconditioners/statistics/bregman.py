@@ -56,8 +56,7 @@ class Bregman(Statistic):
         if self.normalize == "none" and self.first != "identity":
             raise ValueError(
                 f"first: '{self.first}' cannot be combined with normalize 'none', by which factors of different axes "
-                "have "
-                "different units; set first: identity"
+                "have different units; set first: identity"
             )
         return self
 

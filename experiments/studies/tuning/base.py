@@ -104,7 +104,9 @@ class Tuning(Component, ABC, family="tuning"):
             raise ValueError(f"tune.seeds: seed {seed} is also a seed of the study; search with other seeds")
         for field in self.fields:
             if field in axes:
-                raise ValueError(f"tune.space: '{field}' is also an axis of the study; remove it from one of them")
+                raise ValueError(
+                    f"tune.space: '{field}' is also an axis of the study; remove it from axes or from tune.space"
+                )
 
     @property
     @abstractmethod
