@@ -221,12 +221,16 @@ def import_run(
             raise RecipeError(f"{file}, row {place}: {error}") from None
         step = row.pop("step", None)
         if step is None or not math.isfinite(step):
-            raise RecipeError(f"{file}, row {place}: there is no column 'step'; give its name as step=NAME")
+            raise RecipeError(
+                f"{file}, row {place}: there is no column 'step'; give the name of the column of steps as step=NAME"
+            )
         joined = rows.setdefault(int(step), {})
         # NaN may also stand for a missing value, so that it replaces no number
         joined |= {name: value for name, value in row.items() if name not in joined or math.isfinite(value)}
     if not any("loss" in row or "val_loss" in row for row in rows.values()):
-        raise RecipeError(f"{file}: there is no column 'loss' or 'val_loss'; give its name as loss=NAME")
+        raise RecipeError(
+            f"{file}: there is no column 'loss' or 'val_loss'; give the name of such a column as loss=NAME"
+        )
     first = min(rows)
     shifted = {step + (first < 1): row for step, row in sorted(rows.items())}  # steps of some loops begin at 0
     with RunLog(directory, task, max(shifted), **settings) as log:

@@ -45,7 +45,7 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
         model = owner()
         if model is None:
             raise RuntimeError(
-                f"{chosen}: the optimizer was registered for a model that no longer exists; register it again"
+                f"{chosen}: the model of this optimizer no longer exists; register the optimizer for a new model"
             )
         groups = [entry if isinstance(entry, dict) else {"params": [entry]} for entry in params]
         with warnings.catch_warnings():

@@ -126,7 +126,7 @@ class RankBench(Bench):
         return candidate
 
     def measure(self, candidate: str, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
-        raise AssertionError("ranks are measured together: call cells_of, not measure")
+        raise AssertionError("this bench measures all ranks together, so measure() cannot be called; call cells_of()")
 
     def table(self) -> Table:
         return Table(

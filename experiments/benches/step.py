@@ -137,7 +137,9 @@ class StepBench(Bench):
         return candidate.label()
 
     def measure(self, candidate: StepCase, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
-        raise AssertionError("candidates are measured in turn: call cells_of, not measure")
+        raise AssertionError(
+            "this bench measures its candidates in turn, so measure() cannot be called; call cells_of()"
+        )
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
         """Yield the rows of all candidates on one set of parameters. Candidates with the same algorithm take turns."""

@@ -197,7 +197,7 @@ def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
     for row in _rows(folder):
         found.setdefault(row["entry"], []).append(row)
     if not found:
-        raise ValueError(f"track: '{folder}' has no results of entries; make some with `eigengraft track run`")
+        raise ValueError(f"track: '{folder}' has no results of entries; run an entry with `eigengraft track run`")
     entries = [_entry(track, name, rows, folder / RESULTS_FILE) for name, rows in found.items()]
     for task in track.tasks:
         data = {entry.name: {run.data for run in entry.runs[task]} for entry in entries}
