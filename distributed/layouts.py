@@ -293,7 +293,7 @@ class Region:
     strides: tuple[Stride, ...]
 
     def in_shard(self, shard: Tensor, held: Box) -> Tensor:
-        """Return the entries as a view of a shard that holds the box `held` of the parameter."""
+        """Return these entries as a view into `shard`, the local part of the parameter, which covers the box `held`."""
         return shard[self.box.within(held)]
 
     def in_block(self, block: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class _Run(NamedTuple):
 
     start: first index of the box along each of those axes of the parameter.
     stop: end of the box along each of those axes.
-    moves: number of indices, by axis of the merged shape, from the first entry of the piece to that of the box.
+    moves: offset of the first entry of the box from the first entry of the piece, by axis of the merged shape.
     strides: for each of those axes, the distance in the block between entries that are neighbours along it.
     """
 

@@ -223,7 +223,7 @@ class Record:
 
     @property
     def imported(self) -> bool:
-        """True if another training loop logged the run. Only runs of this library record their data."""
+        """True if another training loop logged the run. Such a run has no record of the identity of its data."""
         return bool(self.run.environment) and "data" not in self.run.provenance
 
     @property

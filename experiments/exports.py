@@ -195,7 +195,7 @@ def _range(path: str, low: str | float, high: str | float) -> dict[str, Any]:
 
 
 def _hyperparameter(path: str) -> str:
-    """Return the name of a hyperparameter of AlgoPerf, which is a name in Python."""
+    """Return the name of a hyperparameter for AlgoPerf, changed to a valid identifier of Python."""
     name = "learning_rate" if path == "lr" else path.replace(".", "__")
     if not name.isidentifier():
         raise RecipeError(f"{path}: a hyperparameter of AlgoPerf must be a name in Python, got '{name}'")

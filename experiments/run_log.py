@@ -129,7 +129,7 @@ class RunLog:
         self._fault = known
 
     def _lost_loss(self, place: FaultPlace, step: int, value: float) -> Fault:
-        """Return the fault of a loss that is not finite."""
+        """Return the fault that reports a loss that is not finite. Its cause is not searched."""
         column, name = ("loss", "training") if place == "loss" else ("val_loss", "validation")
         before = [row for row in self.rows if row[column] is not None]
         last = f"; it was {before[-1][column]:.4g} at step {before[-1]['step']}" if before else ", its first row"

@@ -232,9 +232,7 @@ def xy(x: str, y: str) -> LinePoints:
 
 
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
-    """Return a function from rows to one point (x, y) for each value of a field, computed from the rows with this
-    value.
-    """
+    """Return a function that groups rows by the value of a field, and computes one point (x, y) from each group."""
     return lambda rows: [(x(some), y(some)) for _, some in groups(rows, field)]
 
 

@@ -77,8 +77,8 @@ def require_baselines(
     axis, baseline = compared
     if "steps" in changed_paths(axes[axis]) or any("steps" in one.set and axis in one.when for one in settings):
         raise ValueError(
-            f"equal: `seconds` cannot be combined with `steps` on axis '{axis}': the steps of other cells are "
-            f"computed from those of {axis}={baseline}; give `steps` in `base` or on another axis"
+            f"equal: `seconds` cannot be combined with `steps` on axis '{axis}', because the steps of its other labels "
+            f"are computed from those of {axis}={baseline}; set `steps` in `base` or on another axis"
         )
     kept = list(combinations(axes, exclude))
     for labels in kept:

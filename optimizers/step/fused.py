@@ -155,7 +155,8 @@ class _Numbers(NamedTuple):
     lr: learning rate; if a tensor holds the rate, the id of that tensor and the factor by which it is multiplied.
     decay: weight decay.
     in_gradient: True if the decay is added to the gradient.
-    after: True if the parameters decay after their update. The kernel can only decay them before its update.
+    after: True if the parameters decay after their update. The kernel can only decay them before it, so a separate
+        operation multiplies them afterwards.
     """
 
     lr: float | tuple[int, float]

@@ -55,7 +55,8 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
     These are names that are very similar, then longer names that have the given name as a word, shorter names that are
     a word of the given name, and all other similar names.
 
-    cutoff: least similarity of a similar name: 1 minus the number of typing errors per character.
+    cutoff: smallest similarity of two names that count as similar. The similarity is 1 minus the number of typing
+        errors per character.
     """
     others = list(known)
     similarity = {other: 1 - typing_errors(name, other) / max(len(name), len(other), 1) for other in others}

@@ -241,7 +241,7 @@ class DelayedRefreshes(Protocol):
         """
 
     def finish(self, path: str, seeds: NDArray[np.int64]) -> None:
-        """Store the results of all refreshes of a stage that contain one of the blocks with these seeds.
+        """Store the result of each refresh of a stage that computes one of the blocks with these seeds.
 
         path: path of the stage.
         """
