@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eigengraft.errors import did_you_mean
+from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
@@ -133,9 +133,18 @@ def recipe_entries() -> Iterator[tuple[str, str]]:
 
 
 def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
-    """Return (family, component) for each kind that `source` names, as KIND or FAMILY.KIND."""
+    """Return (family, component) for each kind that `source` names, as KIND or FAMILY.KIND.
+
+    Raises RecipeError if the family has no such kind.
+    """
     family, _, kind = source.rpartition(".")
-    found = ((name, own.members.get(kind)) for name, own in sorted(_registered(()).items()) if family in ("", name))
+    registered = _registered(())
+    if family in registered and kind not in (known := registered[family].members):
+        hint = did_you_mean(kind, known)
+        raise RecipeError(
+            f"{source}: {family} has no kind '{kind}'{hint or f'; `eigengraft list {family}` lists them'}"
+        )
+    found = ((name, own.members.get(kind)) for name, own in sorted(registered.items()) if family in ("", name))
     return [(name, member) for name, member in found if member is not None]
 
 
