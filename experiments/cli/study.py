@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -307,6 +308,10 @@ def _logged_progress(name: str, figures: Callable[[Tick], str]) -> Callable[[Tic
     return on_tick
 
 
+_TIMED_STEPS = 20
+"""Least number of steps, over all runs, from which the progress of a study estimates the time left."""
+
+
 class StudyProgress:
     """A context manager with a progress bar for a study and for each run in progress, and a line for each finished run.
 
@@ -325,6 +330,9 @@ class StudyProgress:
         self.runs, self.done = runs, runs - left
         self.began = monotonic()
         self.start_fraction: float | None = None
+        self.ended_runs = 0  # since the start
+        self.first_steps: dict[str, int] = {}  # of runs, by directory
+        self.timed_steps: dict[str, int] = {}
         self.study_bar = self.progress.add_task("study", total=1.0, figures="")
         self.run_bars: dict[str, TaskID] = {}
 
@@ -353,6 +361,8 @@ class StudyProgress:
                 text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
                 self.progress.console.print(text, highlight=False, soft_wrap=True)
         elif event.kind == "progress":
+            first = self.first_steps.setdefault(key, event.value.step)
+            self.timed_steps[key] = event.value.step - first
             shown = _describe_tick(event.value)
             self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
             if self.lines is not None:
@@ -361,16 +371,22 @@ class StudyProgress:
             if key in self.run_bars:  # runs of other workers have no bar
                 self.progress.remove_task(self.run_bars.pop(key))
             self.done += 1
+            self.ended_runs += 1
             text = _describe_result(event.value, self.metric) if event.kind == "done" else "[red]failed[/red]"
             self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
         self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
 
     def _figures(self, fraction: float) -> str:
-        """Return a text with the number of finished runs, and the time left at the speed so far."""
+        """Return a text with the number of finished runs, and the time left at the speed so far.
+
+        The time left is omitted until a run has ended or `_TIMED_STEPS` steps are done, because a speed over less work
+        is mostly that of starting processes and compiling.
+        """
         self.start_fraction = fraction if self.start_fraction is None else self.start_fraction
         gained, spent = fraction - self.start_fraction, monotonic() - self.began
         text = f"{self.done} of {self.runs} runs"
-        if gained <= 0 or spent < 5 or fraction >= 1:
+        timed = self.ended_runs > 0 or sum(self.timed_steps.values()) >= _TIMED_STEPS
+        if not timed or gained <= 0 or spent < 5 or fraction >= 1:
             return text
         return f"{text}{_left(spent * (1 - fraction) / gained)}"
 
@@ -420,13 +436,22 @@ def differences_table(preview: StudyPreview) -> Iterator[Table]:
             yield table
 
 
+def _duration(seconds: float) -> str:
+    """Return a time in seconds below 100 s, in minutes below 100 minutes, and in hours and minutes above."""
+    if seconds < 100:
+        return counted(math.ceil(seconds), "second")
+    if round(seconds / 60) < 100:
+        return counted(round(seconds / 60), "minute")
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}:{minutes:02d} hours"
+
+
 def sentence(preview: StudyPreview) -> str:
     """Return one sentence about the runs that are not done yet."""
     at_most = "at most " if any(cell.tuning for cell in preview.cells) else ""
-    hours, minutes = divmod(round(preview.seconds / 60), 60)
     runs = f"{preview.name}: {at_most}{counted(preview.runs, 'run')} in {counted(len(preview.cells), 'cell')}"
     timed = "; steps of other cells than the baseline's follow from the timed runs"
     return (
-        f"{runs}, about {hours}:{minutes:02d} hours on one core; such a guess may be off by a factor of a few"
+        f"{runs}, about {_duration(preview.seconds)} on one core; such a guess may be off by a factor of a few"
         f"{timed if any(cell.timing for cell in preview.cells) else ''}"
     )

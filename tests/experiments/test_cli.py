@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from ruamel.yaml import YAML
 from typer.testing import CliRunner, Result
 
@@ -18,6 +21,7 @@ import eigengraft
 from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
+from eigengraft.experiments.cli import study as study_commands
 from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.purposes import FAMILIES, GOALS, STAGES, by_purpose
@@ -199,6 +203,34 @@ class TestProgress:
         gaps = [later - earlier for earlier, later in itertools.pairwise(written)]
         assert written[:3] == [0, 10, 20] and gaps == sorted(gaps) and max(gaps) <= 601
         assert 300 < len(written) < 400
+
+
+def test_a_study_estimates_the_time_left_once_a_run_has_ended_or_20_steps_are_done(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr(study_commands, "monotonic", lambda: clock["now"])
+    for kind, steps in (("progress", 21), ("done", 1)):
+        clock["now"] = 0.0
+        progress = study_commands.StudyProgress(Console(file=StringIO()), runs=12, left=12)
+        assert progress._figures(0.0) == "0 of 12 runs"
+        clock["now"], run = 6.0, SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60))
+        result = SimpleNamespace(val_loss=1.0, val_accuracy=None, metrics={}, seconds=1.0)
+        progress.on_event(SimpleNamespace(kind="started", run=run, value=None, fraction=0.0))
+        for step in (1, 20):
+            tick = SimpleNamespace(step=step, steps=60, loss=1.0, step_ms=1.0)
+            progress.on_event(SimpleNamespace(kind="progress", run=run, value=tick, fraction=0.02))
+        assert progress._figures(0.02) == "0 of 12 runs"
+        value = result if kind == "done" else SimpleNamespace(step=steps, steps=60, loss=1.0, step_ms=1.0)
+        progress.on_event(SimpleNamespace(kind=kind, run=run, value=value, fraction=0.1))
+        assert progress._figures(0.1) == f"{int(kind == 'done')} of 12 runs, about 0:54 left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 seconds"), (0.4, "1 second"), (14, "14 seconds"), (340, "6 minutes"), (7500, "2:05 hours")],
+)
+def test_a_preview_gives_short_times_in_seconds_or_minutes(seconds, text):
+    preview = SimpleNamespace(name="tiny", runs=2, seconds=seconds, cells=[SimpleNamespace(tuning=0, timing=0)])
+    assert f"tiny: 2 runs in 1 cell, about {text} on one core" in study_commands.sentence(preview)
 
 
 class TestImports:
