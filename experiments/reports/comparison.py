@@ -97,6 +97,19 @@ class ComparisonRow:
                 found[run.seed] = reaches(curve[axis], values, self.metric.sign * levels[run.seed])
         return found
 
+    def at_first_evaluation(self, axis: int) -> set[int]:
+        """Return the seeds for which `reached` is the first evaluation, and thus only an upper bound.
+
+        axis: 0 for the step, 1 for the second.
+        """
+        found = self.reached(axis)
+        curves = {run.seed: run.curve(self.metric) for run in self.runs if found.get(run.seed) is not None}
+        firsts = {
+            seed: next(x for x, y in zip(curve[axis], curve[2], strict=True) if math.isfinite(y))
+            for seed, curve in curves.items()
+        }
+        return {seed for seed, first in firsts.items() if found[seed] == first > 0}
+
     def first(self, target: Target) -> int | None:
         """Return the first step at which the mean over the row's runs reaches a target, None if there is none.
 

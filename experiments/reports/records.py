@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from eigengraft.errors import counted
+
 from ..files import read_object, read_rows
 from ..provenance import provenance_of, variants
 from .seed_statistics import Target
@@ -289,6 +291,10 @@ class TunedCell:
         ]
 
 
+FEW_EVALUATIONS = 5
+"""Number of evaluations of a run below which reports say that the steps to a value are coarse."""
+
+
 @dataclass(frozen=True)
 class Records:
     """All runs of a directory. They are compared along the axis `compare` with the runs labelled `baseline`.
@@ -330,6 +336,18 @@ class Records:
             + "; ".join(f"{variant} ({count} run{'s' if count > 1 else ''})" for variant, count in counts.items())
             for cell, counts in found.items()
         ]
+
+    @property
+    def coarse(self) -> str:
+        """A sentence about ended runs with too few evaluations to time when they reach a value; empty without any."""
+        ended = [run for run in self.runs if run.result]
+        few = [run for run in ended if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]
+        if not few:
+            return ""
+        return (
+            f"In {len(few)} of {counted(len(ended), 'ended run')} there are fewer than {FEW_EVALUATIONS} evaluations, "
+            "so that the steps to a value are coarse; for more evaluations set `eval_every` to fewer steps"
+        )
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:
         """Return "least" or "largest" if a cell's tuned learning rate is at that end of the tried values, else ""."""

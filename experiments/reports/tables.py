@@ -46,14 +46,19 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         yield f"With {counted(test.n, 'seed')} this difference is not significant (p = {p:.2g}{tests})."
     steps = [step for step in best.reached(0).values() if step is not None]
     if steps and len(steps) == len(best.runs):
-        last = max(base.runs[0].curve(panel.metric)[0])
-        yield f"{best.title} reaches {base.title}'s final value after {sum(steps) / len(steps):.0f} of {last} steps."
+        last, mean = max(base.runs[0].curve(panel.metric)[0]), sum(steps) / len(steps)
+        bounds = len(best.at_first_evaluation(0))
+        when = f"after {'at most ' if bounds else ''}{mean:.0f} of {last} steps"
+        if bounds == len(steps):
+            when = f"by its first evaluation, step {mean:.0f} or earlier"
+        yield f"{best.title} reaches {base.title}'s final value {when}."
 
 
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
     """Return two texts: the mean step or second at which seeds reach the baseline's final value, and how many reach it.
 
-    The second text is empty if all seeds reach the value.
+    The first text begins with "≤" if a seed reaches the value at its first evaluation, and thus there or earlier. The
+    second text is empty if all seeds reach the value.
 
     axis: 0 for the step, 1 for the second.
     """
@@ -62,7 +67,8 @@ def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
     if not hits:
         return ("never" if found else _NONE), ""
     mean = sum(hits) / len(hits)
-    return f"{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
+    bound = "\u2264 " if row.at_first_evaluation(axis) else ""
+    return f"{bound}{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
 
 
 _WORST = {

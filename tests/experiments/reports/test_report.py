@@ -17,7 +17,14 @@ from eigengraft.experiments.reports.drawings import difference_dots, internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import Report
-from eigengraft.experiments.reports.tables import load_metrics, load_runs, worst_layers, write_parquet
+from eigengraft.experiments.reports.tables import (
+    format_reached,
+    load_metrics,
+    load_runs,
+    sentences,
+    worst_layers,
+    write_parquet,
+)
 
 from ...refusals import refused
 
@@ -132,6 +139,45 @@ def test_page_says_the_numbers(study):
     assert "4 complete" in text and "not complete" not in text
     assert "recipe.update.eigenbasis.refresh" in text and "steps 10" in text
     assert "momentum → rms" in text
+
+
+def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
+    write_study(
+        tmp_path,
+        [
+            ("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0]}),
+            ("adamw", 1, {"recipe": ADAM, "values": [4.0, 3.0]}),
+            ("soap", 0, {"recipe": SOAP, "values": [2.0, 1.0]}),
+            ("soap", 1, {"recipe": SOAP, "values": [None, 1.0]}),
+        ],
+    )
+    records = read_records(tmp_path)
+    (panel,) = compare(records)
+    adamw, soap = panel.rows
+    assert (adamw.at_first_evaluation(0), soap.at_first_evaluation(0)) == (set(), {0, 1})
+    assert "soap reaches adamw's final value by its first evaluation, step 15 or earlier." in list(
+        sentences(panel, records)
+    )
+    assert format_reached(soap, 0) == ("\u2264 15", "") and format_reached(adamw, 0) == ("20", "")
+    write_run(tmp_path / "method=soap" / "seed-2", SOAP, [4.0, 2.0], seed=2)
+    write_run(tmp_path / "method=adamw" / "seed-2", ADAM, [4.0, 3.0], seed=2)
+    manifest = json.loads((tmp_path / "study.json").read_text())
+    manifest["runs"] += [
+        {"directory": f"method={method}/seed-2", "labels": {"method": method}, "seed": 2}
+        for method in ("adamw", "soap")
+    ]
+    (tmp_path / "study.json").write_text(json.dumps(manifest))
+    records = read_records(tmp_path)
+    (panel,) = compare(records)  # 10, 20 and 15
+    assert "soap reaches adamw's final value after at most 15 of 20 steps." in list(sentences(panel, records))
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
+    assert "In 6 of 6 ended runs there are fewer than 5 evaluations" in text and "eval_every" in text
+    assert "\u2264 15" in text
+
+
+def test_runs_with_five_evaluations_are_not_coarse(tmp_path):
+    write_study(tmp_path, [("adamw", 0, {"recipe": ADAM, "values": [5.0, 4.0, 3.0, 2.0, 1.0]})])
+    assert read_records(tmp_path).coarse == ""
 
 
 def test_page_is_self_contained_and_well_formed(study):
