@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun
-from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name
+from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name, number_of
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -164,6 +164,8 @@ class ComparisonPanel:
     rows: tuple[ComparisonRow, ...]
     metric: Metric
     baseline: ComparisonRow | None
+    axis: str
+    """Name of the axis along which the rows differ."""
 
     @cached_property
     def best(self) -> ComparisonRow | None:
@@ -238,7 +240,7 @@ def _panel(
         for label, some in by_label.items()
     }
     rows = tuple(baseline if baseline and label == baseline.label else row for label, row in found.items())
-    return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline)
+    return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline, axis)
 
 
 def _row_label(run: Run, records: Records) -> str:
@@ -266,12 +268,6 @@ def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
     return LostRun([x for x, _ in points], [y for _, y in points], ends[-1]) if ends else None
 
 
-RATE = "lr"
-"""The axis of learning rates. If a study has this axis, its report also compares methods that each have their best
-label on it, whichever axis the study compares.
-"""
-
-
 def swept(records: Records) -> Records:
     """Return the records with the learning rate as the compared axis, if the study has such an axis and compares
     another one.
@@ -279,16 +275,17 @@ def swept(records: Records) -> Records:
     The compared axis of the study, the method, then becomes the last of the axes that are not compared, and the runs of
     the baseline come first. Records of all other studies are returned unchanged.
     """
-    if records.compare == RATE or not all(RATE in run.labels for run in records.runs):
+    rates = records.rates
+    if rates in ("", records.compare):
         return records
-    runs = [replace(run, labels=_rate_last(run.labels, records.compare)) for run in records.runs]
+    runs = [replace(run, labels=_rates_last(run.labels, records.compare, rates)) for run in records.runs]
     runs.sort(key=lambda run: run.labels[records.compare] != records.baseline)
-    return replace(records, runs=tuple(runs), compare=RATE, baseline=runs[0].labels[RATE])
+    return replace(records, runs=tuple(runs), compare=rates, baseline=runs[0].labels[rates])
 
 
-def _rate_last(labels: Mapping[str, str], method: str) -> dict[str, str]:
-    others = {axis: label for axis, label in labels.items() if axis not in (method, RATE)}
-    return {**others, method: labels[method], RATE: labels[RATE]}
+def _rates_last(labels: Mapping[str, str], method: str, rates: str) -> dict[str, str]:
+    others = {axis: label for axis, label in labels.items() if axis not in (method, rates)}
+    return {**others, method: labels[method], rates: labels[rates]}
 
 
 def sweeps(records: Records) -> dict[str, list[Curve]]:
@@ -324,7 +321,7 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
 
 def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
     """Return the labels of the rows as numbers, by label. Empty if there is one label, or if one is no number."""
-    numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
+    numbers = {row.label: number_of(row.label) for panel in panels for row in panel.rows}
     return numbers if len(numbers) > 1 and all(map(math.isfinite, numbers.values())) else {}
 
 
@@ -363,21 +360,26 @@ def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[Com
         label = f"{method}, {named(records.compare, best.label)}"
         rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None, edge=edge))
     title = ", ".join([*outer, f"each at its own best {records.compare}"])
-    return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0])
+    return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0], _methods(records, rows[0].runs[0]))
 
 
 def _edge(panel: ComparisonPanel) -> str:
     """Return "least" or "largest" if the best number of a panel is at that end of the numbers that have runs."""
     assert panel.best is not None
-    tried = [_number(row.label) for row in panel.rows if row.finals]
-    best = _number(panel.best.label)
+    tried = [number_of(row.label) for row in panel.rows if row.finals]
+    best = number_of(panel.best.label)
     return "least" if best == min(tried) else "largest" if best == max(tried) else ""
 
 
 def method_axis(records: Records) -> str | None:
     """Return the axis whose labels are compared, each at its own best number; None if there is no such comparison."""
     rates = swept(records)
-    return [axis for axis in rates.runs[0].labels if axis != rates.compare][-1] if _by_conditions(rates) else None
+    return _methods(rates, rates.runs[0]) if _by_conditions(rates) else None
+
+
+def _methods(records: Records, run: Run) -> str:
+    """Return the last axis of a run that is not compared."""
+    return [axis for axis in run.labels if axis != records.compare][-1]
 
 
 def describe_comparisons(records: Records) -> list[str]:
@@ -441,10 +443,3 @@ def _tuning_curve(one: TunedCell, path: str, sign: int, label: str, style: int) 
         return None
     mean = [sign * best[value] for value in x]
     return Curve(label, style, x, mean, mean, mean, lost, f"{label}: diverged" if lost else "")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

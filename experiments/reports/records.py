@@ -337,6 +337,13 @@ class Records:
             for cell, counts in found.items()
         ]
 
+    @cached_property
+    def rates(self) -> str:
+        """The axis of learning rates; the compared axis if there are several. Empty without such an axis."""
+        common = [axis for axis in self.runs[0].labels if all(axis in run.labels for run in self.runs)]
+        found = [axis for axis in common if is_rate(axis, [run.labels[axis] for run in self.runs])]
+        return self.compare if self.compare in found else found[-1] if found else ""
+
     @property
     def coarse(self) -> str:
         """A sentence about ended runs with too few evaluations to time when they reach a value; empty without any."""
@@ -359,6 +366,22 @@ class Records:
 
     def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
         return (one for one in self.tuned if one.cell == cell_name(labels))
+
+
+def is_rate(axis: str, labels: Iterable[str]) -> bool:
+    """Return True if an axis has learning rates: its name, a dotted path, ends in `lr`, and it has at least two labels,
+    all of them finite numbers.
+    """
+    numbers = [number_of(label) for label in dict.fromkeys(labels)]
+    return axis.split(".")[-1] == "lr" and len(numbers) > 1 and all(map(math.isfinite, numbers))
+
+
+def number_of(label: str) -> float:
+    """Return a label as a number, NaN if it is none."""
+    try:
+        return float(label)
+    except ValueError:
+        return math.nan
 
 
 def cell_name(labels: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
-from .comparison import RATE, ComparisonPanel, ComparisonRow, at_their_best, compare, swept
+from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, swept
 from .records import Records, Run, learning_rate, read_records
 from .seed_statistics import Summary
 
@@ -218,10 +218,10 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     costs = [f"steps to {records.target.value:g}"] if records.target else []
     costs += ["steps", "seconds"] if records.equal == "seconds" else []
     costs += ["step, ms", "state, bytes per parameter"]
-    yield [records.compare, "learning rate", f"final {panel.metric.title}", *panel.further, *differences, *costs]
+    yield [panel.axis, "learning rate", f"final {panel.metric.title}", *panel.further, *differences, *costs]
     for row in panel.rows:
         edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
-        edge = edge or (row.edge if swept(records).compare == RATE else "")
+        edge = edge or (row.edge if records.rates else "")
         rate = format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
         shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
         middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]

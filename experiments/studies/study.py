@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
 
 from ..files import short_name
-from ..reports.records import METRICS, Metric, metric_of
+from ..reports.records import METRICS, Metric, is_rate, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
 from ..training.experiment import Experiment, load_experiment, read_experiment, with_imports
@@ -94,7 +94,8 @@ class Study(Component):
     baseline: dict[str, str] = Field(
         default={},
         max_length=1,
-        description="compared axis: label of its baseline; none: the last axis with several labels and its first label",
+        description="compared axis: label of its baseline; none: its default and its first label; the default is "
+        "the last axis with several labels, and an axis of learning rates only if no other one has several",
     )
 
     @field_validator("base", mode="before", json_schema_input_type=dict[str, Any] | str)
@@ -214,7 +215,8 @@ class Study(Component):
     def compared(self) -> tuple[str, str]:
         """Axis along which cells are compared, and the label of the baseline on this axis."""
         several = [axis for axis, labels in self.axes.items() if len(labels) > 1]
-        axis = next(iter(self.baseline), (several or list(self.axes))[-1])
+        methods = [axis for axis in several if not is_rate(axis, self.axes[axis])]
+        axis = next(iter(self.baseline), (methods or several or list(self.axes))[-1])
         return axis, self.baseline.get(axis, next(iter(self.axes[axis])))
 
 
@@ -283,7 +285,7 @@ def _values(text: str) -> list[Any]:
 
 
 def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the data of a study with further axes, the last of which is compared. Axes of equal names are replaced."""
+    """Return the data of a study with further axes. Axes of equal names are replaced."""
     known = data.get("axes") or {}
     if not axes or not isinstance(known, Mapping):
         return dict(data)

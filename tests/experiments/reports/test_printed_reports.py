@@ -70,6 +70,23 @@ def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid
     assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
 
 
+@pytest.mark.parametrize("name", ["lr", "recipe.lr"])
+def test_a_table_of_best_rates_is_headed_by_the_axis_of_methods(grid, name):
+    manifest = json.loads((grid / "study.json").read_text())
+    for run in manifest["runs"]:
+        run["labels"] = {"method": run["labels"]["method"], name: run["labels"]["lr"]}
+    for axis, baseline in ((name, "0.01"), ("method", "adam")):
+        (grid / "study.json").write_text(json.dumps({**manifest, "compare": axis, "baseline": baseline}))
+        records = read_records(grid)
+        best, *others = Report(grid).panels
+        assert best.axis == "method" and {panel.axis for panel in others} == {axis}
+        assert markdown(best, records).splitlines()[2].startswith("| method | learning rate | ")
+        page = Report(grid).page()
+        assert page.count("<th>method</th>") == (1 if axis == name else 4)
+        assert page.count("<th>learning rate</th>") == len(others) + 1
+    assert "<tr><th>field</th><th>adam</th><th>soap</th></tr>" in page
+
+
 def test_two_learning_rates_suffice_and_a_best_rate_at_an_end_is_named(grid):
     manifest = json.loads((grid / "study.json").read_text())
     two = [run for run in manifest["runs"] if run["labels"]["lr"] != "1"]

@@ -59,13 +59,30 @@ def test_a_preview_counts_runs_and_plans_the_state_that_an_optimizer_has(tmp_pat
 
 
 def test_a_preview_names_comparisons_and_the_fields_in_which_their_labels_differ(tmp_path):
-    """Methods differ beside the compared rates, and an axis with one label is not compared."""
+    """Methods are compared wherever the rates stand, and an axis with one label is not compared."""
     preview = preview_study(study(axes={"method": METHODS, "lr": [0.1, 0.2]}), tmp_path)
-    assert list(preview.configs) == ["lr", "method"] and len(preview.comparisons) == 2
+    assert list(preview.configs) == ["method"] and len(preview.comparisons) == 2
     assert {label for panel in preview.configs["method"].values() for label in panel} == {"adam", "soap"}
-    assert "adam, soap" in preview.comparisons[0] and "lr 0.1, lr 0.2" in preview.comparisons[1]
+    assert "adam, soap" in preview.comparisons[0] and "lr 0.1; lr 0.2" in preview.comparisons[1]
+    rates = preview_study(study(axes={"method": METHODS, "lr": [0.1, 0.2]}, baseline={"lr": "0.1"}), tmp_path)
+    assert list(rates.configs) == ["lr", "method"] and "lr 0.1, lr 0.2" in rates.comparisons[1]
     one = study(axes={"method": METHODS, "lr": [0.1]})
     assert one.compared == ("method", "adam") and list(preview_study(one, tmp_path).configs) == ["method"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "compared"),
+    [
+        ({"method": METHODS, "recipe.lr": [0.1, 0.2]}, ("method", "adam")),
+        ({"lr": [0.1, 0.2], "method": METHODS}, ("method", "adam")),
+        ({"steps": [2, 4], "method": METHODS, "lr": [0.1, 0.2]}, ("method", "adam")),
+        ({"method": METHODS, "steps": [2, 4]}, ("steps", "2")),
+        ({"lr": [0.1, 0.2]}, ("lr", "0.1")),
+        ({"method": METHODS, "lr": {"low": {"lr": 0.1}, "high": {"lr": 0.2}}}, ("lr", "low")),
+    ],
+)
+def test_an_axis_of_learning_rates_is_compared_only_if_no_other_axis_has_several_labels(axes, compared):
+    assert study(axes=axes).compared == compared
 
 
 def test_a_preview_counts_what_constraints_keep_of_parameters_in_their_dtype(tmp_path, monkeypatch):
