@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun
-from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name, number_of
+from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name, label_number
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -321,7 +321,7 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
 
 def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
     """Return the labels of the rows as numbers, by label. Empty if there is one label, or if one is no number."""
-    numbers = {row.label: number_of(row.label) for panel in panels for row in panel.rows}
+    numbers = {row.label: label_number(row.label) for panel in panels for row in panel.rows}
     return numbers if len(numbers) > 1 and all(map(math.isfinite, numbers.values())) else {}
 
 
@@ -366,8 +366,8 @@ def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[Com
 def _edge(panel: ComparisonPanel) -> str:
     """Return "least" or "largest" if the best number of a panel is at that end of the numbers that have runs."""
     assert panel.best is not None
-    tried = [number_of(row.label) for row in panel.rows if row.finals]
-    best = number_of(panel.best.label)
+    tried = [label_number(row.label) for row in panel.rows if row.finals]
+    best = label_number(panel.best.label)
     return "least" if best == min(tried) else "largest" if best == max(tried) else ""
 
 

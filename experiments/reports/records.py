@@ -372,11 +372,11 @@ def is_rate(axis: str, labels: Iterable[str]) -> bool:
     """Return True if an axis has learning rates: its name, a dotted path, ends in `lr`, and it has at least two labels,
     all of them finite numbers.
     """
-    numbers = [number_of(label) for label in dict.fromkeys(labels)]
+    numbers = [label_number(label) for label in dict.fromkeys(labels)]
     return axis.split(".")[-1] == "lr" and len(numbers) > 1 and all(map(math.isfinite, numbers))
 
 
-def number_of(label: str) -> float:
+def label_number(label: str) -> float:
     """Return a label as a number, NaN if it is none."""
     try:
         return float(label)
