@@ -25,6 +25,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
 from .reports.records import Run
+from .run_log import ends_lost, is_lost, rows_with
 from .training.divergence import Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.train import isolated_run
@@ -90,7 +91,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "validation data": Explanation(
         "rows that only validation reads have NaN, or are scaled differently from the training rows",
-        "check the validation rows for NaN, and scale them with the numbers of the training rows",
+        "check the validation rows for NaN, and scale them with the numbers of the training rows; in an imported log, "
+        "leave missing values empty",
     ),
     "labels": Explanation(
         "classes are numbered from 1, an extra class means `ignore`, or the model has too few outputs",
@@ -118,7 +120,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "loss not finite": Explanation(
         "the learning rate is too high, the data have NaN or infinity, or an operation of the model overflows",
-        "check the batch of this step with `torch.isfinite`; if it is finite, divide lr by 10, or clip gradients",
+        "check the rows of the batch of this step with `torch.isfinite`; if they are finite, divide lr by 10, or clip "
+        "gradients; in an imported log, leave missing values empty",
     ),
     "error": Explanation(
         "the code of the task, the model or a callback raised the error",
@@ -227,6 +230,21 @@ class Record:
         return bool(self.run.environment) and "data" not in self.run.provenance
 
     @property
+    def ends_lost(self) -> bool:
+        """True if the last training or validation loss of an imported run is not finite."""
+        marked = any(self.lost_rows(column) for column in ("loss", "val_loss"))
+        return ends_lost(self.run.rows) if marked else self.fault is not None  # older logs removed other faults
+
+    @property
+    def ended_by_fault(self) -> bool:
+        """True if the run has a fault and did not recover: an imported run ends lost, another run has no result."""
+        return self.fault is not None and (self.ends_lost if self.imported else not self.run.result)
+
+    def lost_rows(self, column: str) -> list[Mapping[str, Any]]:
+        """Return the rows in which a loss of an imported run is not finite."""
+        return [row for row in self.run.rows if is_lost(row, column)]
+
+    @property
     def losses(self) -> list[float]:
         """Training losses of all rows. If no row has one, as in some imported runs, the validation losses."""
         return self.numbers("loss") or self.numbers("val_loss")
@@ -318,8 +336,11 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     if fault is None:
         return
     kind: FindingKind = fault.cause
-    if kind == "loss not finite" and (rise := _rise(record)):
-        yield Finding("learning rate", fault.step, "", f"{fault.text}; before, {rise}")
+    if record.imported:
+        text = f"{fault.text}{_extent(record, fault)}"
+        if kind == "loss not finite" and record.ends_lost and (rise := _rise(record)):
+            kind, text = "learning rate", f"{text}; before, {rise}"
+        yield Finding(kind, fault.step, "", text)
         return
     if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind = "learning rate"
@@ -330,13 +351,37 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     yield Finding(kind, fault.step, layer, text)
 
 
+def _extent(record: Record, fault: Fault) -> str:
+    """Return a clause about the rows of an imported run in which its losses are not finite.
+
+    fault: the first loss that is not finite, whose step the text before the clause has. A clause about the other loss
+        begins with its first step. The clause is empty for logs of older versions, which did not mark such rows.
+    """
+    columns = {"loss": "training", "val_loss": "validation"}
+    if fault.place == "evaluation":
+        columns = dict(reversed(columns.items()))
+    text = ""
+    for number, (column, name) in enumerate(columns.items()):
+        lost, logged = record.lost_rows(column), rows_with(record.run.rows, column)
+        if not lost:
+            continue
+        first, last = lost[0]["step"], lost[-1]["step"]
+        after = next((row["step"] for row in logged if row["step"] > last), None)
+        together = len(lost) == sum(first <= row["step"] <= last for row in logged)
+        parts = [f"{len(lost)} of {counted(len(logged), 'row')}", *([] if together else [f"the last at step {last}"])]
+        parts.append("not finite at the end" if after is None else f"finite again from step {after}")
+        text += f"; the {name} loss is not finite at step {first}" if number else ""
+        text += f" ({'; '.join(parts)})"
+    return text
+
+
 def _of_end(record: Record) -> Iterator[Finding]:
     """Yield a finding about how the run ended, unless a recorded fault has ended it."""
     if record.run.result.get("diverged") and record.fault is None:  # older versions recorded no fault
         yield Finding("learning rate", record.run.result["steps"], "", record.run.result["diagnosis"])
     elif record.run.error and not record.run.result and record.fault is None:
         yield Finding("error", None, "", record.run.error.strip().splitlines()[-1])
-    elif record.run.result.get("diverged") or (record.fault and (record.imported or not record.run.result)):
+    elif record.run.result.get("diverged") or record.ended_by_fault:
         return
     elif worse := _rise(record):
         yield Finding("learning rate", None, _fastest_layer(record)[0], f"{worse}{_step_size(record)}")

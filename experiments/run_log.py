@@ -14,7 +14,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,26 @@ from .training.divergence import Fault, FaultCause, FaultPlace
 
 ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
 """Columns that every row has. Reports draw `tokens` and `flops` too, and `load_metrics` returns all columns."""
+NOT_FINITE = ".not_finite"
+"""Ending of a further column of the rows in which a loss is NaN or infinite, such as `"loss.not_finite": "nan"`.
+
+The loss itself is null in such a row, because JSON has no NaN. Without this column the loss would count as not logged.
+"""
+
+
+def is_lost(row: Mapping[str, Any], column: str) -> bool:
+    """Return True if a loss of a row is NaN or infinite, and False if it is finite or was not logged."""
+    return f"{column}{NOT_FINITE}" in row
+
+
+def rows_with(rows: Sequence[Mapping[str, Any]], column: str) -> list[Mapping[str, Any]]:
+    """Return the rows in which a loss was logged, as a finite value or not."""
+    return [row for row in rows if row.get(column) is not None or is_lost(row, column)]
+
+
+def ends_lost(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the last logged training loss or the last logged validation loss is NaN or infinite."""
+    return any(is_lost(row, name) for name in ("loss", "val_loss") for row in rows_with(rows, name)[-1:])
 
 
 class RunLog:
@@ -99,6 +119,8 @@ class RunLog:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
         given = {"seconds": time.perf_counter() - self._began, **numbers, "step": step, "loss": loss}
         row = {**dict.fromkeys(ROW_COLUMNS), **{name: _number(name, value) for name, value in given.items()}}
+        losses = {name: float(x) for name in ("loss", "val_loss") if (x := given.get(name)) is not None}
+        row |= {f"{name}{NOT_FINITE}": str(x) for name, x in losses.items() if not math.isfinite(x)}
         if self.rows and step <= self.rows[-1]["step"]:
             self.rows = [one for one in self.rows if one["step"] < step]
             write_text(self._metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
@@ -107,13 +129,14 @@ class RunLog:
         self._note_fault(int(step), {"loss": loss, "evaluation": numbers.get("val_loss")})
 
     def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
-        """Write fault.json from the first loss that is not finite. Remove the file if the same loss is finite again
-        later.
+        """Write fault.json from the first loss that is not finite. Later finite losses leave the file as it is.
+
+        The file is removed if the step of the fault is logged again and its losses are finite.
 
         losses: losses of the row of `step`, by the place of a fault.
         """
         known, given = self._fault, {place: float(x) for place, x in losses.items() if x is not None}
-        if known is not None and (step <= known.step or math.isfinite(given.get(known.place, math.nan))):
+        if known is not None and step <= known.step:
             known = None
         for place, value in given.items():
             if math.isfinite(value):
@@ -144,7 +167,7 @@ class RunLog:
             raise ValueError(f"{self.directory}: no row was logged, so that the run has no result")
         last = self.rows[-1]
         evaluated = [row for row in self.rows if row["val_loss"] is not None]
-        lost = self._fault is not None
+        lost = ends_lost(self.rows)
         final = evaluated[-1] if evaluated and not lost else {}
         losses = [row["loss"] for row in self.rows if row["loss"] is not None]
         result = {name: final.get(name) for name in ("val_loss", "val_accuracy")}

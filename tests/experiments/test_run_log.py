@@ -1,6 +1,7 @@
 """Runs of other training loops: written row by row, or imported from their logs, and compared by reports."""
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError
 from eigengraft.experiments import Report, RunLog, diagnose, import_run
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.doctor import EXPLANATIONS
 from eigengraft.experiments.files import read_object
 
 from ..refusals import refused
@@ -82,7 +84,7 @@ HEALTHY = [4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0, 1.0, 1.0, 0.8, 1.2, 0.9]
         ([None] * 3, [2.0, N, N], "loss not finite", 2),
         ([None] * 4, [2.0] * 4, "stalled", None),
         (HEALTHY, None, None, None),
-        ([*HEALTHY[:5], N, *HEALTHY[5:]], None, None, None),  # a skipped step
+        ([*HEALTHY[:5], N, *HEALTHY[5:]], None, "loss not finite", 6),  # a skipped step
         ([None] * 12, HEALTHY, None, None),
     ],
 )
@@ -115,6 +117,60 @@ def test_a_loss_that_is_not_finite_is_forgotten_when_its_step_is_logged_again(tm
     again.row(4, 1.7)
     again.finish()
     assert not diagnose(tmp_path) and read_object(tmp_path / "result.json")["train_loss"] == 1.7
+
+
+FALLING = [3.0 / step for step in range(1, 61)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "logged", "kind", "words"),
+    [
+        ({30}, ("loss", N), "loss not finite", ("training loss is nan", "1 of 60 rows", "again from step 31")),
+        ({30}, ("loss", -math.inf), "loss not finite", ("training loss is -inf", "1 of 60 rows", "again from step 31")),
+        (
+            {30, 31},
+            ("val_loss", N),
+            "validation data",
+            ("validation loss is nan", "2 of 60 rows", "again from step 32"),
+        ),
+        (set(range(1, 60, 2)), ("loss", N), "loss not finite", ("30 of 60 rows", "step 59", "again from step 60")),
+        (set(range(2, 61, 2)), ("loss", N), "loss not finite", ("30 of 60 rows", "step 60", "at the end")),
+    ],
+)
+@pytest.mark.parametrize("imported", [False, True], ids=["logged", "imported"])
+def test_a_loss_that_is_finite_again_is_found_with_its_rows(
+    tmp_path: Path, imported: bool, lost: set[int], logged: tuple[str, float], kind: str, words: tuple[str, ...]
+) -> None:
+    column, value = logged
+    rows = [{"step": step, "loss": x, "val_loss": x} for step, x in enumerate(FALLING, start=1)]
+    rows = [{**row, column: value} if row["step"] in lost else row for row in rows]
+    if imported:
+        lines = ["step,loss,val_loss", *(f"{row['step']},{row['loss']},{row['val_loss']}" for row in rows)]
+        (tmp_path / "log.csv").write_text("\n".join(lines))
+        import_run(tmp_path / "log.csv", tmp_path / "run", "text")
+    else:
+        with RunLog(tmp_path / "run", "text", 60) as log:
+            for row in rows:
+                log.row(**row)  # type: ignore[arg-type]
+    (found,) = diagnose(tmp_path / "run").findings
+    assert (found.kind, found.step) == (kind, min(lost)) and "this step" in EXPLANATIONS["loss not finite"].remedy
+    assert all(word in found.text for word in words), found.text
+    ended = read_object(tmp_path / "run" / "result.json")
+    assert ended["train_loss"] == (None if 60 in lost else FALLING[-1])
+
+
+def test_a_loss_that_is_not_finite_hides_neither_the_other_loss_nor_a_later_rise(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "text", 12) as log:
+        for step in range(1, 13):
+            log.row(step, N if step == 5 else float(step), val_loss=N if step == 3 else 1.0)
+    first, second = diagnose(tmp_path).findings
+    assert (first.kind, first.step, second.kind) == ("loss not finite", 3, "learning rate")
+    assert all(f"again from step {step}" in first.text for step in (4, 6)) and "rose from" in second.text
+
+
+def test_a_loss_that_is_not_logged_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("".join(["step,loss\n", *(f"{s},{'' if s == 3 else 9 - s}\n" for s in range(9))]))
+    assert not diagnose(import_run(tmp_path / "log.csv", tmp_path / "run", "text"))
 
 
 def test_the_doctor_finds_a_nan_of_an_imported_log(tmp_path: Path) -> None:
