@@ -506,12 +506,21 @@ def _is_stalled(record: Record) -> bool:
     if first is None or last is None or first <= 0 or len(record.losses) < 4:
         return False
     learned = len(evaluations) > 1 and evaluations[-1] < (1 - LEAST_FALL) * min(evaluations[0], first)
-    return not learned and last >= (1 - LEAST_FALL) * first
+    return not learned and (last >= (1 - LEAST_FALL) * first or _too_small(record) is not None)
+
+
+def _too_small(record: Record) -> float | None:
+    """Return the largest update ratio of all rows if weights changed by at most 0.1 % in the whole run, else None."""
+    largest = max(record.numbers("update_ratio"), default=math.inf)
+    return largest if largest < SMALL_STEP and largest * record.run.rows[-1]["step"] <= 1000 * SMALL_STEP else None
 
 
 def _stalled(record: Record) -> Finding:
     """Return the finding about a loss that does not fall, with the size of steps."""
     text = f"the {record.loss_name} does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
+    if (small := _too_small(record)) is not None:
+        text += f"; updates had at most {small:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
+        return Finding("stalled", None, "", f"{text}, so that the learning rate is too low; raise lr")
     if large := _step_size(record):
         return Finding("learning rate", None, "", text + large)
     largest = record.largest_step

@@ -147,6 +147,14 @@ def test_nothing_is_found_in_a_healthy_run(experiment: Experiment, tmp_path: Pat
     assert not (tmp_path / "fault.json").exists()
 
 
+def test_updates_that_are_far_too_small_are_a_stall_although_batches_differ(tmp_path: Path) -> None:
+    train(patient(lr=1e-9), tmp_path)
+    result = read_object(tmp_path / "result.json")
+    (tmp_path / "result.json").write_text(json.dumps({**result, "first_loss": 1.6}))  # an unusual first batch
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "stalled" and "e-09 times" in found.text and "raise lr" in found.text
+
+
 def broken(*_: Any, **__: Any) -> Any:
     raise torch.linalg.LinAlgError("did not converge")
 
