@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, final
 
 import numpy as np
@@ -80,7 +82,41 @@ class LabelError(ValueError):
 
 
 class TaskError(RuntimeError):
-    """An error that torch raised in the model or the loss of a task, such as one about shapes that do not fit."""
+    """An error in the code of a task: in `load` or `build`, or in its model or loss, as about shapes that do not
+    fit.
+    """
+
+
+@contextmanager
+def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]:
+    """Raise TaskError in place of an error in the block, which calls a method of the task.
+
+    The new error names the method, and the last line of the file of the task that was reached. Two kinds of errors are
+    not changed: errors of class TaskError, and errors of class ValueError that the library itself raised, which have a
+    remedy.
+    """
+    try:
+        yield
+    except Exception as error:  # code of the user may raise any error
+        frames = list(traceback.walk_tb(error.__traceback__))
+        own = str(frames[-1][0].f_globals.get("__name__")).startswith("eigengraft.")
+        if isinstance(error, TaskError) or (own and isinstance(error, ValueError)):
+            raise
+        code = getattr(getattr(type(task), method), "__code__", None)
+        file = code.co_filename if code is not None else frames[-1][0].f_code.co_filename
+        lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+        where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
+        reason = str(error).strip()
+        raise TaskError(
+            f"task.{getattr(task, 'kind', '?')}: {method}() raised {type(error).__name__}"
+            f"{f': {reason}' if reason else ''}{where}"
+        ) from error
+
+
+def load_data(task: Task) -> Dataset:
+    """Return the data of a task. Raise TaskError if its method `load` fails."""
+    with located_call(task, "load"):
+        return task.load()
 
 
 @contextmanager
@@ -203,6 +239,16 @@ class Examples(Dataset):
     def __init__(
         self, train: Batch, validation: Batch, batch_size: int, fingerprint: Fingerprint, scale: float = 1
     ) -> None:
+        for name, batch in (("train", train), ("validation", validation)):
+            if not isinstance(batch, Batch):
+                raise TypeError(
+                    f"{name}: a Batch is required, got {type(batch).__name__}; write Batch(inputs, targets)"
+                )
+        if not isinstance(fingerprint, Fingerprint):
+            raise TypeError(
+                f"fingerprint: a Fingerprint is required, got {type(fingerprint).__name__}; write "
+                "Fingerprint.of(source, content), with the bytes of the data as content"
+            )
         self.train, self.validation, self.batch_size, self.fingerprint = train, validation, batch_size, fingerprint
         self.scale = scale
 
@@ -252,7 +298,8 @@ class Task(Component, family="task"):
         """Return a new model on the CPU whose initial weights depend on `seed` alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.build()
+            with located_call(self, "build"):
+                return self.build()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over targets. The default is the cross-entropy, in nats, of logits [B, ..., C] and

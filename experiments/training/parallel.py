@@ -24,7 +24,7 @@ from eigengraft.component import Component, stage_name
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.errors import RecipeError
 
-from ..tasks import Batch
+from ..tasks import Batch, TaskError
 from ..tasks.base import generator
 
 Answer = TypeVar("Answer")
@@ -91,8 +91,8 @@ class Ranks:
         return found  # type: ignore[return-value]  # all entries are filled
 
     def on_first(self, act: Callable[[], Answer]) -> Answer:
-        """Run `act` on rank 0 and return its result on every rank. A ValueError or OSError of `act` is raised on every
-        rank.
+        """Run `act` on rank 0 and return its result on every rank. A ValueError, OSError or TaskError of `act` is
+        raised on every rank.
         """
         if self.size == 1:
             return act()
@@ -100,7 +100,7 @@ class Ranks:
         if self.first:
             try:
                 answer[0] = act()
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, TaskError) as error:
                 answer[1] = error
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[1], Exception):

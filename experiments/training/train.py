@@ -19,7 +19,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.numerics import local
 
 from ..provenance import provenance_of
-from ..tasks import Batch, Metrics
+from ..tasks import Batch, Metrics, TaskError, load_data
 from .callbacks import Callbacks, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
@@ -49,7 +49,7 @@ class Trainer:
         self.experiment, self.directory = experiment, directory
         self.ranks = ranks or Ranks(device=local_device(experiment.device, 0))
         self.device = self.ranks.device
-        self.dataset, self.gradients = experiment.task.load(), experiment.gradient_pass
+        self.dataset, self.gradients = load_data(experiment.task), experiment.gradient_pass
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
         # The model is wrapped before the optimizer is made, because the optimizer reads the placements of parameters.
         self.module = experiment.parallel.wrap(self.model, self.ranks)
@@ -374,7 +374,7 @@ def train(
             stack.enter_context(run.locked())
             result = run.read("result")
             if result is not None:
-                data = experiment.task.load().fingerprint
+                data = load_data(experiment.task).fingerprint
                 require_provenance(run, describe_provenance(data, experiment.imports))
                 if not experiment.keep_checkpoint:
                     run.drop_checkpoints()
@@ -384,7 +384,23 @@ def train(
         if done is not None:
             return Result(**done)
         with isolated_run(experiment, ranks):
-            return Trainer(experiment, run, ranks, checked).run(progress if ranks.first else None)
+            with _recorded_start(run, ranks):
+                trainer = Trainer(experiment, run, ranks, checked)
+            return trainer.run(progress if ranks.first else None)
+
+
+@contextmanager
+def _recorded_start(run: RunDirectory, ranks: Ranks) -> Iterator[None]:
+    """Write a TaskError of the block to fault.json, as the fault of the step after the last checkpoint, and raise it
+    again. On several ranks nothing is written.
+    """
+    try:
+        yield
+    except TaskError as error:
+        if not ranks.distributed:
+            step = max(run.checkpoint_steps(), default=0) + 1
+            run.write("fault", asdict(Fault.of_error(error, step)))
+        raise
 
 
 def _advice(run: RunDirectory) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigengraft.errors import counted
+
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..stacks.placement import ParamSpec
 from ..state.param_sets import ComposedOptimizer, ParamSets, inherit_counts
@@ -79,7 +81,7 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
                 else "to stop training parameters, freeze them instead of removing them"
             )
             raise ValueError(
-                f"param group {index}: it was made with {len(own)} parameters and now has {len(found)}; {hint}"
+                f"param group {index}: it was made with {counted(len(own), 'parameter')} and now has {len(found)}; {hint}"
             )
         replaced = [name for name, new, old in zip(names, found, own, strict=True) if new is not old]
         if replaced and {*map(id, found)} == {*map(id, own)}:

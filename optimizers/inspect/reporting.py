@@ -428,7 +428,7 @@ class Reporting(torch.optim.Optimizer):
             routes = Counter(recipe.route(info)[0] or "update" for info in sets.infos[index])
             where = ", ".join(f"{count} by {path}" for path, count in routes.items())
             rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
-            lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
+            lines.append(f"  group {index}: {counted(len(group['params']), 'parameter')} ({where}), {rates}")
         hows = [(len(own.stack.grids), each.execution(own)) for each in sets for own in each.stack_states]
         if any(rule.compile for rule in recipe.rules().values()):
             count = sum(count for count, how in hows if how.compiled)

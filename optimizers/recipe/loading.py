@@ -19,6 +19,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from eigengraft.component import RENAMED, ChainOf, Component, as_declared, plain, stage_name, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_names
 from eigengraft.preconditioners import Stage
@@ -77,10 +79,19 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     if isinstance(source, Sequence) and not isinstance(source, bytes):
         _require_stages("update", source)
         return {"update": source}
-    got = (
-        f"the class {source.__name__}; write {source.__name__}()" if isinstance(source, type) else type(source).__name__
-    )
-    raise RecipeError(f"recipe: it must be a name, path, mapping, list of stages or Recipe, got {got}")
+    raise RecipeError(f"recipe: it must be a name, path, mapping, list of stages or Recipe, got {_described(source)}")
+
+
+def _described(source: object) -> str:
+    """Return the type of an object that is no recipe, with a remedy for classes and for optimizers of torch."""
+    kind, what = (source, "class ") if isinstance(source, type) else (type(source), "")
+    if issubclass(kind, torch.optim.Optimizer):
+        name = kind.__name__.lower()
+        remedy = f'"{name}", as in compose("{name}", model)' if name in shipped_recipes() else "a recipe"
+        return (
+            f"the torch optimizer {what}{kind.__name__}; give {remedy} (eigengraft.shipped_recipes() returns all names)"
+        )
+    return f"the class {kind.__name__}; write {kind.__name__}()" if what else kind.__name__
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:

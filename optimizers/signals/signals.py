@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix
-from eigengraft.errors import name_some
+from eigengraft.errors import counted, name_some
 from eigengraft.numerics import local
 from eigengraft.schedules import component_at, schedules, value_at
 from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
@@ -422,8 +422,8 @@ class Signals:
             paths["failure.spike"] = f"; compare losses, with failure.spike.measure=loss, or {remedy}"
         for path, what in paths.items():
             raise ValueError(
-                f"{path}: needs a sum over all parameters of the model, but {len(others)} parameters belong to other "
-                f"optimizers (submodel){what}"
+                f"{path}: needs a sum over all parameters of the model, but {counted(len(others), 'parameter')} "
+                f"{'belongs' if len(others) == 1 else 'belong'} to other optimizers (submodel){what}"
             )
 
     def totals(self, param_set: ParamSet) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from eigengraft.experiments import Experiment, Tick, train
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose
 from eigengraft.experiments.files import read_object
-from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
+from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.callbacks import Callback, RunView
 
@@ -242,6 +242,23 @@ def test_an_error_of_the_task_is_said(where: type, name: str, tmp_path: Path, mo
     monkeypatch.setattr(where, name, fails)
     (found,) = treated(patient(), tmp_path).findings
     assert (found.kind, found.step, found.text) == ("error", 1, "ValueError: the scanner is off")
+
+
+@pytest.mark.parametrize("method", ["load", "build"])
+def test_an_error_before_the_first_step_is_found_until_the_run_continues(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        (tmp_path / "nope.csv").read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Patient, method, fails)
+        with refused(TaskError, "task.test_patient", f"{method}()", "FileNotFoundError", "nope.csv", "test_doctor.py:"):
+            train(patient(), tmp_path)
+        (found,) = diagnose(tmp_path).findings
+    assert (found.kind, found.step) == ("error", 1)
+    assert f"task.test_patient: {method}() raised FileNotFoundError" in found.text
+    assert not treated(patient(), tmp_path)
 
 
 def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path) -> None:

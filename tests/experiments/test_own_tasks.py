@@ -119,6 +119,17 @@ def test_shapes_that_do_not_fit_are_an_error_with_task_layer_and_batch(
         experiment.task.evaluate(experiment.task.new_model(0), experiment.task.load(), torch.device("cpu"))
 
 
+def test_examples_refuse_data_of_other_types() -> None:
+    x, mark = torch.zeros(4, 1), Fingerprint.of("zeros", b"")
+    for arguments, said in (
+        (((x, x), Batch(x, x), 2, mark), ("train", "Batch", "tuple")),
+        ((Batch(x, x), x, 2, mark), ("validation", "Batch", "Tensor")),
+        ((Batch(x, x), Batch(x, x), 2, "abc"), ("fingerprint", "Fingerprint.of", "str")),
+    ):
+        with refused(TypeError, *said):
+            Examples(*arguments)  # type: ignore[arg-type]
+
+
 def test_a_study_says_that_imports_belong_to_its_base(tmp_path: Path) -> None:
     study = {"base": {"task": "digits", "recipe": "adamw"}, "axes": {"lr": [1, 2]}}
     with refused(RecipeError, "imports", "base"):
