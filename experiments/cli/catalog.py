@@ -63,7 +63,10 @@ def list_command(
     }
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
     chosen = {what: lists[what]} if what in lists else lists
-    found = {name: [row for row in rows if _contains(row, sought)] for name, rows in chosen.items()}
+    goals = _goals_of_recipes() if what == RECIPES else {}
+    found = {
+        name: [row for row in rows if _contains((*row, goals.get(row[0], "")), sought)] for name, rows in chosen.items()
+    }
     if not any(found.values()):
         missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
         hint = "" if what in lists else did_you_mean(what, lists)
@@ -74,6 +77,15 @@ def list_command(
             _print_entries(heads.get(name, (name, "about")), rows, STAGES if name == "stage" else ())
     if what in _NOTES:
         typer.echo(_NOTES[what])
+
+
+def _goals_of_recipes() -> dict[str, str]:
+    """Return the titles of the goals for which each recipe is named, by recipe."""
+    found = dict[str, str]()
+    for goal in GOALS:
+        for recipe, _ in goal.recipes:
+            found[recipe] = f"{found.get(recipe, '')} {goal.title}"
+    return found
 
 
 def _contains(row: Sequence[str], words: Iterable[str]) -> bool:

@@ -46,6 +46,10 @@ class Commands(TyperGroup):
             raise
         except Exception as error:
             self._describe_option(ctx, error)
+            if isinstance(error, ModuleNotFoundError) and error.name in _OPTIONAL and not ctx.params.get("debug"):
+                command = ctx.invoked_subcommand
+                print_error("error", f"{command}: {error.name} is not installed; run `pip install {error.name}`")
+                raise typer.Exit(2) from None
             if ctx.params.get("debug") or not _is_for_users(error):
                 raise
             print_error("error", str(error))
@@ -61,6 +65,10 @@ class Commands(TyperGroup):
         if option is not None and getattr(option, "help", None):
             value = option.metavar or str(option.type.name).upper()
             error.message = f"{name}: its value {value} is missing; {option.help}"
+
+
+_OPTIONAL = ("matplotlib", "jinja2", "scipy")
+"""Packages that some commands import. If one is missing, the command ends with the line that installs it."""
 
 
 def _is_for_users(error: Exception) -> bool:

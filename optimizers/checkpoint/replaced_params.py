@@ -81,7 +81,8 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
                 else "to stop training parameters, freeze them instead of removing them"
             )
             raise ValueError(
-                f"param group {index}: it was made with {counted(len(own), 'parameter')} and now has {len(found)}; {hint}"
+                f"param group {index}: it was made with {counted(len(own), 'parameter')} and now has "
+                f"{len(found)}; {hint}"
             )
         replaced = [name for name, new, old in zip(names, found, own, strict=True) if new is not old]
         if replaced and {*map(id, found)} == {*map(id, own)}:

@@ -294,6 +294,20 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
         )
 
 
+@recipe_check("pairs-unmatched")
+def _unmatched_pairs(composed: Composition) -> Iterator[str]:
+    """Warn if all routes for pairs of factors, as of LoRA, match no parameter. There is no warning on names alone."""
+    recipe = composed.optimizer.recipe
+    paths = {f"routes.{route.name}" for route in recipe.routes if route.match.pair}
+    reached = {recipe.route(info)[0] for info in chain.from_iterable(composed.optimizer.param_sets.infos)}
+    if paths and not composed.names_only and paths.isdisjoint(reached):
+        yield (
+            f"{name_some(sorted(paths), 3)}: no parameter is one of two factors of a product, such as lora_A and "
+            "lora_B, so that other updates receive all parameters; add adapters before compose, train them, or choose "
+            "another recipe"
+        )
+
+
 def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple[str, Stages, tuple[int, ...]]]:
     """Yield (path, stages, shape of the block that they receive) for a chain and for the chains inside its stages."""
     if stages:

@@ -6,9 +6,6 @@ There are `model`, two layers 8 -> 6 -> 4, `conv`, a convolution, `backward()`, 
 CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("compose(model, 'soap')", ("recipe", "Sequential")),
     ("compose(Momentum, model)", ("recipe",)),
-    ("compose(torch.optim.AdamW, model)", ("recipe", "AdamW", 'compose("adamw", model)')),
-    ("compose(torch.optim.LBFGS, model)", ("recipe", "LBFGS", "shipped_recipes")),
-    ("compose(torch.optim.SGD(model.parameters()), model)", ("recipe", 'compose("sgd", model)')),
     ("compose([Momentum], model)", ("update.0",)),
     ("compose('soap', model, learning_rate=1)", ("learning_rate",)),
     ("compose('soap', model, betas=(0.9, 0.95))", ("betas",)),
@@ -139,4 +136,7 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
         "compose({'update': 'rms', 'routes': [{'name': 'x', 'update': 'rms', 'match': {'name': 'y'}}]}, model)",
         ("routes.x", "optional: true"),
     ),
+    ("compose(torch.optim.AdamW, model)", ("recipe", "AdamW", 'compose("adamw", model)')),
+    ("compose(torch.optim.LBFGS, model)", ("recipe", "LBFGS", "shipped_recipes")),
+    ("compose(torch.optim.SGD(model.parameters()), model)", ("recipe", 'compose("sgd", model)')),
 )

@@ -224,6 +224,14 @@ def test_decay_by_the_group_or_the_route_and_by_a_constraint_is_named() -> None:
     assert any("decay-twice" in message for message in warned(LATE, model(), weight_decay=0.3))
 
 
+@pytest.mark.parametrize("recipe", ["lora_rite", "lora_muon"])
+def test_a_recipe_for_pairs_without_a_pair_is_named(recipe: str) -> None:
+    (message,) = warned(recipe, model())
+    check_said(message, "routes.pairs", "lora_A", "lora_B")
+    assert message.endswith("[pairs-unmatched]")
+    assert warned(recipe, model(), silence=["pairs-unmatched"]) == [] == warned("adamw", model())
+
+
 def test_no_shipped_recipe_has_these_faults() -> None:
     pair = nn.Sequential()
     for name, shape in (("lora_A", (4, 32)), ("lora_B", (32, 4))):
