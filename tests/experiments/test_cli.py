@@ -635,3 +635,17 @@ finally:
     done = start("-c", code, folder=Path.cwd())
     assert done.communicate() == ("", "")
     assert done.wait() == 1
+
+
+def test_recipes_are_found_by_a_part_of_their_goal() -> None:
+    said = CliRunner().invoke(app, ["list", "recipes", "fine-tun"]).output
+    assert all(name in said for name in ("adamw", "lora_rite", "lora_muon"))
+
+
+def test_a_command_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "eigengraft.experiments.reports.report", raising=False)
+    monkeypatch.delitem(sys.modules, "eigengraft.experiments.reports", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    found = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert found.exit_code == 2
+    assert "pip install jinja2" in " ".join(found.output.split())
