@@ -107,17 +107,16 @@ class RankGroup:
         if self.size % size:
             raise ValueError(f"distribution.group_size: must divide the number of ranks, {self.size}, got {size}")
         first = self.rank - self.rank % size
-        ranks = dist.get_process_group_ranks(self.group)[first : first + size]
-        return self if size == self.size else RankGroup(_process_group(tuple(ranks)), self.timeout, self)
+        ranks = self.members[first : first + size]
+        return self if size == self.size else RankGroup(_process_group(ranks), self.timeout, self)
 
     def duplicate(self) -> RankGroup:
         """Return a new process group of the same ranks; all ranks call it.
 
         Messages of the new group never wait for messages of this group.
         """
-        ranks = dist.get_process_group_ranks(self.group)
         span = None if self.timeout is None else timedelta(seconds=self.timeout)
-        return RankGroup(dist.new_group(ranks, timeout=span, use_local_synchronization=True), self.timeout)
+        return RankGroup(dist.new_group(list(self.members), timeout=span, use_local_synchronization=True), self.timeout)
 
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
         """Sum `values` over all ranks, in place, and return them.

@@ -346,8 +346,9 @@ def _of_fault(record: Record) -> Iterator[Finding]:
         kind = "learning rate"
     layer, text = fault.layer, fault.text
     if kind == "learning rate":
-        layer, text = layer or _fastest_layer(record)[0], text + _step_size(record)
-        text += "" if layer == _fastest_layer(record)[0] else _route(record, layer.partition(":")[0])
+        fastest = _fastest_layer(record)
+        layer, text = layer or fastest, text + _step_size(record)
+        text += "" if layer == fastest else _route(record, layer.partition(":")[0])
     yield Finding(kind, fault.step, layer, text)
 
 
@@ -384,7 +385,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
     elif record.run.result.get("diverged") or record.ended_by_fault:
         return
     elif worse := _rise(record):
-        yield Finding("learning rate", None, _fastest_layer(record)[0], f"{worse}{_step_size(record)}")
+        yield Finding("learning rate", None, _fastest_layer(record), f"{worse}{_step_size(record)}")
     elif _is_stalled(record):
         yield _stalled(record)
 
@@ -410,23 +411,21 @@ def _step_size(record: Record) -> str:
     if largest < LARGE_STEP:
         return ""
     text = f"; an update had {largest:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
-    return text + _fastest_layer(record)[1]
+    if name := _fastest_layer(record):
+        peak, typical = record.run.layers["update_ratio_peak"][name], _of_others(record, "update_ratio_peak", name)
+        text += f"; the largest was that of {name}, {peak:.3g} times, against {typical:.3g} times (median) of the other"
+        text += f" layers{_route(record, name)}"
+    return text
 
 
-def _fastest_layer(record: Record) -> tuple[str, str]:
-    """Return the layer with by far the largest ratio of an update to its weights, and a clause about it.
-
-    Both are empty if no layer stands out.
-    """
+def _fastest_layer(record: Record) -> str:
+    """Return the layer with by far the largest ratio of an update to its weights. "" if no layer stands out."""
     peaks: dict[str, float] = record.run.layers.get("update_ratio_peak", {})
     name = max(peaks, key=peaks.__getitem__, default="")
     typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
     if typical is None or peak < max(LARGE_STEP, EXPLODED * typical):
-        return "", ""
-    text = (
-        f"; the largest was that of {name}, {peak:.3g} times, against {typical:.3g} times (median) of the other layers"
-    )
-    return name, text + _route(record, name)
+        return ""
+    return name
 
 
 def _route(record: Record, layer: str) -> str:

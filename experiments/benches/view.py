@@ -42,7 +42,8 @@ class Panel:
     lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
     keep: function that returns True for rows that are drawn.
     same: fields whose value in all drawn rows is that of the first row. The panel's title shows their values.
-    largest: fields of which only the largest value is drawn. The panel's title shows that value.
+    largest: fields by which rows are chosen. Only rows with the largest value of such a field are drawn, and the
+        panel's title shows this value.
     band: a value, as (v, v), or an interval to compare with.
     """
 

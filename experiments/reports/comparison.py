@@ -383,7 +383,7 @@ def _methods(records: Records, run: Run) -> str:
 
 
 def describe_comparisons(records: Records) -> list[str]:
-    """Return a sentence for each kind of comparison in a report of these runs, of which none needs to have started."""
+    """Return a sentence for each kind of comparison in a report of these runs. The runs need not have started."""
     rates, panels, found = swept(records), compare(records), list[str]()
     groups = _by_conditions(rates)
     if groups:

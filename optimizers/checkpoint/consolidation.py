@@ -77,7 +77,7 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
     param_sets = optimizer.param_sets
     rank_groups = _rank_groups(optimizer)
     for rank_group in rank_groups:
-        if to not in dist.get_process_group_ranks(rank_group.all_ranks.group):
+        if to not in rank_group.all_ranks.members:
             raise ValueError(
                 f"consolidate_state_dict: rank {to} does not share all parameters; choose a rank that shares all of "
                 "them"

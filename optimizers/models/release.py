@@ -31,6 +31,7 @@ from ..stacks.stack import connected
 from ..step.step import ParamSet
 from ..write.write import Hyper
 from .arguments import require_watchable
+from .layer_grams import remove_hooks
 
 RELEASED_SIGNALS = PER_STACK | {"parameter", "step_fraction"}
 """Names of the signals that are known before backward has ended. Parameters whose update requests another signal cannot
@@ -152,8 +153,7 @@ class Release:
 
     def remove(self) -> None:
         """End the release. Gradients that are complete stay until the next `optimizer.step()`."""
-        for handle in self._handles:
-            handle.remove()
+        remove_hooks(self._handles)
         self._handles.clear()
         if (optimizer := self._optimizer()) is not None and self._step is None:
             optimizer.released = None

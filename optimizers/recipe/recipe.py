@@ -101,8 +101,9 @@ class UpdateRule(Component):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return pydantic's copy, which is not validated, without the cached properties of this rule's stages."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in ("_all_stages", "_possible_slots", "_slots"):
-            copied.__dict__.pop(name, None)
+        for name, value in vars(UpdateRule).items():
+            if isinstance(value, cached_property):
+                copied.__dict__.pop(name, None)
         return copied
 
     @cached_property

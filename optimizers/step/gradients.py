@@ -285,15 +285,16 @@ class FiniteCheck:
         found, stopped = _split(answers, len(positions))
         if stopped:
             return np.zeros_like(present), None
-        bad = self._count(len(positions), _unusable(positions, found), given.gradients, given.more)
+        bad = _unusable(positions, found)
+        self._count(len(positions), bad, given.gradients, given.more)
         self.raise_nonfinite(bad, "nothing was changed", given.gradients)
         present[bad] = False
         return present, None
 
     def _count(
         self, checked: int, bad: list[int], gradients: Sequence[Tensor | None] | None = None, more: bool = False
-    ) -> list[int]:
-        """Count unusable gradients by name of the parameter, and return their positions.
+    ) -> None:
+        """Count unusable gradients by name of the parameter. Warn if no gradient could be used for STALLED steps.
 
         checked: number of gradients that were checked.
         bad: positions of the unusable gradients.
@@ -304,7 +305,7 @@ class FiniteCheck:
         self._checked += checked
         self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]
         if more or not self._checked:  # a step without gradients does not count
-            return bad
+            return
         self._stalled = self._stalled + 1 if len(self._faults) == self._checked else 0
         faults, self._faults, self._checked = self._faults, [], 0
         if self._stalled == STALLED:
@@ -315,7 +316,6 @@ class FiniteCheck:
                 f"among others, with {fault}); no parameter is updated any more. Set failure.nonfinite=raise to "
                 "stop at the first of these gradients"
             )
-        return bad
 
     def lost(self) -> bool:
         """Return True if no gradient could be used for STALLED steps in a row."""
@@ -336,7 +336,9 @@ class FiniteCheck:
             found, stopped = _split(_values(answers.wait()), len(positions))
             if stopped:
                 return positions, []
-            bad += self._count(len(positions), _unusable(positions, found), more=number < len(deferred))
+            own = _unusable(positions, found)
+            self._count(len(positions), own, more=number < len(deferred))
+            bad += own
         return halted or bad, bad
 
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:

@@ -397,8 +397,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
             now = None if due is True else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
         contributions = self.contributions(state, x, axes, powers, context)
         for axis, contribution in zip(axes, contributions, strict=True):
+            given = contribution
             for name, decay in self._means(axis).items():
-                state[name] = self._accumulate(state[name], contribution, decay, now)
+                factor = state[name]
+                if self.precision != "input" and factor.ndim == 3:
+                    given = given.multiplied()  # once, because a product is returned as it is
+                state[name] = self._accumulate(factor, given, decay, now)
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
         """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
@@ -407,7 +411,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
         now: `[N]`, 1 for blocks that observe in this step and 0 for all other blocks. None: all blocks observe.
         """
-        y, z, scale = contribution.multiplied() if self.precision != "input" and factor.ndim == 3 else contribution
+        y, z, scale = contribution
         weight = 1 - decay if self.damped and decay < 1 else 1.0
         if now is not None:
             factor.mul_(per_block(1 - now * (1 - decay), factor))

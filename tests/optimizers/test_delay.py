@@ -614,7 +614,8 @@ def test_a_device_computes_on_a_side_stream() -> None:
 
 
 def _protocol(job: int) -> list[tuple[str, int]]:
-    """What a job does: the host marks the copies, the worker waits for these and marks its end, the host joins it."""
+    """Return the calls of a job: the host marks the copies, the worker waits for the copies and marks its own end, and
+    the host waits for that end and keeps the results."""
     first = 2 * job + 1
     return [("mark", first), ("wait", first), ("mark", first + 1), ("wait", first + 1), ("keep", first + 1)]
 

@@ -534,8 +534,8 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("lacking", ["nothing", "wait"])
 def test_copies_and_programs_are_ordered(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over three steps of five stacks, one of which the second step leaves out, so that later stacks change buffers.
-    Without any wait the test finds races, and buffers in memory that earlier work still uses."""
+    """Three steps of five stacks have no race. The second step leaves one stack out, so that later stacks use other
+    buffers. Without any wait the test finds races, and buffers in memory that earlier work still uses."""
     monkeypatch.setattr("eigengraft.quantization.offload.available", lambda location, device: location)
     monkeypatch.setattr("eigengraft.optimizers.stacks.stack.available", lambda location, device: location)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)

@@ -229,7 +229,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_a_lost_run_warns_once() -
 
 
 def backward(model: nn.Module, step: int, release: Any) -> None:
-    """What backward does: gradients are written from the last parameter to the first, and hooks are called."""
+    """Write gradients from the last parameter to the first and call hooks, as backward does."""
     generator = torch.Generator().manual_seed(step)
     for parameter in reversed(list(model.parameters())):
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
@@ -261,7 +261,7 @@ def test_a_device_waits_no_more_than_in_ordinary_steps(recipe: str, detect: str)
 
 @pytest.mark.parametrize(("recipe", "share"), [("adamw", 0.75), ("muon", -0.01)])
 def test_the_peak_of_memory_is_lower_by_the_gradients_that_never_exist_together(recipe: str, share: float) -> None:
-    """Of 12 equal layers: under Adam each steps by itself, under Muon all in one stack, which saves nothing here."""
+    """Under Adam each of 12 equal layers steps by itself. Under Muon all step in one stack, which saves nothing."""
     peaks, size = [], 12 * 4 * 65 * 64
     for released in (False, True):
         with accelerator("cuda") as run:
@@ -280,7 +280,7 @@ def test_the_peak_of_memory_is_lower_by_the_gradients_that_never_exist_together(
 
 
 def test_parts_are_shares_of_all_gradients() -> None:
-    """Of two equal layers one is half of all; with one part, nothing steps before `step`."""
+    """One of two equal layers has half of the gradients. With `parts=1` nothing steps before `step`."""
     found = {}
     for parts in (1, 2, 3):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))

@@ -296,7 +296,7 @@ def test_isomuon_damps_rows_and_columns_by_their_noise(shape: tuple[int, int]) -
 
 
 def test_a_row_without_noise_has_the_metric_1() -> None:
-    """Of rows with variances 0, 1 and 2; those of all columns are equal."""
+    """The rows have the variances 0, 1 and 2, and all columns have equal variances."""
     weight, rows = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.float64)), torch.arange(3.0, dtype=torch.float64)
     stage = {"kind": "noise_metric", "beta": 0.0, "inner": ["sign"]}
     optimizer = Optimizer([("p0", weight)], {"update": [stage], "routes": []}, lr=1.0, weight_decay=0.0)

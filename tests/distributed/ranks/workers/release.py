@@ -57,7 +57,7 @@ def follow(recipe: str, released: bool) -> dict[str, Any]:
 
 
 def refused() -> list[str]:
-    """What is said of models whose gradients are averaged after they are complete."""
+    """Return the errors of `release` for models whose gradients are averaged after they are complete."""
     said = []
     for wrapped in (False, True):
         module: nn.Module = model()
