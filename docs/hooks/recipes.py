@@ -91,9 +91,9 @@ def index_page() -> str:
     for name in eigengraft.shipped_recipes():
         about = linked(inline(eigengraft.load_recipe(name).about or ""))
         numbers = (f"{state_bytes(name):.2f}", f"{milliseconds(name):.3g}", *cells(name, list(INDEX_TASKS)))
-        rows.append([f"[`{name}`]({name}.md)", about, *numbers])
+        rows.append([f"[`{name}`]({name}.md)<br>{about}", *numbers])
     tasks = [f"{title}: {what}" for title in INDEX_TASKS.values() for what in ("steps", "loss", "rate")]
-    head = ["recipe", "what it is", "state", "ms", "profile", *tasks]
+    head = ["recipe", "state", "ms", "profile", *tasks]
     model = next(iter(COUNTED_MODELS.values()))
     return f"""# Shipped recipes
 
