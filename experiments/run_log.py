@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
+
 from eigengraft.component import Component
 from eigengraft.errors import RecipeError
 
@@ -118,15 +120,16 @@ class RunLog:
         if not 1 <= step <= self.steps:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
         given = {"seconds": time.perf_counter() - self._began, **numbers, "step": step, "loss": loss}
-        row = {**dict.fromkeys(ROW_COLUMNS), **{name: _number(name, value) for name, value in given.items()}}
-        losses = {name: float(x) for name in ("loss", "val_loss") if (x := given.get(name)) is not None}
+        parsed = {name: _parsed(name, value) for name, value in given.items() if value is not None}
+        losses = {name: parsed[name] for name in ("loss", "val_loss") if name in parsed}
+        row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: _finite(x) for name, x in parsed.items()}}
         row |= {f"{name}{NOT_FINITE}": str(x) for name, x in losses.items() if not math.isfinite(x)}
         if self.rows and step <= self.rows[-1]["step"]:
             self.rows = [one for one in self.rows if one["step"] < step]
             write_text(self._metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
         self.rows.append({**row, "step": int(step)})
         append_text(self._metrics, json.dumps(self.rows[-1]) + "\n")
-        self._note_fault(int(step), {"loss": loss, "evaluation": numbers.get("val_loss")})
+        self._note_fault(int(step), {"loss": losses.get("loss"), "evaluation": losses.get("val_loss")})
 
     def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
         """Write fault.json from the first loss that is not finite. Later finite losses leave the file as it is.
@@ -135,7 +138,7 @@ class RunLog:
 
         losses: losses of the row of `step`, by the place of a fault.
         """
-        known, given = self._fault, {place: float(x) for place, x in losses.items() if x is not None}
+        known, given = self._fault, {place: x for place, x in losses.items() if x is not None}
         if known is not None and step <= known.step:
             known = None
         for place, value in given.items():
@@ -194,19 +197,16 @@ class RunLog:
             self.finish()
 
 
-def _number(name: str, value: Any) -> float | None:
-    """Return a number of a row, None for a missing one and for NaN and infinity, which JSON lacks."""
-    if value is None:
-        return None
-    number = _parsed(name, value)
+def _finite(number: float) -> float | None:
+    """Return a number of a row, or None for NaN and infinity, which JSON lacks."""
     return number if math.isfinite(number) else None
 
 
 def _parsed(name: str, value: Any) -> float:
     """Return a value as a number, for example a text, or a tensor with one element."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         raise ValueError(f"{name}: it must be a number, got {value!r}") from None
 
 

@@ -116,6 +116,11 @@ class Checks(Watch):
             raise ContractError(f"{what}: {error}") from None
         except Exception as error:
             error.add_note(f"in {what}, on a stack of shape {list(inputs['gradient'].shape)}")
+            if "must match the size" in str(error):
+                error.add_note(
+                    "a number for each block, such as `context.step` `[N]`, is shaped to multiply or divide `like` by "
+                    "`context.per_block(f, like)`, `context.correction(b, like)` or `numerics.per_block(x, like)`"
+                )
             raise
         finally:
             self._calls.pop()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eigengraft.component import validated
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, name_some
 
 from ..files import make_directory, short_name
 from ..provenance import REMEDY, provenance_changes
@@ -84,21 +84,23 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
 
     tuned: results of searches by cell name; their values are set in the cells. None: no cell was tuned.
     """
-    planned, faults = [], []
+    planned, faults = list[PlannedRun](), dict[str, list[str]]()
     for cell in cells(study):
         found = (tuned or {}).get(cell.name)
         try:
             experiment = changed(study.base, {**cell.changes, **({} if found is None else found.values)})
         except RecipeError as error:
-            faults.append(f"{cell.name}: {str(error).replace(chr(10), f'{chr(10)}{cell.name}: ')}")
+            for line in str(error).splitlines():
+                faults.setdefault(line, []).append(cell.name)
             continue
         if study.metric == "val_accuracy" and not experiment.task.reports_accuracy:
-            faults.append(f"{cell.name}: metric: the task reports no accuracy: {experiment.task!r}; use val_loss")
+            fault = f"metric: the task reports no accuracy: {experiment.task!r}; use val_loss"
+            faults.setdefault(fault, []).append(cell.name)
         planned += [
             PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.directory}/seed-{s}") for s in study.seeds
         ]
     if faults:
-        raise RecipeError("\n".join(faults))
+        raise RecipeError("\n".join(f"{name_some(names, 4)}: {fault}" for fault, names in faults.items()))
     return planned
 
 

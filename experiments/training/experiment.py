@@ -206,7 +206,10 @@ def load_experiment(
         return validated(Experiment, resolved(apply_overrides(data, others, parse_yaml)))
     except RecipeError as error:
         if isinstance(source, (str, Path)):
-            raise RecipeError(f"{source} does not describe an experiment:\n{error}") from error
+            several = [text for text in own if re.search(r"=[^\[{'\"]*,", text)]
+            ablation = f"eigengraft ablate {source} {' '.join(several)}"
+            hint = f"\nan experiment takes one value; compare several with: {ablation}"
+            raise RecipeError(f"{source} does not describe an experiment:\n{error}{hint if several else ''}") from error
         raise
 
 

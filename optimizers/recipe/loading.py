@@ -83,7 +83,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
 
 
 def _described(source: object) -> str:
-    """Return the type of an object that is no recipe, with a remedy for classes and for optimizers of torch."""
+    """Return the type of an object that is no recipe, with a remedy for classes, models and optimizers of torch."""
     kind, what = (source, "class ") if isinstance(source, type) else (type(source), "")
     if issubclass(kind, torch.optim.Optimizer):
         name = kind.__name__.lower()
@@ -91,6 +91,8 @@ def _described(source: object) -> str:
         return (
             f"the torch optimizer {what}{kind.__name__}; give {remedy} (eigengraft.shipped_recipes() returns all names)"
         )
+    if isinstance(source, torch.nn.Module):
+        return f"{kind.__name__}; give the recipe first, then the model, as in compose(recipe, model)"
     return f"the class {kind.__name__}; write {kind.__name__}()" if what else kind.__name__
 
 

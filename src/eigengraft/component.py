@@ -155,12 +155,12 @@ class Component(BaseModel, metaclass=ComponentType):
     if not TYPE_CHECKING:  # type checkers know that the model is frozen
 
         def __setattr__(self, name: str, value: object) -> None:
-            """Set a private attribute. Raise RecipeError for a field."""
-            if name in type(self).model_fields:
-                raise RecipeError(
-                    f"{type(self).__name__}.{name}: a component cannot be changed; `replace({name}=...)` returns a "
-                    "changed copy"
-                )
+            """Set a private attribute. Raise RecipeError for any other."""
+            if not name.startswith("_"):
+                instead = f"`replace({name}=...)` returns a changed copy"
+                if name not in type(self).model_fields:
+                    instead = f"a stage remembers tensors in slots: declare one in `slots` and set `state['{name}']`"
+                raise RecipeError(f"{type(self).__name__}.{name}: a component cannot be changed; {instead}")
             super().__setattr__(name, value)
 
     def __hash__(self) -> int:

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import is_dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -103,8 +104,14 @@ def _short_value(value: Any) -> Any:
 
 
 def public_module(cls: type[Any]) -> str:
-    """Return the name of the outermost package that exports a class, or of the module that defines it."""
+    """Return the name of the outermost package that exports a class, or of the module that defines it.
+
+    A file that a recipe imports by its path is a module with a longer name. The name returned is that of the file.
+    """
     parts = cls.__module__.split(".")
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if len(parts) == 1 and file is not None and parts[0] != "__main__":
+        return Path(file).stem
     packages = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
     exporting = (name for name in packages if _exports(sys.modules.get(name), cls))
     return next(exporting, cls.__module__)

@@ -55,6 +55,8 @@ def test_components_are_frozen() -> None:
     stage = RMS()
     with refused(RecipeError, "RMS.beta", "replace(beta=...)"):
         stage.beta = 0.5  # type: ignore[misc]
+    with refused(RecipeError, "RMS.last", "slots", "state['last']"):
+        stage.last = 0.5  # type: ignore[attr-defined]
     assert stage == RMS()
 
 

@@ -318,7 +318,7 @@ class TestList:
     def test_kinds_of_an_imported_file_are_listed_and_shown(self) -> None:
         file = write("hone.py", SHARPEN.replace("sharpen", "hone").replace("line", "hone_line"))
         check_said(succeeds("list", "stage", "hone", "--import", file), "hone", "d |d|^(p - 1)")
-        check_said(succeeds("show", "hone", "--import", file), "power", "(0, ∞)", 1.5)
+        check_said(succeeds("show", "hone", "--import", file), "from hone import", "power", "(0, ∞)", 1.5)
 
     def test_a_word_that_is_no_family_is_searched_in_all_lists(self) -> None:
         output = succeeds("list", "norm", "clip")
@@ -472,6 +472,7 @@ WRONG = {
     "override with an empty part": (["train", "exp.yaml", "task..width=3"], ("dotted.path",)),
     "override with broken YAML": (["train", "exp.yaml", "task={kind: digits"], ("override 'task={kind: digits'",)),
     "value of the wrong type": (["train", "exp.yaml", "steps=many"], ("steps", "many")),
+    "several values": (["train", "exp.yaml", "lr=1e-3,1e-2"], ("eigengraft ablate exp.yaml lr=1e-3,1e-2",)),
     "value out of range": (["train", "exp.yaml", "lr=-1"], ("lr", 0, -1)),
     "value of the recipe out of range": (
         ["train", "exp.yaml", "update.eigenbasis.inner.rms.beta=2"],

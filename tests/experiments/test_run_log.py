@@ -21,7 +21,7 @@ from ..refusals import refused
 def write(directory: Path, values: list[float], **settings: object) -> Path:
     with RunLog(directory, "my text", len(values), **settings) as log:  # type: ignore[arg-type]
         for step, value in enumerate(values, start=1):
-            log.row(step, torch.tensor(value), val_loss=value + 0.5, perplexity=2.0**value)
+            log.row(step, torch.tensor(value, requires_grad=True), val_loss=value + 0.5, perplexity=2.0**value)
     return directory
 
 

@@ -152,6 +152,10 @@ def test_every_wrong_cell_is_named():
     with pytest.raises(RecipeError) as error:
         plan_runs(study(axes={"lr": [-1.0, 1.0, -2.0]}))
     assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["lr=-1.0", "lr=-2.0"]
+    with pytest.raises(RecipeError) as error:
+        plan_runs(study(axes={"recpe": ["adamw", "soap", "sgd"]}))
+    (line,) = str(error.value).splitlines()
+    assert line.partition(":")[0] == "recpe=adamw, recpe=soap, recpe=sgd"
 
 
 def test_files(tmp_path):
