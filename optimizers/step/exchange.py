@@ -19,7 +19,7 @@ from torch import Tensor
 from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.blocking.stacks import side_blocks
 from eigengraft.numerics import StackRows, norms_by_dtype
-from eigengraft.signals import asking
+from eigengraft.signals import asking, known_signals
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
@@ -211,7 +211,8 @@ number or `[n]`."""
 def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> dict[str, Tensor | float]:
     """Return by name the signals that the stages of a stack request.
 
-    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` over a side of length c.
+    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` over a side of length c. Blocks with
+    one axis have no matrix over inputs: the axis may consist of outputs, or of the inputs of a single output.
     """
     state, found = blocks.stack_state, dict[str, Tensor | float]()
     for name in sorted(state.signals):
@@ -220,7 +221,8 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> d
         elif name in step.entries:
             found[name] = exchange.gather(blocks, name)
         elif name in step.matrices:
-            found[name] = side_blocks(blocks.stack, step.matrices[name])
+            if len(blocks.stack.block) > 1 or known_signals()[name].extent != "input_matrix":
+                found[name] = side_blocks(blocks.stack, step.matrices[name])
         elif name in step.partners:
             found[name] = stacked_rows(step.partners[name], blocks.stack.param_ids.tolist(), blocks.stack.dtype)
         elif name in step.numbers:

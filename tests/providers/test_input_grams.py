@@ -125,6 +125,19 @@ def test_newton_muon_takes_the_inverse_for_the_columns_of_each_block(size: int |
         assert float((w - v).detach().abs().max()) <= 1e-9
 
 
+def test_weights_of_one_output_or_one_input_have_no_factor() -> None:
+    """`merge` leaves one axis of inputs of the one, and one axis of outputs of the other. Both are in one stack."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 8), nn.Linear(8, 8))
+    optimizer = compose("newton_muon", net, lr=LR)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    for t in range(2):
+        net(normal(16, 8, seed=t).float()).square().mean().backward()
+        optimizer.step()
+    assert not any(map(torch.equal, before, net.parameters()))
+    state = optimizer.state_dict()["state"]
+    assert [any("factor" in name for name in state[at]) for at in (0, 2, 4)] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("shape", "view"),
     [
