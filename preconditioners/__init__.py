@@ -1,5 +1,6 @@
 """Stages that map a gradient to a direction, and the components that they are made of."""
 
+from .base import DelayedRefresh as DelayedRefresh
 from .base import FirstMoment as FirstMoment
 from .base import Inner as Inner
 from .base import SecondMoment as SecondMoment

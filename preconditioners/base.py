@@ -1,4 +1,4 @@
-"""The contract of a stage: ten hooks over explicit state, traits for the engine, and functions that run a chain."""
+"""The contract of a stage: eight hooks over explicit state, traits for the engine, and functions that run a chain."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Traits:
 
 _T = TypeVar("_T")
 
-HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "solve", "adopt", "apply", "traits", "measures")
+HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
 """Names of the hooks, which are the methods that a stage may override."""
 
 
@@ -123,7 +123,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     A stage is a subclass of `Stage` with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen
     pydantic fields. Defining the subclass registers it; a subclass of the subclass is refused. The subclass overrides
-    some of ten hooks; only `apply` is required. `block` is the shape of one block. All tensors have the stack axis
+    some of eight hooks; only `apply` is required. `block` is the shape of one block. All tensors have the stack axis
     first: `[N, *block]` are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`,
     `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
 
@@ -133,8 +133,6 @@ class Stage(Schedulable, ABC, family="stage"):
     cadence() -> Cadence | None                 every step       when refresh is due, as Every(steps=10); None: never
     observe(state, gradient, context)           every step       cheap: update the statistics that refresh reads
     refresh(state, gradient, context)           when due         expensive, on any contiguous slice [n, *block]
-    solve(state, context) -> {name: Tensor}     when due         the same for a delay: compute pending slots only
-    adopt(state, context)                       delay k later    the same for a delay: write state from pending slots
     apply(state, gradient, direction, context)  every step       return the new direction [N, *block]; update moments
     measures(state, context) -> {name: [N]}     in inspect()     numbers on the present state; nothing is written
 
@@ -142,15 +140,7 @@ class Stage(Schedulable, ABC, family="stage"):
     -lr times the last direction to the parameter. With `Traits(lagged=True)` a step runs apply, observe, refresh. The
     first gradient of a parameter then only primes the chain: lagged stages observe and refresh, nothing else is
     written, and the parameter stays. `Every(steps=10)` is due at a block's first step, and then at every tenth step;
-    blocks have different offsets.
-
-    Delay. With `Every(steps=10, delay=3)` a refresh at t takes effect at t + 3. A stage that supports this splits its
-    refresh: `solve` reads a copy of the state of t and returns a tensor for each slot of role "pending". At t + 3
-    `adopt` writes the other slots, from the pending slots and the state of that time, and resets the pending slots to
-    their initial values. Both run on any contiguous slice. `solve` may run in another thread, and has no signals. A
-    block has no result, for example, after a checkpoint was loaded with another cadence. Its pending slots then have
-    their initial values, and `adopt` must leave the block as it is. The first refresh of a block is never delayed.
-    Declare pending slots only if `cadence().postponed` is not 0.
+    blocks have different offsets. Stages whose refreshes may take effect later have the base class `DelayedRefresh`.
 
     State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is the initial value: a number, or
     "identity" for a matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis",
@@ -221,7 +211,7 @@ class Stage(Schedulable, ABC, family="stage"):
     @model_validator(mode="after")
     def _delay_is_possible(self) -> Self:
         cadence = self.cadence()
-        if cadence is not None and cadence.postponed and type(self).solve is Stage.solve:
+        if cadence is not None and cadence.postponed and not isinstance(self, DelayedRefresh):
             names = (field.alias or name for name, field in type(self).model_fields.items())
             values = (getattr(self, name) for name in type(self).model_fields)
             where = next((f"{name}: " for name, value in zip(names, values, strict=True) if value is cadence), "")
@@ -254,20 +244,6 @@ class Stage(Schedulable, ABC, family="stage"):
         """Recompute roots, bases or learned factors, on any contiguous slice `[n, *block]` of the stack.
 
         This hook is called only when it is due, so it may be expensive.
-        """
-
-    def solve(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return the results of a delayed refresh, by name of the pending slot, on any contiguous slice of the stack.
-
-        The method may run in another thread. It reads a copy of the stage's slots, and must not write state.
-
-        context: steps and corrections of the update at which the refresh is due, without signals.
-        """
-        return {}
-
-    def adopt(self, state: State, context: StepContext) -> None:
-        """Let a delayed refresh take effect: write roots, bases and transported moments from the pending slots, and
-        reset the pending slots. Called on any contiguous slice of the stack.
         """
 
     @abstractmethod
@@ -432,30 +408,71 @@ class Stage(Schedulable, ABC, family="stage"):
         """Call `observe`, then `refresh` for the blocks that are due."""
         x = gradient if self.cached_traits().learns == "gradient" else direction
         self._hooks(state).observe(state, x, context)
-        delayed = (cadence := self.cadence()) is not None and cadence.postponed > 0
         for start, stop, first in self.due(context):
             rows = state if stop - start == len(x) else state.slice_rows(start, stop)
-            given = (rows, x[start:stop], context.slice_rows(start, stop, first))
-            if delayed and not first:
-                self._adopt(*given)
-            else:
-                self._hooks(rows).refresh(*given)
-        for start, stop, first in self.asked(context) if delayed else ():
-            if not first:
-                self._begin(state.slice_rows(start, stop), context.slice_rows(start, stop, first))
+            self._refresh_rows(rows, x[start:stop], context.slice_rows(start, stop, first))
+        self._begin_refreshes(state, context)
+
+    def _refresh_rows(self, rows: State, x: Tensor, context: StepContext) -> None:
+        """Let the refresh of some rows take effect."""
+        self._hooks(rows).refresh(rows, x, context)
+
+    def _begin_refreshes(self, state: State, context: StepContext) -> None:
+        """Begin the refreshes that take effect in a later step."""
+
+
+class DelayedRefresh(Stage):
+    """A stage whose refreshes may take effect k updates after they are due, with `Every(steps=10, delay=k)`.
+
+    solve(state, context) -> {name: Tensor}     when due         compute the results, without writing state
+    adopt(state, context)                       k updates later  write the results to the state
+
+    A stage of this class also declares a slot of role "pending" for each result, if `cadence().postponed` is not 0.
+    `solve` returns a tensor for each pending slot. `adopt` writes the other slots, from the pending slots and from the
+    state at that time, and resets the pending slots to their initial values. If a block has no result, its pending
+    slots have their initial values, and `adopt` must leave the block as it is. That is so, for example, after a
+    checkpoint was loaded with another cadence. `refresh` computes the first refresh of each block, which is never
+    delayed, and all refreshes without a delay.
+    """
+
+    @abstractmethod
+    def solve(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        """Return the results of a delayed refresh, by name of the pending slot, on any contiguous slice of the stack.
+
+        The method may run in another thread. It reads a copy of the stage's slots, and must not write state.
+
+        context: steps and corrections of the update at which the refresh is due, without signals.
+        """
+
+    @abstractmethod
+    def adopt(self, state: State, context: StepContext) -> None:
+        """Let a delayed refresh take effect: write roots, bases and transported moments from the pending slots, and
+        reset the pending slots. Called on any contiguous slice of the stack.
+        """
+
+    @property
+    def _delays(self) -> bool:
+        cadence = self.cadence()
+        return cadence is not None and cadence.postponed > 0
 
     @final
-    def _adopt(self, rows: State, x: Tensor, context: StepContext) -> None:
-        """Let a delayed refresh of some rows take effect.
-
-        x: tensor that `refresh` would receive; checked mode requires that it is not written to.
-        """
+    def _refresh_rows(self, rows: State, x: Tensor, context: StepContext) -> None:
+        if context.first or not self._delays:
+            super()._refresh_rows(rows, x, context)
+            return
         if rows.storage.delayed is not None:
             rows.storage.delayed.finish(rows.path, context.seeds)
         if rows.storage.watch is None:
             self.adopt(rows, context)
-        else:
-            CheckedHooks(self, rows.storage.watch).adopt(rows, x, context)
+            return
+        with rows.storage.watch.call(call_text("adopt", rows, context), {"gradient": x}, rows):
+            self.adopt(rows, context)
+
+    @final
+    def _begin_refreshes(self, state: State, context: StepContext) -> None:
+        for start, stop, first in self.asked(context) if self._delays else ():
+            if not first:
+                self._begin(state.slice_rows(start, stop), context.slice_rows(start, stop, first))
 
     @final
     def _begin(self, rows: State, context: StepContext) -> None:

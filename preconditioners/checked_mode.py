@@ -33,12 +33,6 @@ class Hooks(Protocol):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor: ...
 
 
-class StageHooks(Hooks, Protocol):
-    """The hooks in `Hooks`, and the hook `adopt`, which lets a delayed refresh take effect."""
-
-    def adopt(self, state: State, context: StepContext) -> None: ...
-
-
 @dataclass
 class Call:
     """One call of one hook of a stage, while it runs.
@@ -165,7 +159,7 @@ class Checks(Watch):
 class CheckedHooks:
     """The hooks of a stage, with a check of each call by `watch`, the object that observes the stages of a stack."""
 
-    def __init__(self, stage: StageHooks, watch: Watch) -> None:
+    def __init__(self, stage: Hooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -175,10 +169,6 @@ class CheckedHooks:
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         with self.watch.call(call_text("refresh", state, context), {"gradient": gradient}, state):
             self.stage.refresh(state, gradient, context)
-
-    def adopt(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        with self.watch.call(call_text("adopt", state, context), {"gradient": gradient}, state):
-            self.stage.adopt(state, context)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inputs = {"gradient": gradient, "direction": direction}

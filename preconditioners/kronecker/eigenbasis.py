@@ -19,7 +19,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.products import matrix_shape, rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
-from ..base import Inner, Stages, Traits, chain_bounds, chain_slots, run_chain
+from ..base import DelayedRefresh, Inner, Stages, Traits, chain_bounds, chain_slots, run_chain
 from ..roots import Basis, BasisSolver, PowerQR
 from ..roots.base import Diagonal
 from ..statistics import Power, has_data, mean_eigenvalue
@@ -38,7 +38,7 @@ from .basis_change import (
 )
 
 
-class Eigenbasis(Factored):
+class Eigenbasis(Factored, DelayedRefresh):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k,  Q_i the eigenvectors of the statistic A_i of axis i
 
     g is the gradient, d the direction, and Q^T g is g multiplied by Q_i^T along every axis i. SOAP is `inner:

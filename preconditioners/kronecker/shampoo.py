@@ -18,12 +18,13 @@ from eigengraft.step_context import StepContext
 from ..algebra.exponents import Exponents, default_exponent, exponent_of
 from ..algebra.products import mode_products
 from ..algebra.spectra import root_residual
+from ..base import DelayedRefresh
 from ..roots import Eigh, RootSolver
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored, joined
 
 
-class Shampoo(Factored):
+class Shampoo(Factored, DelayedRefresh):
     """d x_1 A_1^(-e) x_2 ... x_k A_k^(-e)  with A_i the statistic of axis i and e = 1 / (2k) by default.
 
     d is the direction, and x_i is the product along axis i. k is the number of axes that have a factor, so that

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft import Optimizer, RecipeError, Stage, load_recipe
+from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block, safe_ratio
 from eigengraft.optimizers.stacks import delayed
 from eigengraft.optimizers.stacks.delayed import StackRefreshes
 from eigengraft.optimizers.stacks.streams import Streams
 from eigengraft.optimizers.step import execution, traced
-from eigengraft.preconditioners import Every, Shampoo
+from eigengraft.preconditioners import DelayedRefresh, Every, Shampoo
 from eigengraft.slots import State
 from eigengraft.testing import accelerator
 
@@ -626,7 +626,7 @@ def test_a_stage_of_an_outsider_may_be_delayed(registry: None) -> None:
 
     from eigengraft import Slot, StepContext
 
-    class Halved(Stage):
+    class Halved(DelayedRefresh):
         """d / (2 |g|_max) of an earlier gradient"""
 
         kind: Literal["halved_for_test"] = "halved_for_test"
