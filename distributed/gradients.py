@@ -206,8 +206,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes. Messages are compared as integers, so that nan equals nan, and 0 differs from -0."""
 
 LATE = (
-    "distribution.overlap_backward: gradients were written in two steps after backward had sent them, and were sent "
-    "again; what scales or clips gradients between backward and step() belongs into the recipe, or leave it off"
+    "distribution.overlap_backward: in two steps gradients were changed after backward had sent them, and were sent "
+    "again, so that no time is saved; clip gradients by the recipe, not between backward and step(), or turn "
+    "overlap_backward off"
 )
 
 

@@ -167,7 +167,9 @@ class RunLog:
     def finish(self) -> None:
         """Write the result from the last row. A run whose last losses are not finite has diverged."""
         if not self.rows:
-            raise ValueError(f"{self.directory}: no row was logged, so that the run has no result")
+            raise ValueError(
+                f"{self.directory}: no row was logged, so the run has no result; call row() before the end"
+            )
         last = self.rows[-1]
         evaluated = [row for row in self.rows if row["val_loss"] is not None]
         lost = ends_lost(self.rows)

@@ -90,8 +90,8 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
         if key in _OFF and value:
             raise ValueError(f"{who}: {key} is not supported, got {value!r}; {_OFF[key]}")
     always = {
-        "foreach": "blocks of a shape are computed at once",
-        "fused": "Adam's chain runs by fused kernels it fits",
+        "foreach": "all blocks of one shape are always computed at once",
+        "fused": "Adam's chain always runs by fused kernels where they support it",
     }
     for key, why in always.items():
         if given.get(key) is False:
@@ -281,8 +281,8 @@ def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
     for route in recipe.routes:
         if not route.optional and f"routes.{route.name}" not in taken:
             raise ValueError(
-                f"routes.{route.name}: the rule matches no parameter. An earlier route may take its parameters, and a "
-                "rule about names needs named_parameters; set `optional: true` if no match is intended"
+                f"routes.{route.name}: no parameter matches. An earlier route may match its parameters, or the "
+                "parameters have no names (pass named_parameters); set `optional: true` if no match is intended"
             )
 
 

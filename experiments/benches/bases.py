@@ -78,7 +78,8 @@ class BasisBench(MatrixBench):
         for spectrum in spectra:
             if not isinstance(spectrum, Synthetic):
                 raise ValueError(
-                    f"gradients cannot be drawn from '{label(spectrum)}'; give a spectrum with eigenvalues"
+                    f"gradients cannot be drawn from '{label(spectrum)}', which has matrices and no eigenvalues; give "
+                    "a spectrum such as power_law"
                 )
         return spectra
 

@@ -121,7 +121,7 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
     from ..reports.tables import write_parquet
 
     if pdf and figures is None:
-        raise RecipeError("--pdf: has no effect without --figures FOLDER")
+        raise RecipeError("--pdf: has no effect without --figures FOLDER; add it, or remove --pdf")
     texts = dict(_split_label(text) for text in labels or ())
     report = Report(directory, baseline, only or (), texts, tuple(x or Report.x), width, log)  # type: ignore[arg-type]
     for notice in [*report.records.notices, *filter(None, [report.records.coarse])]:

@@ -91,13 +91,15 @@ class PaperClaim(CellPair):
         low, high = self.required
         if (self.least is None and self.most is None) or low >= high:
             raise ValueError(
-                f"least, most: must be one end or two ends of an interval, with least < most, got {self.least} to "
-                f"{self.most}; give at least one"
+                f"least, most: one or both ends of an interval are required, with least < most, got {self.least} to "
+                f"{self.most}"
             )
         if self.compare == "ratio" and high <= 0:
             raise ValueError(f"most: must be positive for a ratio, got {self.most}")
         if self.metric in ("steps_to_loss", "fitted_steps") and self.compare == "difference":
-            raise ValueError(f"compare: 'difference' cannot be combined with metric '{self.metric}'; use 'ratio'")
+            raise ValueError(
+                f"compare: 'difference' cannot be combined with metric '{self.metric}', a ratio of steps; use 'ratio'"
+            )
         return self
 
     @property

@@ -70,7 +70,8 @@ def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -
         raise RecipeError(f"{run.path}: the run diverged at step {result['steps']}, so there is nothing to extend")
     if result.get("steps", steps) < steps:
         raise RecipeError(
-            f"{run.path}: a callback ended the run at step {result['steps']} of {steps}, and would end a longer run too"
+            f"{run.path}: the run cannot be extended, because a callback ended it at step {result['steps']} of {steps} "
+            "and would end a longer run too"
         )
     path = follows_run(experiment.recipe.rules()) if experiment.recipe.total_steps is None else None
     if path is not None:

@@ -134,7 +134,7 @@ def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matri
     """
     for name, old in own.items():
         if piece := flat_piece(old):
-            raise ValueError(f"{name}: the parameter must have its own shape, got {piece}")
+            raise ValueError(f"{name}: the parameter must not be flattened, got {piece}")
     if not own or all(any(new is old for old in own.values()) for new in found):
         return
     piece = next(filter(None, map(flat_piece, found)), "")
@@ -143,4 +143,4 @@ def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matri
     if piece:
         first = matrices[0] if matrices else next(iter(own))
         others = f" and {len(own) - 1} more" if len(own) > 1 else ""
-        raise ValueError(f"{first}{others}: parameters must have their own shape, got {piece}")
+        raise ValueError(f"{first}{others}: parameters must not be flattened, got {piece}")

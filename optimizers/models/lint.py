@@ -153,7 +153,7 @@ def _large_state(composed: Composition) -> Iterator[str]:
         more = f", and {len(costly) - 1} others like it" if len(costly) > 1 else ""
         yield (
             f"{name}: {each:.0f} bytes of state for each entry of {list(shape)}{more}; `axes: {{max_skew: 4}}` of a "
-            "statistic leaves axes so long without a factor, and a route sends parameters to another update"
+            "statistic gives no factor to such long axes, and a route sends parameters to another update"
         )
 
 
@@ -172,7 +172,7 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
             unused[text] = f"{key}, the largest slot of {text}, cannot be stored so: {quantizer.unsupported(slot)}"
     if unused:
         yield (
-            f"storage: nothing of this model is stored by {', '.join(unused)}; {next(iter(unused.values()))}. Lower "
+            f"storage: no slot of this model is stored by {', '.join(unused)}; {next(iter(unused.values()))}. Lower "
             "`min_elements`, choose another format, or remove the entry"
         )
 

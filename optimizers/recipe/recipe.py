@@ -158,7 +158,7 @@ def adam_route() -> Route:
 def _routes(value: Any) -> Any:
     value = (value,) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
-        raise ValueError("routes must be a list, each a mapping or 'default'")
+        raise ValueError("routes must be a list, whose items are mappings or the word 'default'")
     for route in value:
         if isinstance(route, str) and route != "default":
             raise ValueError(f"a route is a mapping or the word 'default', and '{route}' is neither")

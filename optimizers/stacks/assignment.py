@@ -357,7 +357,7 @@ def warn_of_waiting(
         warn_user(
             f"{', '.join(advice.fields)}: {ranks} ranks wait for each other's refreshes, with a computed efficiency of "
             f"{now.efficiency:.2f}; set the value to {advice.min_wave_work} for an efficiency of "
-            f"{advice.balance.efficiency:.2f}. The trajectory is then that of one process with this value"
+            f"{advice.balance.efficiency:.2f}. This changes the trajectory, to that of one process with the same value"
         )
 
 
@@ -513,7 +513,7 @@ def scope(parameter: Tensor, distribution: Distribution) -> Any:
     another tensor.
     """
     if piece := flat_piece(parameter):
-        raise ValueError(f"a parameter must have its own shape, got {piece}")
+        raise ValueError(f"a parameter must not be flattened, got {piece}")
     sharded = is_dtensor(parameter)
     if distribution.mode in ("replicated", "local") and sharded:
         raise ValueError(

@@ -612,7 +612,7 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
         return _without_guards(graph)
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
         warn_user(
-            f"compile: torch {torch.__version__} runs the program with its guards, so steps take longer ({error!r})"
+            f"compile: with torch {torch.__version__} the program runs with guards, so steps take longer ({error!r})"
         )
         guarded = torch.compile(lambda *tensors: graph(*tensors), dynamic=symbolic, fullgraph=True)
         return lambda tensors: guarded(*tensors)

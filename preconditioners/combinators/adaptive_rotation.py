@@ -48,8 +48,8 @@ class AdaptiveRotation(Stage):
         spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:
             raise ValueError(
-                f"{spanning}: sums over parameters, which is not possible inside adaptive_rotation; move the stage out "
-                "of `inner`"
+                f"{spanning}: computes sums over parameters, which is not possible inside adaptive_rotation; move the "
+                "stage out of `inner`"
             )
         return self
 

@@ -503,7 +503,7 @@ class InputGram(Statistic):
         if self.axes.side != "right" or self.axes.vectors:
             got = f"side {self.axes.side!r} and vectors {self.axes.vectors}"
             raise ValueError(
-                f"axes: {{side: right, vectors: false}} is required, as only inputs have factors, got {got}"
+                f"axes: {{side: right, vectors: false}} is required, because only layer inputs have factors, got {got}"
             )
         if self.source != "gradient":
             raise ValueError(

@@ -21,8 +21,8 @@ make gpu                    # on one CUDA device, without a network, in under 10
 make gpu ARGS=--simulated   # the same code on a simulated accelerator, with tiny sizes; writes to runs/gpu-simulated/
 ```
 
-`make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews times of solvers in
-`timings.json`, beside the solvers. HeavyBall and Distributed Shampoo take part where they are installed."""
+`make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers
+in `preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
 STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
 
 - *total*: until the device has finished; *host*: until `step` returns; *device*: between CUDA events around the step.

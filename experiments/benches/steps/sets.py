@@ -82,7 +82,8 @@ def shape_set(name: str) -> ShapeSet:
     kind, _, given = name.partition(":")
     dimension, _, number = given.partition("=")
     if kind not in SETS:
-        raise RecipeError(f"sets: '{kind}' is no set{did_you_mean(kind, SETS)} (the sets are {', '.join(SETS)})")
+        hint = did_you_mean(kind, SETS)
+        raise RecipeError(f"sets: '{kind}' is no set of shapes{hint} (the sets are {', '.join(SETS)})")
     if not given:
         return ShapeSet(name, SETS[kind]())
     known = SETS[kind].__annotations__.keys() - {"return"}
