@@ -206,6 +206,10 @@ def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, st
     run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
     costs = [f"{now.costs[measured.COUNTED][name]:.2f}" for name in ("sinksoap", "soap_fitted")]
     assert re.findall(r"with `sinksoap` takes (\S+) .* `soap_fitted` (\S+) times", text("README.md")) == [tuple(costs)]
+    kinds = ("", measured.COUNTED)
+    scores = [f"{measured.profile_of(name, kind):.2f}" for name in ("soap_fitted", "adamw") for kind in kinds]
+    said = r"`soap_fitted` has (\S+) for steps and (\S+) for time, AdamW\s(\S+) and (\S+)\."
+    assert re.findall(said, text("README.md")) == [tuple(scores)]
     assert goals["fewest steps"][0][0] == max(run, key=measured.profile_of)
     assert all(now.profiles[""][name.replace("/", "_")] >= 0.8 for name, _ in goals["few steps and little memory"])
     assert measured.state_bytes(goals["least memory"][0][0]) < 0.1
