@@ -8,10 +8,13 @@ that share a study may differ in these three.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _VERSIONS = ("eigengraft", "sources", "torch", "numpy")
+_SHA256 = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{48}\b")
+"""A sha256, of which the first 16 digits are compared and shown: 64 bits distinguish all files of a study."""
 REMEDY = "Choose another directory, or remove this one."
 
 
@@ -20,13 +23,13 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
     An entry that an older version did not record is left out. It then differs from an environment that has the entry.
     """
-    found = {key: str(environment[key]) for key in _VERSIONS if key in environment}
+    found = {key: environment[key] for key in _VERSIONS if key in environment}
     data, imports = environment.get("data"), environment.get("imports")
     if isinstance(data, Mapping):
-        found["data"] = str(data.get("sha256"))
+        found["data"] = data.get("sha256")
     if isinstance(imports, Mapping):
-        found |= {f"imports {name}": str(sha256) for name, sha256 in imports.items()}
-    return found
+        found |= {f"imports {name}": sha256 for name, sha256 in imports.items()}
+    return {name: _SHA256.sub(r"\1", str(value)) for name, value in found.items()}
 
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -151,19 +151,22 @@ def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
 def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:
     """Raise RecipeError if runs of these cells in `directory` had other code or data, runs of searches included.
 
-    Finished runs and later runs are averaged, so all runs of a study must have the same provenance.
+    Finished runs and later runs are averaged, so all runs of a study must have the same provenance. A run without a
+    result and without a checkpoint starts anew, so it is not compared.
     """
-    imports = {Path(run.directory).parent: run.experiment.imports for run in planned}
+    experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}
     faults: dict[str, int] = {}
-    for cell, sources in imports.items():
+    for cell, experiment in experiments.items():
         for path in [path for kind in ("", "timing", "tuning") for path in (directory / kind / cell).rglob("env.json")]:
             run = RunDirectory(path.parent)
+            if not run.begun:
+                continue
             task = (run.read("config") or {}).get("task")
             key = json.dumps(task)
             if key not in data:
                 data[key] = load_data(validated(Task, task, "task")).fingerprint  # type: ignore[type-abstract]
-            for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], sources)):
+            for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
                 faults[fault] = faults.get(fault, 0) + 1
     if faults:
         lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]

@@ -6,12 +6,12 @@ import hashlib
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -24,6 +24,9 @@ from ..tasks import Fingerprint
 from .imports import imported_sources
 from .rundir import RunDirectory
 
+if TYPE_CHECKING:
+    from .experiment import Experiment
+
 _COMPUTING = (
     *("blocking", "preconditioners", "quantization", "distributed", "optimizers"),
     *("experiments.tasks", "experiments.training"),
@@ -31,20 +34,23 @@ _COMPUTING = (
 """Packages of the library whose code affects the numbers of a run. Modules at the library's root affect them too."""
 
 
-def describe_provenance(data: Fingerprint, imports: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the compared part of an environment: versions, code of the library and of imports, and the data."""
+def describe_provenance(data: Fingerprint, experiment: Experiment | None = None) -> dict[str, Any]:
+    """Return the compared part of an environment: versions, code of the library and of imports, and the data.
+
+    experiment: the experiment whose imports are included, as far as it uses their components. None: no imports.
+    """
     return {
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "eigengraft": eigengraft.__version__,
         "sources": library_digest(),
-        "imports": imported_sources(imports),
+        "imports": {} if experiment is None else imported_sources(experiment.imports, experiment),
         "data": asdict(data),
     }
 
 
 def describe_environment(
-    data: Fingerprint, device: torch.device, ranks: int = 1, imports: Iterable[str] = ()
+    data: Fingerprint, device: torch.device, ranks: int = 1, experiment: Experiment | None = None
 ) -> dict[str, Any]:
     """Return the provenance, machine, number of ranks, command line, and git commit of the working directory."""
     return {
@@ -57,7 +63,7 @@ def describe_environment(
         "git": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "command": sys.argv,
-        **describe_provenance(data, imports),
+        **describe_provenance(data, experiment),
     }
 
 
@@ -80,15 +86,18 @@ def library_digest() -> str:
 
 
 def record_environment(run: RunDirectory, found: Mapping[str, Any]) -> None:
-    """Write the environment of a new run. Raises RecipeError if the run was started with other code or data."""
+    """Write the environment of a run that begins at its first step.
+
+    Raises RecipeError if the run continues, and was started with other code or data.
+    """
     require_provenance(run, found)
-    if run.read("env") is None:
+    if not run.begun:
         run.write("env", found)
 
 
 def require_provenance(run: RunDirectory, found: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the run was started with other code or data than the environment `found` has."""
-    known = run.read("env")
+    """Raise RecipeError if the run has a result or a checkpoint of other code or data than `found` has."""
+    known = run.read("env") if run.begun else None
     faults = [] if known is None else provenance_changes(known, found)
     if faults:
         raise RecipeError(

@@ -50,7 +50,7 @@ def extend_run(run: RunDirectory, experiment: Experiment) -> None:
 
 def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) -> None:
     steps = known["steps"]
-    found = describe_provenance(load_data(experiment.task).fingerprint, experiment.imports)
+    found = describe_provenance(load_data(experiment.task).fingerprint, experiment)
     require_provenance(run, found)
     _require_extensible(run, experiment, steps)
     shared = experiment.schedule.shared_steps(steps, experiment.steps)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from eigengraft.component import Component
 from eigengraft.errors import RecipeError
 
 from ..tasks.byte_lm import INSTALLED
@@ -35,19 +36,42 @@ def import_component(source: str) -> ModuleType:
     return module
 
 
-def imported_sources(sources: Iterable[str]) -> dict[str, str]:
+def imported_sources(sources: Iterable[str], user: Component | None = None) -> dict[str, str]:
     """Return the sha256 of every imported file and of the modules that it uses, by file or module name.
 
     This includes modules of the same package, and modules that are neither installed nor part of the library, such as
     a model in a file beside the task. Modules that are imported inside a function are not included.
+
+    user: a component, such as an experiment. A file that defines components is left out if this component contains
+        none of them. None: all files are included.
     """
+    used = None if user is None else {type(part).__module__ for part in _parts(user)}
     found: dict[str, set[str]] = {}
     for source in sources:
         module = import_component(source)
+        if used is not None and module.__name__ not in used and _defines_components(module):
+            continue
         for name, digest in _digests(module.__name__).items():
             named = Path(source).name if name == module.__name__ and names_a_file(source) else name
             found.setdefault(named, set()).add(digest)
     return {name: " ".join(sorted(digests)) for name, digests in sorted(found.items())}
+
+
+def _parts(value: object) -> Iterator[Component]:
+    """Yield a component and all components in its fields."""
+    if isinstance(value, Component):
+        yield value
+        value = [getattr(value, name) for name in type(value).model_fields]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    for item in value if isinstance(value, (list, tuple)) else ():
+        yield from _parts(item)
+
+
+def _defines_components(module: ModuleType) -> bool:
+    """Return True if a module defines classes of components."""
+    classes = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Component))
+    return any(cls.__module__ == module.__name__ for cls in classes)
 
 
 @cache

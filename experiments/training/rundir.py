@@ -134,6 +134,11 @@ class RunDirectory:
         with replacing(self.path / f"{name}.pt") as temporary, temporary.open("wb") as stream:
             torch.save({**state, "metrics_bytes": size}, stream)
 
+    @property
+    def begun(self) -> bool:
+        """True if the run has a result, or a checkpoint from which it continues."""
+        return self.read("result") is not None or bool(self.checkpoint_steps())
+
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""
         files = (self.path / f"{name}.pt" for name in ("checkpoint", "branch"))

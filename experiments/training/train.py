@@ -291,8 +291,7 @@ class Trainer:
 
     def _continue(self) -> None:
         """Restore the last checkpoint, if any. Raises RecipeError if code or data differ from the run's first step."""
-        data, imports = self.dataset.fingerprint, self.experiment.imports
-        found = describe_environment(data, self.device, self.ranks.size, imports)
+        found = describe_environment(self.dataset.fingerprint, self.device, self.ranks.size, self.experiment)
         declared = self.experiment.model_dump_json(exclude={"imports"})
         if len(set(self.ranks.all_gather((declared, *sorted(provenance_of(found).items()))))) > 1:
             raise RecipeError(
@@ -375,7 +374,7 @@ def train(
             result = run.read("result")
             if result is not None:
                 data = load_data(experiment.task).fingerprint
-                require_provenance(run, describe_provenance(data, experiment.imports))
+                require_provenance(run, describe_provenance(data, experiment))
                 if not experiment.keep_checkpoint:
                     run.drop_checkpoints()
             return result

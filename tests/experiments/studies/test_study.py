@@ -287,9 +287,8 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
         "axes: {task: {good: {task.width: 4}, bad: {task: {kind: breaking_digits}}}}\n"
     )
     out = tmp_path / "out"
-    done = run(
-        "-m", "eigengraft", "ablate", "trial.yaml", "--out", out, "--workers", "1", folder=tmp_path, **FORK_SPAWNED
-    )
+    ablate = ("-m", "eigengraft", "ablate", "trial.yaml", "--out", out, "--workers", "1")
+    done = run(*ablate, folder=tmp_path, **FORK_SPAWNED)
     assert done.returncode == 1
     assert "RuntimeError: [bold]no more data" in done.stderr
     assert "1 of 2 runs failed" in done.stderr and "Traceback" not in done.stderr
@@ -298,6 +297,17 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
     report = run("-m", "eigengraft", "report", out, folder=tmp_path)
     assert report.stdout == f"{out / 'report.html'}\n"
     assert "[bold]no more data" in (out / "report.html").read_text()
+    # The repaired file repeats the run that failed. The other run does not use the file, so that it is kept.
+    before = (out / "task=good" / "seed-0" / "result.json").read_bytes()
+    (tmp_path / "broken.py").write_text(BROKEN.replace("step == 3", "step < 0"))
+    again = run(*ablate, folder=tmp_path, **FORK_SPAWNED)
+    assert again.returncode == 0, again.stderr
+    assert complete(out) == {"task=good/seed-0", "task=bad/seed-0"}
+    assert (out / "task=good" / "seed-0" / "result.json").read_bytes() == before
+    # A change after a result is refused.
+    (tmp_path / "broken.py").write_text(BROKEN.replace("step == 3", "step < -1"))
+    again = run(*ablate, folder=tmp_path, **FORK_SPAWNED)
+    assert again.returncode == 2 and "imports broken.py: " in " ".join(again.stderr.replace("\u2502", "").split())
 
 
 def wait_for(condition):
