@@ -24,8 +24,8 @@ RECIPE = Path(__file__).with_name("recipe.json")
 OF_LOOP = frozenset({"learning_rate", "weight_decay", "warmup_factor", "grad_clip", "dropout_rate", "label_smoothing"})
 """Names of the hyperparameters that the training loop uses. All other hyperparameters are overrides of the recipe."""
 LOCAL = {"distribution.mode": "local"}
-"""Override by which every rank updates all parameters and holds their state. AlgoPerf saves the optimizer on the first
-rank alone, and other ranks could not send state that they owned.
+"""Override by which every rank updates all parameters and holds their state. AlgoPerf saves the optimizer of the first
+rank alone, so that state on other ranks would not be saved.
 """
 BATCH_SIZES = {
     "criteo1tb": 262_144,
@@ -41,7 +41,7 @@ BATCH_SIZES = {
     "mnist": 16,
     "cifar": 128,
 }
-"""Global batch sizes of AlgoPerf's own baselines."""
+"""Global batch size of AlgoPerf's own baseline, by workload."""
 
 
 def get_batch_size(workload_name: str) -> int:

@@ -34,7 +34,7 @@ def trainer_options(recipe: Any, args: Any, *, overrides: Any = ()) -> dict[str,
 def optimizer_factory(
     recipe: Any, lr: float | None = None, weight_decay: float | None = None, *, overrides: Any = ()
 ) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
-    """Return the argument `optimizer_cls_and_kwargs` of a Trainer, which makes the optimizer of the model itself.
+    """Return the argument `optimizer_cls_and_kwargs` of a Trainer, with a factory that receives the model.
 
     A Trainer does not pass `learning_rate` and `weight_decay` to a factory; `trainer_options` passes them. With several
     processes and a model that is not sharded, the Trainer also needs the callback `ConsolidateOnSave`.
