@@ -30,7 +30,7 @@ class Location(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Return the directory of the file in which the slot is stored."""
+        """Directory of the file in which the slot is stored."""
         return tempfile.gettempdir() if self.directory is None else self.directory
 
 
@@ -62,8 +62,7 @@ class Quantizer(Component, ABC, family="quantizer"):
         return None
 
     def require_codec(self, field: str) -> None:
-        """Raise ValueError if this quantizer, as the inner quantizer of another one, says in which memory tensors are
-        stored.
+        """Raise ValueError if this quantizer chooses a memory, which only the outermost quantizer may do.
 
         field: path of the field that holds this quantizer, for the error.
         """
@@ -96,7 +95,8 @@ class Quantizer(Component, ABC, family="quantizer"):
             of x alone.
         before: the tensors of the last encoding, which formats with error feedback read. None: nothing is stored yet.
         uniform: function (like, purpose) that draws numbers in [0, 1) in the shape and dtype of `like`, for stochastic
-            rounding. The numbers follow from the block and the block's step. None: values are rounded to nearest.
+            rounding. The numbers follow from the block, the block's step and the text `purpose`. None: values are
+            rounded to nearest.
         """
 
     @abstractmethod

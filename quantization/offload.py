@@ -1,8 +1,8 @@
 """State that does not fit on its device: slots whose tensors are stored in host memory or in a file between steps.
 
-`Offload` is the declaration in a recipe. `HostBuffer` is the memory: one piece for the offloaded tensors of a stack, so
-that they are copied to a device and back by one call. A step copies the tensors to the device before it computes the
-stack, and back afterwards (`optimizers/step/offload.py`). The numbers of a run do not depend on where slots are stored.
+`Offload` is the declaration in a recipe. `HostBuffer` is one piece of memory for the offloaded tensors of a stack (of
+blocks that are updated together), so that one call copies all of them to the device before the stack is computed, and
+one call copies them back (`optimizers/step/offload.py`). The numbers of a run do not depend on where slots are stored.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return B if a row of n numbers consists of full blocks and B is even, else n.
+    """Return the width at which a row of n numbers is cut into rows that are processed alone: B, or n for no cut.
 
-    A row can be processed as several rows of this width: then no block is cut, and no byte has codes of two such rows.
+    The width is B if all blocks of the row are full and B is even. Each byte then has codes of one row only.
 
     size: B.
     """
@@ -296,8 +296,8 @@ class Blockwise(Format, ABC):
 
 
 _FAR = 2.0**100
-"""Largest ordinary scale; the smallest ordinary scale is 1 / _FAR. The reciprocal of an ordinary scale, multiplied by
-any span, neither over- nor underflows in float32.
+"""Ordinary scales are in [1 / _FAR, _FAR]. Their reciprocals, multiplied by any span, neither over- nor underflow in
+float32.
 """
 
 

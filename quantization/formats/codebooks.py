@@ -168,9 +168,8 @@ class Codebook:
 def _found(y: Tensor, steps: Tensor) -> Tensor:
     """Return the codes of y as int32, in a buffer that the next call overwrites.
 
-    The bits of y are read as a signed integer, and k is its absolute value, which increases with y on either side of 0.
-    (For y = -0, k would be 2^31, which wraps around.) The upper half of the bits chooses an entry of a table. The upper
-    half of the entry plus k is the code.
+    k is the absolute value of the bits of y, read as a signed integer. The upper half of the bits chooses an entry of
+    the table. The upper half of the sum of this entry and k is the code.
 
     steps: the table, as `_steps` returns it.
     """
@@ -196,14 +195,14 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 def _steps(levels: Levels) -> Tensor:
     """Return the table by which `_found` computes the codes of float32 in (-2, 2), int32 `[2^15 + 1]`.
 
-    k is the absolute value of the bits of a float, read as a signed integer. A cell is the set of floats whose bits
-    have the same upper half, and h is the absolute value of this upper half. Entry h of the table is 2^16 c - s, where
-    c is the code of the largest float of cell h, and s is the smallest k of the cell with this code. The upper half of
-    the sum of entry and k is then the code: c for k >= s, and c - 1 for k < s. A cell must therefore not contain two
-    midpoints between levels. This is the case if midpoints differ by at least 2^-7 of their size.
+    k is the absolute value of the bits of a float, read as a signed integer. h is the absolute value of the upper half
+    of these bits, and chooses the entry of the table. The entry is 2^16 c - s, where c is the code of the largest float
+    with this h, and s is the smallest k with this h and code. The upper half of the sum of entry and k is then the
+    code: c for k >= s, and c - 1 for k < s. Floats with one h must therefore not have more than two codes. This is the
+    case if midpoints between levels differ by at least 2^-7 of their size.
 
-    Floats >= 0 have h < 2^14, and their cell has k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and
-    their cell has k = h 2^16 - 65535, ..., h 2^16.
+    Floats >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and k = h 2^16 -
+    65535, ..., h 2^16.
 
     Legend: o is k for floats >= 0, and k - 2^31 for floats below 0. It increases with the float, also across 0.
     """
