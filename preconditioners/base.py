@@ -50,16 +50,16 @@ class SecondMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a stage on blocks of one shape that the engine needs and that do not follow from the other hooks.
+    """Facts that the engine needs about a stage on blocks of one shape, beside the results of the other hooks.
 
-    Every default is safe: it is correct for any stage, and at most slower. The engine calls `traits(block)` once for
-    each shape and caches the result. The first six fields must not depend on the shape, because the engine reads them
-    from `traits(())`, the traits for the empty shape.
+    The defaults are correct for any stage, and at most slower. The engine calls `traits(block)` once for each shape
+    and caches the result. The first six fields must not depend on the shape, because the engine reads them from
+    `traits(())`, the traits for the empty shape.
 
     signals: signals that the stage requests beside the gradient.
     lagged: True if the stage applies its state to a gradient before it learns from that gradient. A step then runs
-        apply, observe, refresh. The first gradient of a parameter only primes the chain: it is accumulated in the
-        statistics, and the parameter is not changed.
+        apply, observe, refresh. The first gradient of a parameter only primes the chain: statistics accumulate the
+        gradient, and the parameter is not changed.
     entrywise: True if each entry of direction and state depends on the same entry of the gradients alone. Parts of a
         block may then be updated on different ranks.
     matrices: True if the stage reads blocks as matrices, first axis x the rest.
@@ -157,10 +157,10 @@ class Stage(Schedulable, ABC, family="stage"):
     is True in a block's first refresh. For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to
     multiply `like`.
 
-    One wire. Gradient and direction are one tensor until a stage with slots has run. Slots of chains inside a stage
-    count as its slots. Until then the result of a stage is also the gradient of all following stages: `[clip_norm,
-    momentum, rms]` clips the gradient. After `momentum` the direction is a tensor of its own, and the gradient does not
-    change any more.
+    One wire. Gradient and direction are one tensor until a stage with slots has run (slots of chains inside a stage
+    count, too). The result of a stage without slots is until then also the gradient of all following stages:
+    `[clip_norm, momentum, rms]` clips the gradient. After `momentum` the direction is a tensor of its own, and the
+    gradient does not change any more.
 
     Chains inside. Declare a field `chain: Stages = Field(alias="inner")`. The alias is needed because no field may have
     the name of a hook. Let `inner(block)` return `{"inner": Inner(self.chain, small)}`, where `small` is the block that
@@ -266,7 +266,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """Return the traits for a block, which are computed once and cached.
+        """Return the traits for a block, computed once for each shape.
 
         block: shape of the block; the default () for traits that do not depend on the shape.
         """
@@ -330,7 +330,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def asked(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the stack whose refresh is due in this step.
+        """Return the spans (start, stop, first) of the blocks for which a refresh is due in this step.
 
         first: True at the first refresh of these blocks. Any other refresh begins in this step and, with a delay, takes
             effect in a later step.
@@ -341,10 +341,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the stack whose refresh takes effect in this step.
+        """Return the spans (start, stop, first) of the blocks for which a refresh takes effect in this step.
 
-        With a delay of k updates these are the refreshes that began k updates ago, and first refreshes, which are never
-        delayed. Without a delay they are the spans of `asked`.
+        Without a delay these are the spans of `asked`. With a delay of k updates a refresh takes effect k updates after
+        it was due, except the first refresh of a block, which is never delayed.
         """
         if id(self) not in context.due:
             cadence, found = self.cadence(), self.asked(context)
@@ -390,8 +390,8 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Let lagged stages observe and refresh from a first gradient: this stage, and the stages inside it. No other
-        state is written, and no parameter changes.
+        """Let this stage, if it is lagged, and the lagged stages inside it observe and refresh from a first gradient.
+        No other state is written, and no parameter changes.
 
         `apply` of this stage is called if there are lagged stages inside, because it passes the gradient on to them.
         The direction that `apply` returns, and the state of this stage that it writes, are dropped.
@@ -527,8 +527,8 @@ def run_chain(
         stages: the chain.
         state: state of the chain; `state.block` is the shape of a block inside the chain.
         gradient: `[N, *block]`, which the chain does not change.
-        direction: `[N, *block]`, the incoming direction. If it is the same object as `gradient`, no stage with state
-            has run yet, and the two are one wire.
+        direction: `[N, *block]`, the incoming direction: the object `gradient` itself if no stage with state has run
+            yet.
         context: steps, corrections and signals. If `context.priming` is set, all stages with state are only primed.
 
     Returns:

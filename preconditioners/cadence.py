@@ -40,12 +40,10 @@ class Cadence(Component, ABC, family="cadence"):
 
     @abstractmethod
     def due_again(self, context: StepContext) -> NDArray[np.bool_] | bool:
-        """Return bool `[N]`, True for each block that is due at its step after its first refresh, or one bool for all
-        blocks.
+        """Return bool `[N]`, True for each block that is due at its present step, or one bool for all blocks.
 
-        Called at every step at which a block is past its first refresh. The result for a block follows from its own
-        step, phase and seed, so that it is the same on all ranks and in every stack. Blocks that have had no first
-        refresh are ignored.
+        Only results for blocks past their first refresh are used; `due` adds first refreshes. The result for a block
+        must follow from its own step, phase and seed alone, so that it is the same on all ranks and in every stack.
 
         context: `context.steps`, `context.phases` and `context.seeds`, NumPy arrays `[N]`. A random cadence draws with
             `eigengraft.noise.uniform` from seeds and steps.

@@ -40,8 +40,7 @@ class Call:
     what: "<path>: <hook>() at step <t>", for error messages.
     fine: bool `[N]`, True for blocks whose inputs are finite and whose state this step may change. The results of these
         blocks must be finite.
-    loads: for each key of the state, pairs of a tensor that the hook loaded and the tensor's count of writes at that
-        time.
+    loads: by key of a slot, the tensors that the hook loaded, each with its count of writes at that time.
     """
 
     what: str
@@ -157,7 +156,7 @@ class Checks(Watch):
 
 
 class CheckedHooks:
-    """The hooks of a stage, with a check of each call by `watch`, the object that observes the stages of a stack."""
+    """Run each hook of a stage inside `watch.call`, which checks it."""
 
     def __init__(self, stage: Hooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch

@@ -89,15 +89,13 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 _FEW = 16
 """Number of columns below which products are slow, because the columns do not fill a vector register."""
 _LONG = 4
-"""Ratio of the length of a middle axis to the product of the lengths after it, above which one product of a reordered
-copy is faster than a separate product for each index of the axes before it.
+"""A middle axis is long if its length exceeds this number times the product of the lengths after it. One product of a
+reordered copy is then faster than many products with few columns each.
 """
 
 _SHORT = 64
-"""Product of the lengths of adjacent axes below which these axes are rotated together, by one Kronecker product.
-
-On a CPU, two separate products, which make two passes over a block, take as long as one product with 64 columns. Axes
-of 3 x 3 and 7 x 7 are therefore faster together, axes of 8 x 8 are not.
+"""Adjacent axes are rotated together, by one Kronecker product, if the product of their lengths is below this number.
+On a CPU axes of 3 x 3 and 7 x 7 are faster together, axes of 8 x 8 are not.
 """
 
 
@@ -129,8 +127,8 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of last axes that `_cycled` should multiply and move to the end together, because they have few
-    entries. Return None if `_cycled` is not faster for these products.
+    """Return the number of last axes that are too short for a product of their own in `_cycled`. Return None if
+    `_cycled` is not faster for these matrices.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
@@ -144,11 +142,11 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     """Return x multiplied by the matrix of every axis, without a copy of x for each axis.
 
-    Each product X^T M^T multiplies the first axis by its matrix M, and moves this axis to the end. After all long axes
-    were processed so, the last `short` axes are the first ones. The short axes are multiplied at the front, and moved
-    to the end together by one copy of x.
+    Each product X^T M^T multiplies the first axis by its matrix M and moves this axis to the end, so that the next axis
+    becomes the first. The last `short` axes are multiplied where they are, and moved to the end together by one copy of
+    x.
 
-    short: number of last axes that are short; 0 for none, so that nothing is copied.
+    short: number of last axes that are too short for such a product; 0 for none.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -251,11 +249,7 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if a symmetric product is faster when only one triangle is computed, in panels, as `add_symmetric`
-    does.
-
-    In bfloat16 this needs at least 768 rows, because torch multiplies a full stack of matrices at once.
-    """
+    """Return True if `add_symmetric` is faster for y `[N, d, rest]` when it computes only one triangle, in panels."""
     return may_branch_on_values(y) and y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL
 
 
@@ -268,8 +262,7 @@ much faster for any.
 def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
     """Return x `[N, *block]` with the entries along a block axis reordered.
 
-    On a CPU `gather` takes three to eight times as long as copies of rows. It is used there only along other axes than
-    the first of small blocks.
+    On a CPU entries are copied by rows where possible, because `gather` takes three to eight times as long.
 
     order: `[N, d']`, the old index of each new entry. d' is at most the length d of the axis.
     """

@@ -24,9 +24,11 @@ class AdaptiveRotation(Stage):
     d is the direction, Q `[N, n, n]` an orthogonal matrix that multiplies one axis of length n, and f the chain
     `inner`, which has no state: for example `sign`, `sinkhorn`, or rows of unit size. If f is the direction of steepest
     descent in a norm, as `sign` is in the maximum norm, the stage is steepest descent in this norm after a rotation Q
-    of the coordinates. Q is chosen so that <d, Q f(Q^T d)> is large. The shorter axis is rotated, or with `side: left`
-    the first axis, as in the authors' code. If the first axis is the longer one, some rows of Q^T d have only rounding
-    errors, which signs would make large. Blocks with one axis are passed to `inner` unrotated.
+    of the coordinates. Q is chosen so that <d, Q f(Q^T d)> is large.
+
+    The shorter axis is rotated, or with `side: left` the first axis, as in the authors' code. If a longer axis is
+    rotated, some rows of Q^T d have only rounding errors, which signs would make large. Blocks with one axis are passed
+    to `inner` unrotated.
     """
 
     kind: Literal["adaptive_rotation"] = "adaptive_rotation"

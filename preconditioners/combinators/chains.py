@@ -106,7 +106,7 @@ class Transform(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
-        # `before` is one step ahead of `inner`, because it also maps the gradient that only primes `inner`
+        # `before` also maps the first gradient, which only primes `inner`, so that `before` is one step ahead
         before = replace(context, steps=context.steps + 1) if early else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

@@ -78,7 +78,7 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
-        """Update the state from which the next D follows: r (slot `gain`), s, and sum |s| (slot `size`). They are
+        """Update r (slot `gain`), s, and sum |s| (slot `size`), from which the next estimate follows. All three are
         stored divided by `start`.
 
         d: the present estimate D of the step size, `[N]`.

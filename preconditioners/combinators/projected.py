@@ -96,7 +96,7 @@ class Projected(Stage):
         return 0 if self.side == "left" else len(block) - 1
 
     def _columns(self, block: tuple[int, ...]) -> int:
-        """Return the number r of coordinates that a projected axis has."""
+        """Return r: `rank`, or the length of the projected axis if that is smaller."""
         return min(self.rank, block[self._axis(block)])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:

@@ -100,8 +100,8 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """Return the size that `scaling` gives to the identity of order d. A ridge of 1 adds at most this number to the
-        size of a matrix. The number is computed on the CPU.
+        """Return the bound that `scaling` gives for the identity of order d, as a number on the host. A ridge of r adds
+        at most r times this number to the size of a matrix.
         """
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 

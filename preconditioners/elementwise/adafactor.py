@@ -58,7 +58,7 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # v is raised to the square of the gradient's rounding errors, below which its entries are noise
+        # entries of v below the squared rounding errors of the gradient are noise, and are raised to that value
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))

@@ -24,7 +24,7 @@ PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """
 
 _ROOT = Fraction(1, 2)
-"""Default exponent e of `rms`."""
+"""Default of the exponent e in `rms`, which divides by v^e."""
 _MEAN_OVER = {"row": -1, "column": -2}
 """Axis over which squares are averaged, by value of the field `per`."""
 
@@ -211,14 +211,16 @@ class RMS(Stage):
     """Divide by a power of accumulated squares.  v <- b v + w x^2;  d / ((v / c)^e + eps),  e = 1/2
 
     d is the direction, b is `beta`, t the step, and e the `exponent`. x is the gradient, or with `source: direction`
-    the direction: in NorMuon and AdaMuon the orthogonalized momentum. A running mean (b < 1) has w = 1 - b, and c = 1 -
-    b^t with bias correction (Adam, Kingma & Ba 2015) or c = 1 without (RMSprop). A sum (b = 1), and `damped: false`,
-    have w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` eps is added before bias correction, and the
-    divisor is (v^e + eps) / c^e, as in implementations that fold the correction into the step size. If b is scheduled,
-    b^t stands for the product of its values in steps 1 to t. With `per: row` v is the running mean of the mean of x^2
-    over the last axis, with `per: column` over the last but one. `per: longest` is `row` for blocks with at least as
-    many rows as columns, and else `column`. With `per: block` the mean is over all entries of the block (Adam-mini,
-    Zhang et al. 2024, arXiv:2406.16793).
+    the direction: in NorMuon and AdaMuon the orthogonalized momentum.
+
+    A running mean (b < 1) has w = 1 - b, and c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015) or c = 1 without
+    (RMSprop). A sum (b = 1), and `damped: false`, have w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). If b is scheduled,
+    b^t stands for the product of its values in steps 1 to t. With `eps_on: raw` eps is added before bias correction,
+    and the divisor is (v^e + eps) / c^e, as in implementations that fold the correction into the step size.
+
+    With `per: row` v is the running mean of the mean of x^2 over the last axis, with `per: column` over the last but
+    one. `per: longest` is `row` for blocks with at least as many rows as columns, and else `column`. With `per: block`
+    the mean is over all entries of the block (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
     """
 
     kind: Literal["rms"] = "rms"

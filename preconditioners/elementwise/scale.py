@@ -155,8 +155,8 @@ class ClipRunningNorm(Stage):
 
     d is the direction, t the step, and m a running mean of the norms of clipped directions, for each block or each
     parameter. In the first `start` steps, and while m = 0, c is 1. AdaGC (Wang et al. 2025, arXiv:2502.11034) clips by
-    the norm of the whole model in these first steps, and keeps their smallest norm. The stage keeps state, so that the
-    stages after it receive the clipped direction but the gradient as it came. If both should be clipped, use `{kind:
+    the norm of the whole model in these first steps, and keeps their smallest norm. The stage keeps state.
+    Therefore the stages after it receive the clipped direction, but the unclipped gradient. To clip both, use `{kind:
     transform, before: clip_running_norm, inner: [momentum, rms]}`.
     """
 

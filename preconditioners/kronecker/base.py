@@ -172,9 +172,9 @@ class Factored(Stage):
 
         Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
         their matrices together are no larger than the blocks, so that the stack needs no more memory than other parts
-        of a step. For matrices that fill cache lines, all blocks of the stack count as "the blocks". For other matrices
-        only the blocks that are refreshed now count, so that the groups do not depend on the number of these blocks.
-        The last bits of products of such matrices depend on their address, which differs between groups.
+        of a step. Matrices that fill cache lines are compared with all blocks of the stack. Other matrices are compared
+        with the blocks that are refreshed now. Their groups then do not depend on the number of these blocks, and must
+        not, because the last bits of products of such matrices depend on their address.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -236,8 +236,8 @@ class Factored(Stage):
 class Pending(NamedTuple):
     """The result of a delayed refresh of one axis.
 
-    found: the result as that of a solver: `q` is the matrix in the shape of its slot, and `ok` marks successes. `order`
-        is None if the stage has no pending slot for the order.
+    found: the result of the solver: `q` is the matrix in the shape of its slot, and `ok` marks successes. `order` is
+        None if the stage has no pending slot for the order.
     tried: bool `[N]`, True where there is a result.
     """
 

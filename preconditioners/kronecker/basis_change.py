@@ -292,8 +292,7 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """Return a text about a condition of `transport: marginals` that does not hold, with the present value.
-
+    """Return the first condition of `transport: marginals` that does not hold, as text with the value found instead.
     Return None if all conditions hold.
     """
     decay = statistic.decay_of_squares

@@ -120,7 +120,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
         if all(stage.cached_traits(block).entrywise for stage in self.chain):
-            # in the basis, entries are like independent signs, of spectral norm sqrt(m) + sqrt(n) instead of sqrt(m n)
+            # signs in the basis are like random ones: their spectral norm is sqrt(m) + sqrt(n), not up to sqrt(m n)
             m, n = matrix_shape(block)
             share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
             norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))

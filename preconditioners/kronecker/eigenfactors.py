@@ -93,7 +93,7 @@ class Eigenfactors(LearnedFactors):
         valid, and False where the old ones must be kept.
 
         m: M = G G^T `[N, d, d]`, with G the unfolding of the gradient along the axis.
-        live: bool `[N]`, False for blocks whose gradient changes nothing.
+        live: bool `[N]`, False for blocks whose gradient is zero or not finite.
         """
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
         scaled = v * state[f"values.{axis}"].unsqueeze(-2)

@@ -21,8 +21,7 @@ from ..base import Traits
 from .base import LearnedFactors, factor_slot, factor_transposed, gram, is_informative, peak_of, scaled
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
-"""Name of the signal with second moments of a layer, of its inputs (axis 1 of the weight) or of its output gradients
-(axis 0).
+"""Signals with second moments of a layer, by axis of the weight: of output gradients (axis 0) and of inputs (axis 1).
 """
 
 

@@ -108,7 +108,7 @@ def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> t
 
 
 def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> None:
-    """Raise ValueError if some triples are not used in `steps` steps, or if the last one would repeat but must not."""
+    """Raise ValueError if the coefficients have more triples than `steps`, or require another number of steps."""
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
             raise ValueError(
@@ -127,4 +127,4 @@ def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int)
 _ANY_NUMBER_OF_STEPS = frozenset({"polar_express"})
 """Names of coefficients whose first k triples are the best k steps, for every k."""
 _ONE_NUMBER_OF_STEPS = frozenset({"polar_express_5"})
-"""Names of coefficients whose last triple must not be repeated."""
+"""Names of coefficients that require exactly as many steps as they have triples."""

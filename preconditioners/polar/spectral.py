@@ -138,11 +138,11 @@ def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Triangular(PolarSolver):
     """Q <- rows(tril(Q Q^T)^-1 Q)  from  Q = rows(X),  `passes` times;  rows(A): rows of A divided by their norms
 
-    X is a block as a matrix, transposed if its second side is shorter, and tril is the lower triangle. The stage is the
-    method MUD of its paper. One forward substitution replaces Newton-Schulz: it removes from row i, to first order, the
-    components of row i along the rows before row i. The rows become nearly orthogonal unit vectors, but not the
-    orthonormal rows nearest to X. The result depends on the order of the rows: if X is multiplied by a rotation from
-    the left, the result is not. Rows of zeros stay zero.
+    X is a block as a matrix, transposed if its second side is shorter, and tril is the lower triangle. This is MUD
+    (Southworth & Thomas 2026, arXiv:2603.17970). One forward substitution replaces Newton-Schulz: it removes from row
+    i, to first order, the components of row i along the rows before row i. The rows become nearly orthogonal unit
+    vectors, but not the orthonormal rows nearest to X. The result depends on the order of the rows: if X is multiplied
+    by a rotation from the left, the result is not. Rows of zeros stay zero.
     """
 
     kind: Literal["triangular"] = "triangular"

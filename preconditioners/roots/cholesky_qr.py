@@ -30,9 +30,9 @@ class CholeskyQR(BasisSolver):
     """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
 
     A `[N, d, d]` is the statistic, Q its basis, and orth is computed in `rounds` rounds (CholeskyQR2, Yamamoto et al.
-    2015). The shift s is 4 d u in the first rounds, where u is the rounding unit (Fukaya et al. 2020), and 0 in the
-    last two rounds; of two rounds, only the last has s = 0. Columns of X are scaled to length 1 first. The scaling does
-    not change Q, and makes X well-conditioned for any spectrum once Q is close to the eigenvectors. Columns of X in the
+    2015). The shift s is 4 d u in the first rounds (Fukaya et al. 2020), where u is the rounding unit. It is 0 in the
+    last two rounds, or with two rounds in the last one. Columns of X are scaled to length 1 first. The scaling does not
+    change Q, and makes X well-conditioned for any spectrum once Q is close to the eigenvectors. Columns of X in the
     null space of A, which are rounding errors, are replaced by columns of the old Q.
 
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
@@ -111,10 +111,9 @@ class CholeskyQR(BasisSolver):
 def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
     """Return orthonormal columns `[N, d, r]` of which the first j span the first j columns of x, up to rounding.
 
-    The function is for devices, on which Householder QR is a call of cuSOLVER for each matrix. It launches a fixed
-    number of kernels for the whole stack. 2 u q is added to the columns of x, scaled to length 1, where u is the
-    rounding unit. Columns that depend on columns before them thus become directions of q, and even an x of rank one has
-    a condition number that the rounds in float64 accept. Where x is not finite, the result is q.
+    The function replaces Householder QR on devices, where that is a call of cuSOLVER for each matrix. It adds 2 u q,
+    with u the rounding unit, to the columns of x, scaled to length 1, so that columns that depend on columns before
+    them become directions of q. Where x is not finite, the result is q.
 
     x: `[N, d, r]`, d >= r.
     q: `[N, d, r]`, orthonormal columns.

@@ -117,7 +117,7 @@ class Coupled(Iterative):
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # the first step counts as better even if it raises ||M - I||: only M_0 may have eigenvalues above 1
+        # the first step may raise ||M - I|| and still counts as better: only M_0 may have eigenvalues above 1
         better = (new < error) | first
         # a rise of the error ends the iteration only if all eigenvalues are near 1, where rounding causes it
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1

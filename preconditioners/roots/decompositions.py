@@ -287,6 +287,8 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Return the fields of a `Basis`: eigenvectors in the declared order, None, bool `[N]` (False for failures)."""
+        """Return the fields of a `Basis`: eigenvectors in the declared order, no order of columns, bool `[N]` (False
+        for failures).
+        """
         _, vectors, ok = eigh(a, self.on_host)
         return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

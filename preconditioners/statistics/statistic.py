@@ -224,8 +224,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
     - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
 
     With `slow: {beta: b', weight: v}` a second running mean S_k of the same contributions has the decay b', and E_k is
-    (1 - v) A_k / c + v S_k / c' in place of A_k / c, with c' as c. Two rates of the statistics of inputs are the output
-    K-FAC of modded-nanogpt's track 3 (2026, #341).
+    (1 - v) A_k / c + v S_k / c' in place of A_k / c, with c' as c. The K-FAC of the output head in modded-nanogpt's
+    track 3 (2026, #341) has two such means.
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
@@ -317,10 +317,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b, if the diagonal of Q^T A_k Q has running means (or sums) of squared gradients for any basis Q.
+        """Decay b, if for any basis Q the diagonal of Q^T A_k Q has running means (or sums) of squared gradients, each
+        summed over all other axes. None: the diagonal does not consist of such means.
 
-        None: the diagonal does not consist of such means. The squares are summed over all other axes. With
-        `needs_power` the squares are weighted by that power of the other axes' eigenvalues.
+        With `needs_power` the squares are weighted by that power of the other axes' eigenvalues.
         """
         return None
 
