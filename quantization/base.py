@@ -6,9 +6,10 @@ import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import ClassVar, Literal, NamedTuple, Self, final
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
@@ -45,6 +46,17 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     roles: ClassVar[tuple[str, ...]] = ()
 
+    @model_validator(mode="after")
+    def _inner_is_a_format(self) -> Self:
+        inner = getattr(self, "inner", None)
+        if isinstance(inner, Quantizer) and inner.location is not None:
+            kind = getattr(inner, "kind", type(inner).__name__)
+            raise ValueError(
+                f"inner: a format is required, got {kind}, which chooses the memory of a slot and not its format; make "
+                f"{kind} the outermost quantizer"
+            )
+        return self
+
     def unsupported(self, slot: Slot) -> str | None:
         """Return the reason why this quantizer cannot store the slot; None if it can. Called at construction, for each
         slot that a recipe stores by this quantizer.
@@ -60,18 +72,6 @@ class Quantizer(Component, ABC, family="quantizer"):
     def location(self) -> Location | None:
         """Memory in which the tensors are stored between steps. None: the memory of their device."""
         return None
-
-    def require_codec(self, field: str) -> None:
-        """Raise ValueError if this quantizer chooses a memory, which only the outermost quantizer may do.
-
-        field: path of the field that holds this quantizer, for the error.
-        """
-        if self.location is not None:
-            kind = getattr(self, "kind", type(self).__name__)
-            raise ValueError(
-                f"{field}: a format is required, got {kind}, which chooses the memory of a slot and not its format; "
-                f"make {kind} the outermost quantizer"
-            )
 
     @property
     def symmetric(self) -> bool:

@@ -11,7 +11,7 @@ import ctypes
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal, Self
@@ -55,8 +55,6 @@ class Offload(Quantizer):
             raise ValueError(
                 f"directory: {self.directory!r} has no effect, because to is '{self.to}'; remove it, or set to: disk"
             )
-        if self.inner is not None:
-            self.inner.require_codec("inner")
         return self
 
     def unsupported(self, slot: Slot) -> str | None:
@@ -149,12 +147,11 @@ class HostBuffer:
 
         memory: uint8 `[n]` on any device, of the size of the buffer.
         """
-        return dict(self._views(memory))
-
-    def _views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        found = dict[str, Tensor]()
         for name, (start, shape, dtype) in self._layout.items():
             stop = start + math.prod(shape) * dtype.itemsize
-            yield name, apart(memory[start:stop].view(dtype).view(shape))
+            found[name] = apart(memory[start:stop].view(dtype).view(shape))
+        return found
 
     @property
     def is_file(self) -> bool:

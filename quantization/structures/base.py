@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import cached_tensors, may_branch_on_values, per_block
@@ -106,11 +105,6 @@ class Structure(Quantizer, ABC):
         default=Int4(), description="storage of the entries that the structure does not keep exactly"
     )
 
-    @model_validator(mode="after")
-    def _inner_is_a_format(self) -> Self:
-        self.inner.require_codec("inner")
-        return self
-
     def unsupported(self, slot: Slot) -> str | None:
         return self.shape_error(slot) or self.inner.unsupported(slot)
 
@@ -135,11 +129,6 @@ def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int
     return f"{wanted}, got a {slot.role} of shape {slot.shape}"
 
 
-def with_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
-    """Return tensors of an inner format under the names "<prefix>.<name>"."""
-    return {f"{prefix}.{name}": tensor for name, tensor in encoded.items()}
-
-
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
     """Return the tensors "<prefix>.<name>" under the names of the inner format."""
     start = f"{prefix}."
@@ -162,7 +151,8 @@ def encode_under(
         return uniform(like, f"{prefix}.{purpose}")
 
     old = None if before is None else without_prefix(prefix, before)
-    return with_prefix(prefix, encode(x, old, None if uniform is None else draw))
+    found = encode(x, old, None if uniform is None else draw)
+    return {f"{prefix}.{name}": tensor for name, tensor in found.items()}
 
 
 def replaced_where(ok: Tensor, encoded: Encoded, before: Encoded | None) -> Encoded:

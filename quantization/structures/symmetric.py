@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.slots import Encoded, Slot, Uniform
@@ -26,12 +26,6 @@ class Symmetric(Quantizer):
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["symmetric"] = "symmetric"
     inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: unchanged")
-
-    @model_validator(mode="after")
-    def _inner_is_a_format(self) -> Self:
-        if self.inner is not None:
-            self.inner.require_codec("inner")
-        return self
 
     def unsupported(self, slot: Slot) -> str | None:
         problem = square_shape_error(slot, self.roles, "symmetric matrices")
