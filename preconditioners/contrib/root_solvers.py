@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import identity_like
@@ -42,11 +42,6 @@ class TraceBound(EigenvalueBound):
         return a.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
 
 
-def _pair(value: Any) -> Any:
-    """Convert the interval to a tuple if it is a list, which is how YAML reads it. Return any other value unchanged."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 class Chebyshev(Iterative):
     """sum over k <= degree of c_k T_k(S),  S = (2 C - (low + high) I) / (high - low)
 
@@ -64,7 +59,7 @@ class Chebyshev(Iterative):
     kind: Literal["chebyshev"] = "chebyshev"
     eps: float = Field(default=1e-3, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
     degree: int = Field(default=100, ge=1, le=1000, description="degree of the polynomial")
-    interval: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = Field(
+    interval: Annotated[tuple[float, float], Field(strict=False)] | None = Field(
         default=None, description="[low, high], in units of the size; default: from the relative ridge to 1"
     )
     scaling: EigenvalueBound = Field(

@@ -81,7 +81,24 @@ Diagonal = Callable[[Tensor], Tensor]
 """
 
 
-class RootSolver(Schedulable, ABC, family="root_solver"):
+class Solver(Schedulable):
+    """The hooks of both families by which `by_device` chooses between solvers."""
+
+    @classmethod
+    def equal_to(cls, other: Solver, dtype: torch.dtype) -> Self | None:
+        """Return the solver of this class that has the same result as another solver in exact arithmetic.
+
+        Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
+        chooses between equal solvers.
+        """
+        return None
+
+    def runs_on(self, device: str) -> str:
+        """Return the type of the device that does the work for matrices on a device of the given type."""
+        return device
+
+
+class RootSolver(Solver, ABC, family="root_solver"):
     """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, where e > 0 is a fraction.
 
     Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
@@ -105,19 +122,6 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
         None: the solver accepts the exponent. Called when a recipe is composed.
         """
         return None
-
-    @classmethod
-    def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
-        """Return the solver of this class that has the same result as another solver in exact arithmetic.
-
-        Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
-        chooses between equal solvers.
-        """
-        return None
-
-    def runs_on(self, device: str) -> str:
-        """Return the type of the device that does the work for matrices on a device of the given type."""
-        return device
 
     def regularized(self, values: Tensor) -> Tensor:
         """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
@@ -146,7 +150,7 @@ columns.
 """
 
 
-class BasisSolver(Schedulable, ABC, family="basis_solver"):
+class BasisSolver(Solver, ABC, family="basis_solver"):
     """Q `[N, d, r]`, r <= d orthonormal columns for which Q^T A Q is (nearly) diagonal, for symmetric A `[N, d, d]`.
 
     Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
@@ -157,19 +161,6 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
     """True if the solver returns the same basis for every positive multiple of A, so that it may receive A in any
     scale.
     """
-
-    @classmethod
-    def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
-        """Return the solver of this class that has the same result as another solver in exact arithmetic.
-
-        Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
-        chooses between equal solvers.
-        """
-        return None
-
-    def runs_on(self, device: str) -> str:
-        """Return the type of the device that does the work for matrices on a device of the given type."""
-        return device
 
     def columns(self, d: int) -> int:
         """Return the number r of eigenvectors of a `[d, d]` matrix that are computed.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import identity_like
@@ -29,14 +29,6 @@ OKLS_SCHEDULE = (
 """Chebyshev-optimal pairs for eigenvalues from about 1e-7 to 1 (Online KL-Shampoo, Tilde 2026)."""
 
 
-def _pairs(value: Any) -> Any:
-    """Convert a list of lists, which is how YAML reads the pairs, to a tuple of tuples. Return any other value
-    unchanged.
-    """
-    rows = value if isinstance(value, (list, tuple)) else ()
-    return tuple(tuple(row) if isinstance(row, list) else row for row in rows) if rows else value
-
-
 class CANS(Iterative):
     """Y <- Y E,  Z <- E Z,  E = a I + b Z Y  over the pairs (a, b), from  Y = C,  Z = I:  Z tends to C^(-1/2)
 
@@ -51,8 +43,12 @@ class CANS(Iterative):
     """
 
     kind: Literal["cans"] = "cans"
-    schedule: Annotated[tuple[tuple[float, float], ...], BeforeValidator(_pairs)] = Field(
-        default=OKLS_SCHEDULE, min_length=1, max_length=100, description="pairs (a, b), one for each step"
+    schedule: tuple[Annotated[tuple[float, float], Field(strict=False)], ...] = Field(
+        default=OKLS_SCHEDULE,
+        min_length=1,
+        max_length=100,
+        strict=False,
+        description="pairs (a, b), one for each step",
     )
     scaling: EigenvalueBound = Field(
         default=GuaranteedBound(), description="size that a matrix is divided by before it is solved; an upper bound"

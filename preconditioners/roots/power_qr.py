@@ -105,19 +105,8 @@ def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal)
     order: `[N, r]`, the order of the columns of q with respect to the basis of the last refresh.
     orthonormal: function that orthonormalizes A Q.
     """
-    aq, q, order = in_order(aq, q, order)
-    return orthonormal(aq, q), order
-
-
-def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return aq, q and order with columns sorted by descending diag(Q^T A Q).
-
-    aq: A Q, the product of the matrices A with their bases Q.
-    q: Q.
-    order: `[N, r]`, an index for each column.
-    """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
-    return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
+    return orthonormal(_columns(aq, descending), _columns(q, descending)), order.gather(-1, descending)
 
 
 def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
