@@ -195,7 +195,7 @@ def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
     if isinstance(case.solver, PolarSolver):
         return []
     members = [member for member in case.solver.members.values() if issubclass(member, (RootSolver, BasisSolver))]
-    found = (member.equal_to(case.solver, torch.float64) for member in members)  # type: ignore[arg-type]
+    found = (member.equal_to(case.solver, torch.float64) for member in members)
     return [solver for solver in found if solver is not None]
 
 
