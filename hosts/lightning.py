@@ -22,30 +22,15 @@ class AveragedIterates(Callback):
     """
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Switch to the averaged iterate before a validation."""
+        """Switch to the averaged iterate. Also called before a test and a prediction."""
         _switch(trainer, "eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back to the trained iterate after a validation, before callbacks that save, which Lightning calls
-        last.
-        """
+        """Switch back to the trained iterate, before callbacks that save, which Lightning calls last."""
         _switch(trainer, "train")
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Switch to the averaged iterate before a test."""
-        _switch(trainer, "eval")
-
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back to the trained iterate after a test."""
-        _switch(trainer, "train")
-
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Switch to the averaged iterate before a prediction."""
-        _switch(trainer, "eval")
-
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back to the trained iterate after a prediction."""
-        _switch(trainer, "train")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the module at the averaged iterate to a checkpoint."""

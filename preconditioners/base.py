@@ -398,8 +398,7 @@ class Stage(Schedulable, ABC, family="stage"):
         """
         if self.cached_traits().lagged:
             self._observe_and_refresh(state, gradient, direction, context)
-        held = (stage for inner in self.inner(state.block).values() for _, stage in walk(inner.chain))
-        if any(stage.cached_traits().lagged for stage in held):
+        if any(first_lagged(inner.chain) for inner in self.inner(state.block).values()):
             own = state.unwritten()
             self._hooks(own).apply(own, gradient, direction, context)
 
@@ -606,6 +605,11 @@ def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage
         An iterator of (dotted path, stage).
     """
     yield from ((here, stage) for here, stage, _ in walk_blocks(stages, (), path))
+
+
+def first_lagged(stages: tuple[Stage, ...], path: str = "") -> str | None:
+    """Return the dotted path of the first lagged stage in a chain or inside its stages, or None."""
+    return next((here for here, stage in walk(stages, path) if stage.cached_traits().lagged), None)
 
 
 def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:

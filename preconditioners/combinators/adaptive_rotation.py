@@ -13,7 +13,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Inner, Stage, Stages, Traits, chain_slots, run_chain, walk
+from ..base import Inner, Stage, Stages, Traits, chain_slots, first_lagged, run_chain, walk
 from ..cadence import Cadence, Every
 from ..roots.power_qr import householder
 
@@ -41,11 +41,9 @@ class AdaptiveRotation(Stage):
     @model_validator(mode="after")
     def _inner_keeps_nothing(self) -> Self:
         stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.chain, block)), None)
-        lagged = next((path for path, stage in walk(self.chain) if stage.cached_traits().lagged), None)
-        if stateful or lagged:
+        if found := stateful or first_lagged(self.chain):
             raise ValueError(
-                f"inner: {stateful or lagged} keeps state, but stages of this chain must keep none; move the stage out "
-                "of it"
+                f"inner: {found} keeps state, but stages of this chain must keep none; move the stage out of it"
             )
         spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:

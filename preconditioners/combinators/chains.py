@@ -13,7 +13,7 @@ from eigengraft.schedules import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Inner, Stage, Stages, Traits, chain_bounds, run_chain, walk
+from ..base import Inner, Stage, Stages, Traits, chain_bounds, first_lagged, run_chain
 
 
 class Chain(Stage):
@@ -89,11 +89,10 @@ class Transform(Stage):
 
     @model_validator(mode="after")
     def _before_maps_every_gradient(self) -> Self:
-        for path, stage in walk(self.before, "before"):
-            if stage.cached_traits().lagged:
-                raise ValueError(
-                    f"{path}: a lagged stage cannot be in `before`, which maps every gradient; move it to `inner`"
-                )
+        if path := first_lagged(self.before, "before"):
+            raise ValueError(
+                f"{path}: a lagged stage cannot be in `before`, which maps every gradient; move it to `inner`"
+            )
         return self
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -105,9 +104,8 @@ class Transform(Stage):
         return Traits(entrywise=entrywise, spectral_norm=norm, spectral_gain=gain)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
         # `before` also maps the first gradient, which only primes `inner`, so that `before` is one step ahead
-        before = replace(context, steps=context.steps + 1) if early else context
+        before = replace(context, steps=context.steps + 1) if first_lagged(self.chain) else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction
         return run_chain(self.chain, state.scope("inner"), mapped, first, context)

@@ -9,11 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.numerics import per_block, safe_ratio
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Inner, Stage, Stages, Traits, run_chain
+from ..elementwise.scale import norm_over
 
 
 class Graft(Stage):
@@ -45,10 +46,7 @@ class Graft(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
         mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, context)
-        norms = block_norm(magnitude), block_norm(mapped)
-        if self.per == "parameter":
-            first, second = (context.parameter_sum(norm.square()).sqrt() for norm in norms)
-            norms = first, second
+        norms = (norm_over(x, self.per, context) for x in (magnitude, mapped))
         grafted = mapped * per_block(safe_ratio(*norms), mapped)
         if self.after:
             grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)

@@ -15,7 +15,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import matrix_shape, mode_product
-from ..base import Inner, Stage, Stages, Traits, chain_slots, map_wires, run_chain, walk
+from ..base import Inner, Stage, Stages, Traits, chain_slots, first_lagged, map_wires, run_chain
 from ..kronecker.basis_change import slot_axis
 
 
@@ -38,11 +38,10 @@ class PartnerBasis(Stage):
 
     @model_validator(mode="after")
     def _state_follows(self) -> Self:
-        for path, stage in walk(self.chain, "inner"):
-            if stage.cached_traits().lagged:
-                raise ValueError(
-                    f"{path}: a lagged stage, which needs a first gradient, cannot be in partner_basis; remove it"
-                )
+        if lagged := first_lagged(self.chain, "inner"):
+            raise ValueError(
+                f"{lagged}: a lagged stage, which needs a first gradient, cannot be in partner_basis; remove it"
+            )
         for path, name, slot in chain_slots(self.chain, (3, 2), "inner"):
             if slot.frame == "none" and (slot.role == "basis" or (_is_matrix(slot) and slot.axes != (1,))):
                 raise ValueError(

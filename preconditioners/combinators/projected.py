@@ -15,7 +15,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Inner, Stage, Stages, Traits, map_wires, run_chain, walk
+from ..base import Inner, Stage, Stages, Traits, first_lagged, map_wires, run_chain
 from ..cadence import Cadence, Every
 from ..roots.decompositions import leading_eigenvectors, unit_sized
 from ..roots.power_qr import same_signs
@@ -58,7 +58,7 @@ class Projected(Stage):
     renewal: Cadence = Field(default=Every(steps=200), description="when P is renewed")
 
     @model_validator(mode="after")
-    def _options_matter(self) -> Self:
+    def _fits(self) -> Self:
         scaled = self.result != "lift"
         if not scaled and self.growth is not None:
             raise ValueError(f"growth: {self.growth} has no effect with result 'lift', which scales nothing; remove it")
@@ -69,16 +69,11 @@ class Projected(Stage):
                 "projection: 'random' cannot be combined with result 'lift_and_rest', which needs a projection "
                 "with orthonormal columns; set projection: leading"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _inner_waits_for_no_basis(self) -> Self:
-        for path, stage in walk(self.chain, "inner"):
-            if stage.cached_traits().lagged:
-                raise ValueError(
-                    f"{path}: a lagged stage needs a gradient before the projection is known, and cannot be in "
-                    "projected; remove it"
-                )
+        if lagged := first_lagged(self.chain, "inner"):
+            raise ValueError(
+                f"{lagged}: a lagged stage needs a gradient before the projection is known, and cannot be in "
+                "projected; remove it"
+            )
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:

@@ -61,18 +61,17 @@ class Scale(Stage):
     def _rule(self, block: tuple[int, ...]) -> float:
         m, n = matrix_shape(block)
         positions = math.prod(block[2:])
-        if self.rule == "match_rms":
-            return math.sqrt(max(m, n))
-        if self.rule == "aspect":
-            return math.sqrt(max(1.0, m / n))
         rules = {
+            "constant": 1.0,
+            "match_rms": math.sqrt(max(m, n)),
+            "aspect": math.sqrt(max(1.0, m / n)),
             "spectral": math.sqrt(m / n),
             "inverse_mean": 2 / (m + n),
             "dimensions": math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)),
             "fan_in": 1 / n,
             "kernel": math.sqrt(m / (n * positions)),  # n = c p
         }
-        return rules.get(self.rule, 1.0)
+        return rules[self.rule]
 
 
 class Normalize(Stage):
@@ -121,6 +120,12 @@ class ClipRMS(Stage):
         return direction / per_block(ratio.clamp_min_(1.0), direction)
 
 
+def norm_over(x: Tensor, per: str, context: StepContext) -> Tensor:
+    """Return the Frobenius norm of each block of x, `[N]`; with `per` "parameter" that of its parameter."""
+    norm = block_norm(x)
+    return context.parameter_sum(norm.square()).sqrt() if per == "parameter" else norm
+
+
 class ClipNorm(Stage):
     """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
 
@@ -144,9 +149,7 @@ class ClipNorm(Stage):
         if self.per == "model":
             norm = context.tensor("gradient_norm", direction.new_empty((), dtype=torch.float64))
             return direction * (self.max_norm / norm.clamp_min(self.max_norm)).to(direction.dtype)
-        norm = block_norm(direction)
-        if self.per == "parameter":
-            norm = context.parameter_sum(norm.square()).sqrt()
+        norm = norm_over(direction, self.per, context)
         return direction / per_block((norm / self.max_norm).clamp_min_(1.0), direction)
 
 
@@ -173,9 +176,7 @@ class ClipRunningNorm(Stage):
         return {"norm": Slot((), role="count")}
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        norm, known = block_norm(direction), state["norm"]
-        if self.per == "parameter":
-            norm = context.parameter_sum(norm.square()).sqrt()
+        norm, known = norm_over(direction, self.per, context), state["norm"]
         free = context.per_block(lambda step: (step <= self.start).to(step.dtype), norm)
         weight = context.per_block(lambda step: (1 / step).clamp_min(1 - self.beta), norm)
         shrink = safe_ratio(self.factor * known, norm).clamp_max_(1.0)

@@ -45,7 +45,7 @@ class Dion(Stage):
         return Traits(matrices=True, work=8.0 * m * n * r + 4.0 * m * r**2)  # four products, and a QR
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        rows, columns = block[0] if block else 1, math.prod(block[1:])
+        rows, columns = matrix_shape(block)
         r = min(self.rank, rows, columns)
         m = Slot(block, role="first_moment", frame="vector")
         return {"m": m, "q": Slot((columns, r), fill="identity", role="basis")}
