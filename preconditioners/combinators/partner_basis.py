@@ -70,7 +70,8 @@ class PartnerBasis(Stage):
         if "partner_before" in context.signals:
             before, _ = _frame(context.tensor("partner_before", gradient))
             self._transport(inner, torch.bmm(u.mT, before))
-        inverse = apply_aligned(_inverse, r)
+        rtol = r.shape[-1] * torch.finfo(r.dtype).eps
+        inverse = apply_aligned(lambda own: torch.linalg.pinv(own, rtol=rtol), r)
         g, d = map_wires(lambda x: torch.bmm(x, inverse), gradient, direction)
         return torch.bmm(run_chain(self.chain, inner, g, d, context), inverse.mT)
 
@@ -92,12 +93,6 @@ def _is_matrix(slot: Slot) -> bool:
     sides.
     """
     return slot.role in ("statistic", "root") and slot.frame == "none"
-
-
-def _inverse(r: Tensor) -> Tensor:
-    """Return the pseudoinverses of triangular matrices R `[N, r, r]`."""
-    found: Tensor = torch.linalg.pinv(r, rtol=r.shape[-1] * torch.finfo(r.dtype).eps)
-    return found
 
 
 def _frame(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,20 +76,17 @@ class AdaptiveShampoo(Factored):
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
         for axis in axes:
-            self._refresh_axis(state, axis, context)
-
-    def _refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
-        a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
-        wanted = self._wanted(state, axis, a)
-        due = ~(wanted <= self.ceiling) | bool(context.first)  # written so that nan is due
-        state[f"damping.{axis}"] = torch.where(due, damping, wanted)
-        rows = (
-            torch.nonzero(due).flatten()
-            if may_branch_on_values(a)
-            else torch.arange(len(a), dtype=torch.int64, device=a.device)
-        )
-        if len(rows):
-            self._decompose(state, axis, a, (rows, due))
+            a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
+            wanted = self._wanted(state, axis, a)
+            due = ~(wanted <= self.ceiling) | bool(context.first)  # written so that nan is due
+            state[f"damping.{axis}"] = torch.where(due, damping, wanted)
+            rows = (
+                torch.nonzero(due).flatten()
+                if may_branch_on_values(a)
+                else torch.arange(len(a), dtype=torch.int64, device=a.device)
+            )
+            if len(rows):
+                self._decompose(state, axis, a, (rows, due))
 
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
         """Return the damping `[N]` with which the estimated error h of the stale root is `threshold`. Without a new

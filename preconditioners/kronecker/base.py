@@ -186,13 +186,6 @@ class Factored(Stage):
             found.setdefault(key, []).append(axis)
         return list(found.values())
 
-    def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """Return the new matrix where ok `[N]` is True, and the present matrix elsewhere.
-
-        value: the new matrices, with the shape of the slot.
-        """
-        return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
-
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor, tried: Tensor | None = None) -> None:
         """Write the new matrix of an axis where ok `[N]` is True, and reset the count of failures there. Elsewhere the
         matrix stays, and the count increases by 1.
@@ -206,7 +199,7 @@ class Factored(Stage):
             state[name], state[count] = value, state[count].zero_()
         else:
             failed = state[count] + (1 if tried is None else tried.int())
-            state[name], state[count] = self.accepted(state, axis, value, ok), torch.where(ok, 0, failed)
+            state[name], state[count] = where_blocks(ok, value, state[name]), torch.where(ok, 0, failed)
 
     def results(self, axis: int, value: Tensor, ok: Tensor, order: Tensor | None = None) -> dict[str, Tensor]:
         """Return the results of a delayed refresh of one axis, by pending slot.

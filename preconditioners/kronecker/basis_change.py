@@ -29,6 +29,7 @@ from eigengraft.slots import Slot, State, StateKey
 
 from ..algebra.products import mode_product, reordered, rotate
 from ..base import Stage, chain_slots, walk
+from ..roots.power_qr import identity_order
 from ..statistics import Statistic, mean_eigenvalue
 from .base import joined
 
@@ -157,7 +158,7 @@ def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
     """
     if order is None or known_to_hold(ok):
         return order
-    return torch.where(ok[:, None], order, torch.arange(order.shape[-1], dtype=order.dtype, device=order.device))
+    return torch.where(ok[:, None], order, identity_order(order))
 
 
 def slot_axis(slot: Slot, axis: int, order: int) -> int | None:

@@ -178,10 +178,14 @@ class Eigenbasis(Factored, DelayedRefresh):
         return found
 
     def adopt(self, state: State, context: StepContext) -> None:
-        solved, turn_to = dict[int, _Solved](), self._turned if self.statistic_frame == "basis" else self._turn
+        solved = dict[int, _Solved]()
         for axis in self.factor_axes(state.block):
             found, tried = self.pending(state, axis)
-            solved[axis] = turn_to(state, axis, found, tried), found.ok, tried, None
+            if self.statistic_frame == "basis":
+                turn = self._turned(state, axis, found, tried)
+            else:
+                turn = self._turn(state, axis, state[f"basis.{axis}"], found, tried)
+            solved[axis] = turn, found.ok, tried, None
         self._change_basis(state, solved)
 
     def _change_basis(self, state: State, solved: Mapping[int, _Solved]) -> None:
@@ -233,36 +237,33 @@ class Eigenbasis(Factored, DelayedRefresh):
         a = (state[f"factor.{axis}"] if stored else self.statistic.estimate(state, axis, context) for axis in axes)
         return old, *self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
 
-    def _turn(self, state: State, axis: int, found: Basis, tried: Tensor | None) -> Turn:
-        """Return the change from the present basis of an axis to a new basis that a delayed refresh has computed.
-
-        If bases are stored quantized, the new basis is written to its slot at once, and the change is computed from the
-        quantized basis, as in `_solved`.
-        """
-        (q, order, ok), old = found, state[f"basis.{axis}"]
-        coded = state.coded(f"basis.{axis}")
-        if coded:
-            self.commit(state, axis, q, ok, tried)
-        stored = state[f"basis.{axis}"] if coded else where_blocks(ok, q, old)
-        return Turn(stored, old, order_or_identity(order, ok))
-
-    def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
-        """Return the changes to the new bases of axes with matrices of one shape, which are computed as one stack.
+    def _turn(self, state: State, axis: int, old: Tensor, found: Basis, tried: Tensor | None = None) -> Turn:
+        """Return the change from the present basis of an axis to a new basis.
 
         A quantized basis is written to its slot at once, because the change of basis must be computed from the basis
         that quantization has rounded. A basis that is not quantized is written after the transport.
+
+        axis: the axis, or the first of several axes whose bases are one stack. Quantized bases are never in one stack.
+        old: the present basis.
+        found: the new basis, as the solver returned it.
+        tried: bool `[N]`, True where the solver was run. None: it was run for all blocks.
         """
-        coded, parts = state.coded(f"basis.{axes[0]}"), len(axes)
-        old, (q, order, ok), diagonal = self._computed(state, axes, context)
+        q, order, ok = found
+        coded = state.coded(f"basis.{axis}")
         if coded:
-            self.commit(state, axes[0], q, ok)
-        stored = state[f"basis.{axes[0]}"] if coded else where_blocks(ok, q, old)
-        turn = Turn(stored, old, order_or_identity(order, ok))
+            self.commit(state, axis, q, ok, tried)
+        return Turn(state[f"basis.{axis}"] if coded else where_blocks(ok, q, old), old, order_or_identity(order, ok))
+
+    def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
+        """Return the changes to the new bases of axes with matrices of one shape, which are computed as one stack."""
+        parts = len(axes)
+        old, found, diagonal = self._computed(state, axes, context)
+        turn = self._turn(state, axes[0], old, found)
         diagonals: Sequence[Tensor | None] = [None] * parts
-        if self.transport == "marginals" and diagonal is not None and not turn.stays and may_branch_on_values(q):
-            same = (turn.new == q).flatten(1).all(1) if coded else ok
+        if self.transport == "marginals" and diagonal is not None and not turn.stays and may_branch_on_values(old):
+            same = (turn.new == found.q).flatten(1).all(1) if state.coded(f"basis.{axes[0]}") else found.ok
             diagonals = torch.where(same[:, None], diagonal(turn.rotation), math.nan).chunk(parts)
-        return list(zip(turn.chunk(parts), ok.chunk(parts), [None] * parts, diagonals, strict=True))
+        return list(zip(turn.chunk(parts), found.ok.chunk(parts), [None] * parts, diagonals, strict=True))
 
     def _in_basis(self, state: State, axis: int, context: StepContext) -> Basis:
         """Return P `[N, d, d]`, the eigenvectors of the statistic of an axis, for `statistic_frame: basis`."""

@@ -81,9 +81,9 @@ Factors = Mapping[int, Tensor]
 """The factors Q of the axes, by axis: matrices `[N, d, d]` or diagonals `[N, d]`."""
 
 
-def factor_transposed(factor: Tensor) -> Tensor:
-    """Return the transpose of a factor Q. A diagonal is returned unchanged."""
-    return factor if factor.ndim == 2 else factor.mT
+def transposes(factors: Factors) -> dict[int, Tensor]:
+    """Return the transposes of the factors Q, by axis. A diagonal is returned unchanged."""
+    return {axis: factor if factor.ndim == 2 else factor.mT for axis, factor in factors.items()}
 
 
 def gram(x: Tensor, axis: int, full: bool) -> Tensor:
@@ -98,13 +98,8 @@ def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
     """Return x multiplied along an axis by Q^(-T), where the factor Q of the axis is upper triangular or diagonal."""
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
-    y = apply_aligned(_solved, unfold(x, axis), factor)
+    y = apply_aligned(lambda y, q: torch.linalg.solve_triangular(q.mT, y, upper=False), unfold(x, axis), factor)
     return fold(y, axis, x.shape)
-
-
-def _solved(x: Tensor, factor: Tensor) -> Tensor:
-    y: Tensor = torch.linalg.solve_triangular(factor.mT, x, upper=False)
-    return y
 
 
 def spectral_norm(a: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Rational, default_exponent
 from ..algebra.products import mode_products
-from .base import LearnedFactors, factor_transposed, gram, is_informative, peak_of
+from .base import LearnedFactors, gram, is_informative, peak_of
 
 
 class Jorge(LearnedFactors):
@@ -88,9 +88,7 @@ class Jorge(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         # R_1 multiplies the first axis from the left, and R_i all other axes from the right, as in R_1 d R_2
-        return mode_products(
-            direction, {axis: r if axis == 0 else factor_transposed(r) for axis, r in self._roots(state).items()}
-        )
+        return mode_products(direction, {axis: r.mT if axis else r for axis, r in self._roots(state).items()})
 
     def _ridged(self, s: Tensor) -> Tensor:
         """Return the contribution S = G G^T of the gradient with its ridge, which is `eps` times the mean of its

@@ -27,13 +27,13 @@ from .base import (
     LearnedFactors,
     balanced,
     factor_slot,
-    factor_transposed,
     gram,
     is_informative,
     peak_of,
     scaled,
     solved,
     spectral_norm,
+    transposes,
 )
 
 PROBE = 1
@@ -107,9 +107,7 @@ class PSGD(LearnedFactors):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"q.{axis}"] for axis in self.factor_axes(state.block)}
         # d is multiplied by Q and then by Q^T, because the matrix P may overflow where P d does not
-        return mode_products(
-            mode_products(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()}
-        )
+        return mode_products(mode_products(direction, factors), transposes(factors))
 
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
         """Return the probe v, standard normal noise for each block.

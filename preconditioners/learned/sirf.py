@@ -18,7 +18,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_products
 from ..base import Traits
-from .base import LearnedFactors, factor_slot, factor_transposed, gram, is_informative, peak_of, scaled
+from .base import LearnedFactors, factor_slot, gram, is_informative, peak_of, scaled, transposes
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
 """Signals with second moments of a layer, by axis of the weight: of output gradients (axis 0) and of inputs (axis 1).
@@ -122,9 +122,7 @@ class SIRF(LearnedFactors):
         """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal. H_i is the unfolding along axis i of
         the gradient multiplied by all factors, d_i the length of the axis, and n the number of entries of a block.
         """
-        h = mode_products(
-            gradient * math.sqrt(self.batch_size), {axis: factor_transposed(k) for axis, k in factors.items()}
-        )
+        h = mode_products(gradient * math.sqrt(self.batch_size), transposes(factors))
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
         h = h / per_block(peak_of(h).clamp_min(1.0), h)
         weights = {axis: size.square() * (k.shape[-1] / h[0].numel()) for axis, k in factors.items()}
@@ -141,9 +139,7 @@ class SIRF(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
-        return mode_products(
-            mode_products(direction, {axis: factor_transposed(k) for axis, k in factors.items()}), factors
-        )
+        return mode_products(mode_products(direction, transposes(factors)), factors)
 
 
 def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:

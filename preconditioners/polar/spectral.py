@@ -125,14 +125,9 @@ class SVD(PolarSolver):
         x = torch.where(x.isfinite(), x, 0.0)  # LAPACK raises for inf and nan, also in masked blocks
         peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         peak = torch.where(peak > 0, peak, 1.0)
-        u, s, vh = apply_aligned(_svd, x / peak)
+        u, s, vh = apply_aligned(lambda own: torch.linalg.svd(own, full_matrices=False), x / peak)
         floor = s[:, :1] * (self.cutoff * max(x.shape[1:]) * torch.finfo(x.dtype).eps)
         return torch.bmm(u * (s > floor).to(x.dtype).unsqueeze(1), vh)
-
-
-def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    return u, s, vh
 
 
 class Triangular(PolarSolver):

@@ -144,12 +144,9 @@ def _round(x: Tensor, shifted: bool) -> Tensor:
     gram = torch.bmm(x.mT, x)
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps if shifted else 0
     lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram + shift * identity_like(gram) if shifted else gram)
-    quotient: Tensor = apply_aligned(_divided, x, lower)
-    return quotient
-
-
-def _divided(x: Tensor, lower: Tensor) -> Tensor:
-    quotient: Tensor = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+    quotient: Tensor = apply_aligned(
+        lambda x, lower: torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False), x, lower
+    )
     return quotient
 
 

@@ -477,10 +477,7 @@ class Gram(Statistic):
 
     def contribution(self, x: Tensor, axis: int, context: StepContext) -> Contribution:
         y = unfold(x, axis)
-        return Contribution(y, y, self._unit(y))
-
-    def _unit(self, y: Tensor) -> float:
-        return 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])
+        return Contribution(y, y, 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1]))
 
 
 class InputGram(Statistic):

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import cached_tensors, may_branch_on_values, per_block
+from eigengraft.numerics import cached_tensors, known_to_hold, per_block, where_blocks
 from eigengraft.slots import Encoded, Slot, Uniform
 
 from ..base import Quantizer
@@ -160,6 +160,6 @@ def replaced_where(ok: Tensor, encoded: Encoded, before: Encoded | None) -> Enco
 
     If `before` is None, return `encoded`.
     """
-    if before is None or (may_branch_on_values(ok) and bool(ok.all())):
+    if before is None or known_to_hold(ok):
         return encoded
-    return {name: torch.where(per_block(ok, tensor), tensor, before[name]) for name, tensor in encoded.items()}
+    return {name: where_blocks(ok, tensor, before[name]) for name, tensor in encoded.items()}
