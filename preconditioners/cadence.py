@@ -91,9 +91,10 @@ class Cadence(Component, ABC, family="cadence"):
         return step >= self.first_due(earliest)
 
     def waves(self, refreshes: float) -> int | None:
-        """Return the number of waves in a period. A wave is the set of blocks that are due in the same step, and the
-        waves divide a period into equal parts. None: there is one wave for each step of the period. Called when phases
-        are assigned to blocks.
+        """Return the number of waves in a period. None: there is one wave for each step of the period.
+
+        A wave is the set of blocks that are due in the same step, and the waves divide a period into equal parts.
+        Called when phases are assigned to blocks.
 
         refreshes: cost of all refreshes of a period, in units of the costliest refresh.
         """
@@ -107,9 +108,9 @@ class Cadence(Component, ABC, family="cadence"):
 
     @final
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the spans (start, stop, first) of the blocks of a stack that are due. first: True at the first refresh
-        of the blocks.
+        """Yield the spans (start, stop, first) of the blocks of a stack that are due.
 
+        first: True at the first refresh of these blocks.
         earliest: first step at which the stage can refresh, as in `first_due`.
         """
         start, steps, uniform = self.first_due(earliest), context.steps, context.uniform

@@ -1,5 +1,6 @@
-"""Storage of slots. A quantizer encodes a slot when a stage writes it and decodes it when a stage reads it, unnoticed
-by the stage."""
+"""Storage of slots. A quantizer encodes a slot when a stage writes the slot, and decodes the slot when a stage reads it.
+Stages do not know of quantizers.
+"""
 
 from .base import Quantizer as Quantizer
 from .base import choose as choose

@@ -1,7 +1,5 @@
 """Products along the axes of stacked blocks, symmetric products, and reordered columns.
 
-On a CPU only one triangle of a large symmetric product is computed; the other triangle is copied from it.
-
 Legend: N is the number of blocks; d is the length of the axis a of a block; p and q are the products of the lengths of
 the axes before and after a; T is `[N, d, d]`; Y and Z are `[N, d, rest]` with Y Z^T = Z Y^T.
 """
@@ -56,11 +54,8 @@ def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
 
 
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Return the product of x along one axis with a matrix: sum_j matrix[i, j] x[p, j, q] for x as `[N, p, d, q]`.
-
-    d is the length of the axis, and p and q are the products of the lengths before and after it. For a middle axis, p
-    separate products with q columns each may be slow. If q is small, x is copied so that this axis is the first one,
-    and one large product is computed.
+    """Return the product of x along one axis with a matrix: sum_j matrix[i, j] x[p, j, q] for x as `[N, p, d, q]`,
+    where d is the length of the axis, and p and q are the products of the lengths before and after it.
 
     x: blocks `[N, *block]`.
     matrix: `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
@@ -218,9 +213,8 @@ def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
 def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """Compute T <- beta T + alpha Y Z^T in place, for a symmetric T, and return T. If beta is 0, T is not read.
 
-    On a CPU a large T is computed in panels of c = 128 columns, each from the diagonal down; the rest is copied. The
-    panels need the fraction (1 + c / d) / 2 of the operations of a full product. Every matrix is multiplied separately,
-    so that no result depends on the other matrices of a stack.
+    On a CPU a large T is computed in panels of columns, each from the diagonal down, and the rest is copied. Every
+    matrix is multiplied separately, so that no result depends on the other matrices of a stack.
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))

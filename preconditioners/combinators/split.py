@@ -28,7 +28,7 @@ class Split(Stage):
 
     d is the direction, G the gradient, b = beta the decay of the mean.
 
-    No n x n matrix is stored, only U and the r x r projection S of that mean (Algorithm 1 of the paper). A step
+    No n x n matrix is stored, only U and the r x r projection S of the mean (Algorithm 1 of the paper). A step
     computes U' = qr(b U S + (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U'),  U <- U'.
     The first U is computed from the first G^T G. `side` chooses the axis that U multiplies: the last, the first or the
     shorter axis. For blocks with one axis, `inside` receives the whole block, and `outside` receives zeros. The

@@ -204,7 +204,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         """Fit the second moments of the inner chain to the statistics.
 
         found: by axis, the diagonal `[N, d]` of Q^T A Q, with Q the basis and A the statistic, for axes whose solver
-            computed it as a by-product. It is NaN for blocks for which the solver did not compute it.
+            computed the diagonal as a by-product; NaN for blocks without it.
         """
         axes = self.factor_axes(state.block)
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)

@@ -29,8 +29,8 @@ class Eigenfactors(LearnedFactors):
 
     x_i is the product along axis i. V and l are the eigenvectors and eigenvalues of a running mean of M, b = beta is
     its decay, and e = 1 / (2k) by default, where k is the number of axes with a factor. V `[N, d, d]` starts as the
-    identity and l `[N, d]` as `initial`. The solver `power_qr` sorts the columns of V before the step, unlike the
-    paper; in measurements neither variant was closer to Shampoo.
+    identity and l `[N, d]` as `initial`. Unlike the paper, the solver `power_qr` sorts the columns of
+    V before the step.
 
     Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept, and R is applied as
     three products, with V^T, the diagonal and V. With 4 bits this takes half the memory of the paper's Algorithms 1 to

@@ -8,8 +8,7 @@ recipe there do not depend on a table of times. The choice is made on the host a
 The file `timings.json` contains the times, in the format of the reports of `make gpu`, with the source of each number.
 The choice depends on the device type, the order of the matrices and their dtype. The choice does not depend on the
 number of matrices in a stack, because this number differs between ranks and between the slices of a spread refresh; the
-same block would then have other bits on one rank than on two. The time of a row is divided by its batch. If several
-rows have the same order, the row with the largest batch is used.
+same block would then have other bits on one rank than on two.
 """
 
 from __future__ import annotations

@@ -24,10 +24,13 @@ class Bregman(Statistic):
     """O_L = G R^(q-1) G^T / Tr(R^q),  O_R = G^T L^(q-1) G / Tr(L^q);  in general G is whitened on all other axes.
 
     O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector,
-    and L x R is the Kronecker product. Fixed points minimize a trace-power Bregman divergence between E[g g^T] and L x
-    R (Liu et al. 2026). For q = 2 this is the Frobenius divergence. For q = 1 it is von Neumann's, and L x R is then
-    Shampoo's L x R / trace. For q = 1/2 it is the divergence of the square root, the objective of PSGD-Kron. For q = 0
-    it is Kullback and Leibler's (KL-Shampoo, Lin et al. 2025, arXiv:2509.03378).
+    and L x R is the Kronecker product. Fixed points minimize a divergence between E[g g^T] and L x R, one of the
+    trace-power Bregman divergences (Liu et al. 2026):
+
+    q = 2: the Frobenius divergence.
+    q = 1: von Neumann's; L x R is then the product of Shampoo's two factors, divided by the trace.
+    q = 1/2: the divergence of the square root, the objective of PSGD-Kron.
+    q = 0: Kullback and Leibler's (KL-Shampoo, Lin et al. 2025, arXiv:2509.03378).
 
     Powers of R are computed from the tensors that the stage stores: inverse roots (`shampoo`), or a basis Q with the
     eigenvalues diag(Q^T R Q) (`eigenbasis`). With `order: jacobi` the contributions to all factors are computed from
