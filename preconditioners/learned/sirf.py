@@ -97,7 +97,7 @@ class SIRF(LearnedFactors):
         live = is_informative(gradient)
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
         if self.moments == "layer":
-            live, statistics = live, self._of_layer(factors, gradient, context) if factors else {}
+            statistics = self._of_layer(factors, gradient, context) if factors else {}
             for data in statistics.values():
                 live = live & peak_of(data).isfinite()
         else:

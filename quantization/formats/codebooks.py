@@ -83,11 +83,6 @@ def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.add(codes[..., 0::2], codes[..., 1::2], alpha=16)
 
 
-def unpack_nibbles(stored: Tensor, n: int) -> Tensor:
-    """Return the codes `[..., n]` uint8 in bytes `[..., ceil(n / 2)]` that have two codes each."""
-    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)[..., :n]
-
-
 Levels = tuple[float, ...]
 
 
