@@ -1,5 +1,5 @@
-"""Storage of slots. A quantizer encodes a slot when a stage writes the slot, and decodes it when a stage reads it. Stages
-do not know of quantizers.
+"""Storage of slots. A quantizer encodes a slot when a stage writes the slot, and decodes it when a stage reads it.
+Stages do not know of quantizers.
 """
 
 from .base import Quantizer as Quantizer
