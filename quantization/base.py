@@ -161,21 +161,19 @@ def _can_store(quantizer: Quantizer) -> str:
 
 
 def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer that encodes a slot. None: the slot is stored unencoded, in the memory that `choose`
-    returns.
-    """
+    """Return the quantizer that encodes a slot. None: the slot is not encoded."""
     found = choose(storage, key, slot)
     return None if found is None else found.codec
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the storage of a slot: by the slot's key, else by the path of its stage, else by its role. None: the
-    slot is stored as it is on its device.
+    """Return the storage of a slot: by the slot's key, else by the path of its stage, else by its role. None: the slot
+    is stored as it is on its device.
 
-    A quantizer that cannot store the slot is ignored if it is chosen by path or role, and an error if it is chosen by
-    the slot's key. Sensitive slots, such as the second moments of a graft's magnitude, are never quantized because of
-    their role. They set the size of every update, and quantizing them does harm (DALL-E mini's study). If the entry for
-    a role only chooses the memory and encodes nothing, it applies to sensitive slots, too.
+    A quantizer that cannot store the slot is ignored if it is chosen by path or role. If it is chosen by the slot's
+    key, ValueError is raised. An entry for a role does not quantize sensitive slots, such as the second moments of a
+    graft's magnitude. Sensitive slots set the size of every update, and quantizing them does harm (DALL-E mini's
+    study). An entry for a role that only chooses the memory applies to sensitive slots, too.
     """
     for where in (key.name, key.stage):
         if where in storage:

@@ -157,7 +157,6 @@ def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
 
 
 def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the matrices in bfloat16."""
     return {axis: matrix.bfloat16() for axis, matrix in matrices.items()}
 
 

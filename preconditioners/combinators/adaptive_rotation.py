@@ -60,7 +60,6 @@ class AdaptiveRotation(Stage):
         return {"inner": Inner(self.chain, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
-        """Return the axis of a block that is rotated."""
         return 0 if self.side == "left" else min(range(len(block)), key=lambda axis: block[axis])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:

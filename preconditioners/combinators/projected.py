@@ -85,7 +85,6 @@ class Projected(Stage):
         return {"inner": Inner(self.chain, inner_block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
-        """Return the axis of a block that is projected."""
         if self.side == "smaller":
             return min(range(len(block)), key=lambda axis: (block[axis], -axis))
         return 0 if self.side == "left" else len(block) - 1

@@ -62,7 +62,6 @@ class Split(Stage):
         return {"inside": Inner(self.inside, self._subspace_block(block)), "outside": Inner(self.outside, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
-        """Return the axis that is split."""
         if self.side == "smaller":
             return min(range(len(block)), key=lambda axis: block[axis])
         return 0 if self.side == "left" else len(block) - 1
@@ -74,7 +73,6 @@ class Split(Stage):
         return (*block[:axis], self._columns(block, axis), *block[axis + 1 :])
 
     def _columns(self, block: tuple[int, ...], axis: int) -> int:
-        """Return the dimension r of the subspace."""
         r = min(self.rank, block[axis])
         return r if self.max_skew is None else max(1, min(r, int(self.max_skew * math.prod(block) / block[axis])))
 

@@ -105,8 +105,8 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the next root R (I - e Y + e (e + 1) / 2 Y^2), up to a number, and log ||X||_F `[N]`, with X = R^(1/e) S
-    and Y = X / ||X||_F.
+    """Return the next root, up to a scalar factor, and log ||X||_F `[N]`: R (I - e Y + e (e + 1) / 2 Y^2) with X =
+    R^(1/e) S and Y = X / ||X||_F.
     """
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
@@ -114,8 +114,8 @@ def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the next root h R h, up to a number, and log ||X||_F `[N]`, with X = R^(1/2e) S R^(1/2e) and Y = X /
-    ||X||_F.
+    """Return the next root, up to a scalar factor, and log ||X||_F `[N]`: h R h with X = R^(1/2e) S R^(1/2e) and Y = X
+    / ||X||_F.
 
     h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2 is the square root of the published series, to second order.
     """
