@@ -303,7 +303,7 @@ class RMS(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)
-        exponent = exponent_of(self.exponent, len(state.block), 0, _ROOT)
+        exponent = _ROOT if self.exponent is None else exponent_of(self.exponent, len(state.block), 0, _ROOT)
         denominator = v.sqrt() if exponent == _ROOT else v.pow(float(exponent))
         per = self._per(state.block)
         if per != "entry":

@@ -81,11 +81,11 @@ Diagonal = Callable[[Tensor], Tensor]
 """
 
 
-class Solver(Schedulable):
-    """The hooks of both families by which `by_device` chooses between solvers."""
+class MatrixSolver(Schedulable):
+    """Hooks of root solvers and of basis solvers by which `by_device` chooses between solvers with equal results."""
 
     @classmethod
-    def equal_to(cls, other: Solver, dtype: torch.dtype) -> Self | None:
+    def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
         """Return the solver of this class that has the same result as another solver in exact arithmetic.
 
         Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
@@ -98,7 +98,7 @@ class Solver(Schedulable):
         return device
 
 
-class RootSolver(Solver, ABC, family="root_solver"):
+class RootSolver(MatrixSolver, ABC, family="root_solver"):
     """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, where e > 0 is a fraction.
 
     Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
@@ -150,7 +150,7 @@ columns.
 """
 
 
-class BasisSolver(Solver, ABC, family="basis_solver"):
+class BasisSolver(MatrixSolver, ABC, family="basis_solver"):
     """Q `[N, d, r]`, r <= d orthonormal columns for which Q^T A Q is (nearly) diagonal, for symmetric A `[N, d, d]`.
 
     Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do

@@ -18,7 +18,7 @@ from eigengraft.numerics import (
     where_blocks,
 )
 
-from .base import Basis, BasisSolver, Solver
+from .base import Basis, BasisSolver, MatrixSolver
 from .decompositions import leading_eigenvectors, unit_sized
 from .power_qr import PowerQR, householder, identity_order, ordered_step, same_signs
 
@@ -59,7 +59,7 @@ class CholeskyQR(BasisSolver):
     )
 
     @classmethod
-    def equal_to(cls, other: Solver, dtype: torch.dtype) -> Self | None:
+    def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
         if not isinstance(other, PowerQR):
             return None
         return cls(steps=other.steps, rounds=4, wide=True, bootstrap=other.bootstrap)

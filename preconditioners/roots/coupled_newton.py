@@ -23,7 +23,7 @@ from eigengraft.numerics import (
     per_block,
 )
 
-from .base import Solver
+from .base import MatrixSolver
 from .bounds import PowerIteration
 from .decompositions import Eigh
 from .iterative import Iterative, Solved, largest_entry, product
@@ -199,7 +199,7 @@ class CoupledNewton(Coupled):
     kind: Literal["coupled_newton"] = "coupled_newton"
 
     @classmethod
-    def equal_to(cls, other: Solver, dtype: torch.dtype) -> Self | None:
+    def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
         if not isinstance(other, Eigh) or not other.relative or other.deficiency not in ("add", "clip_shift"):
             return None
         if other.precision != "input" or other.ratio or not _LEAST_RIDGE * torch.finfo(dtype).eps <= other.eps <= 1:

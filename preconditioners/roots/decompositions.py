@@ -26,7 +26,7 @@ from eigengraft.numerics import (
 )
 
 from ..algebra.products import symmetric_product
-from .base import Basis, BasisSolver, Root, RootSolver, Solver
+from .base import Basis, BasisSolver, MatrixSolver, Root, RootSolver
 from .by_device import ByDevice, chosen
 
 
@@ -169,7 +169,7 @@ class Eigh(RootSolver, ByDevice):
         return self
 
     @classmethod
-    def equal_to(cls, other: Solver, dtype: torch.dtype) -> Self | None:
+    def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
         return other.replace(on_host=True, by_device=False) if isinstance(other, cls) and not other.on_host else None
 
     def runs_on(self, device: str) -> str:
