@@ -19,7 +19,7 @@ from eigengraft.numerics import identity_like
 
 from ..roots.bounds import EigenvalueBound, GuaranteedBound
 from ..roots.coupled_newton import Best, Coupled, Iterates, rational
-from ..roots.iterative import Iterative, Solved, largest_entry, product
+from ..roots.iterative import Iterative, Scaling, Solved, largest_entry, product
 
 
 class InfinityBound(EigenvalueBound):
@@ -62,9 +62,7 @@ class Chebyshev(Iterative):
     interval: Annotated[tuple[float, float], Field(strict=False)] | None = Field(
         default=None, description="[low, high], in units of the size; default: from the relative ridge to 1"
     )
-    scaling: EigenvalueBound = Field(
-        default=GuaranteedBound(), description="size that a matrix is divided by before it is solved"
-    )
+    scaling: Scaling = GuaranteedBound()
 
     @model_validator(mode="after")
     def _knows_its_interval(self) -> Self:
@@ -128,9 +126,7 @@ class HigherOrder(Coupled):
     kind: Literal["higher_order"] = "higher_order"
     eps: float = Field(default=1e-5, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
     order: int = Field(default=3, ge=2, le=10, description="terms of the series; the error falls with this power")
-    scaling: EigenvalueBound = Field(
-        default=TraceBound(), description="size that a matrix is divided by before it is solved"
-    )
+    scaling: Scaling = TraceBound()
     relative_to: EigenvalueBound | None = Field(
         default=InfinityBound(), description="size that a relative eps refers to; null: `scaling`"
     )
@@ -167,9 +163,7 @@ class NewtonDB(Coupled):
     """
 
     kind: Literal["newton_db"] = "newton_db"
-    scaling: EigenvalueBound = Field(
-        default=GuaranteedBound(), description="size that a matrix is divided by before it is solved"
-    )
+    scaling: Scaling = GuaranteedBound()
 
     def check(self, exponent: Fraction) -> str | None:
         if exponent not in (Fraction(1, 2), Fraction(1, 4)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from fractions import Fraction
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -25,6 +25,7 @@ from .base import Root, RootSolver
 from .bounds import EigenvalueBound, FrobeniusBound
 
 Precision = Literal["input", "bfloat16", "float16"]
+Scaling = Annotated[EigenvalueBound, Field(description="size that a matrix is divided by before it is solved")]
 
 
 class Solved(NamedTuple):
@@ -59,9 +60,7 @@ class Iterative(RootSolver):
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
     relative: bool = Field(default=True, description="true: eps is relative to the size, see `relative_to`")
     floor: float = Field(default=0.0, ge=0, description="the least ridge, in units of the matrix")
-    scaling: EigenvalueBound = Field(
-        default=FrobeniusBound(), description="size that a matrix is divided by before it is solved"
-    )
+    scaling: Scaling = FrobeniusBound()
     relative_to: EigenvalueBound | None = Field(
         default=None, description="size that a relative eps refers to; default: `scaling`"
     )
