@@ -49,7 +49,7 @@ class Call:
 
 
 class Checks(Watch):
-    """The checks of the stages of one stack, which are notified when a hook runs, loads a slot or writes a slot.
+    """Checks of the stages of one stack. The methods are called when a hook runs, loads a slot or writes a slot.
 
     declared: the declared slots by "<stage path>/<slot>".
     written: keys of the slots that have been written back so far.

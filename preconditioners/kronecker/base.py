@@ -54,9 +54,7 @@ class Factored(Stage):
 
     @property
     def pending_order(self) -> bool:
-        """True if the results of a delayed refresh include the order of the columns, for which a pending slot is then
-        declared.
-        """
+        """True if a delayed refresh also stores the order of the columns, in a pending slot of its own."""
         return False
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:

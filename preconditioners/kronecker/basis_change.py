@@ -188,8 +188,7 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """Return the weights w_i `[N, d]` of the entries along an axis, in sums over this axis, for statistics that are
-    whitened along it.
+    """Return the weights w_i `[N, d]` of an axis for sums over this axis, if statistics are whitened along it.
 
     The weights are the eigenvalues d_i divided by their mean, clamped to at least `floor`, and raised to `exponent`.
     """

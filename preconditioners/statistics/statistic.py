@@ -337,7 +337,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:
         """Return the contributions of one gradient to the factors of `axes`, in this order. The default calls
-        `contribution` for each axis. A statistic whose axes share work, or read each other's factors, overrides it.
+        `contribution` for each axis. Override this method if axes share work, or read each other's factors.
 
         state: state of the stage, with the factors `state["factor.<axis>"]`.
         x: see `contribution`.
