@@ -189,8 +189,9 @@ class Eigenbasis(Factored, DelayedRefresh):
         self._change_basis(state, solved)
 
     def _change_basis(self, state: State, solved: Mapping[int, _Solved]) -> None:
-        """Transport the state of the inner chain along all axes in `solved` together, then write the new bases to their
-        slots.
+        """Transport the state of the inner chain along several axes at once, then write the new bases to their slots.
+
+        solved: by axis, the four values of `_Solved`.
         """
         turns = {axis: turn for axis, (turn, *_) in solved.items()}
         transport(self._inside(state.block).slots, self._inner_state(state), turns, self.transport)
@@ -253,7 +254,9 @@ class Eigenbasis(Factored, DelayedRefresh):
         return Turn(state[f"basis.{axis}"] if coded else where_blocks(ok, q, old), old, order_or_identity(order, ok))
 
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
-        """Return the changes to the new bases of axes with matrices of one shape, which are computed as one stack."""
+        """Compute the new bases of axes with matrices of one shape, as one stack. Return for each axis the four values
+        of `_Solved`.
+        """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)
         turn = self._turn(state, axes[0], old, found)
@@ -302,7 +305,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         return state.scope("inner", self._inside(state.block).block)
 
     def _inside(self, block: tuple[int, ...]) -> _Inside:
-        """Return the block and the slots of the inner chain, which are computed once for each block and cached."""
+        """Return the shape of a block inside the inner chain, and the slots of the chain, from a cache."""
         if block not in self._insides:
             inner = self.inner(block)["inner"].block
             self._insides[block] = _Inside(inner, tuple(chain_slots(self.chain, inner)))
