@@ -428,10 +428,10 @@ class DelayedRefresh(Stage):
 
     A stage of this class also declares a slot of role "pending" for each result, if `cadence().postponed` is not 0.
     `solve` returns a tensor for each pending slot. `adopt` writes the other slots, from the pending slots and from the
-    state at that time, and resets the pending slots to their initial values. If a block has no result, its pending
-    slots have their initial values, and `adopt` must leave the block as it is. That is so, for example, after a
-    checkpoint was loaded with another cadence. `refresh` computes the first refresh of each block, which is never
-    delayed, and all refreshes without a delay.
+    state at that time, and resets the pending slots to their initial values. If the pending slots of a block have
+    their initial values already, as after a checkpoint with another cadence was loaded, there is no result, and `adopt`
+    must leave the block as it is. `refresh` computes the first refresh of each block, which is never delayed, and all
+    refreshes without a delay.
     """
 
     @abstractmethod
