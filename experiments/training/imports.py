@@ -24,6 +24,8 @@ from ..tasks.byte_lm import INSTALLED
 def import_component(source: str) -> ModuleType:
     """Import a Python file, or an installed module by its dotted name, and return the module. A file is imported once.
 
+    The file can import other files of its folder by their names.
+
     Raises RecipeError with the file and the line if the import fails.
     """
     try:
@@ -128,20 +130,39 @@ def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise RecipeError(f"imports: there is no file '{path}'; give an existing file")
+    known = [module for module in sys.modules.values() if getattr(module, "__file__", None) == str(path)]
+    if known and known[0].__name__ != "__main__":
+        return known[0]
+    if str(path.parent) not in sys.path:  # last, so that a file hides no installed package
+        sys.path.append(str(path.parent))
     # The module's name has a hash of the path: files with equal names differ, and all processes use the same name.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution, as pydantic reads annotations from there
+    names = [name]
+    if path.stem not in sys.modules and getattr(importlib.util.find_spec(path.stem), "origin", None) == str(path):
+        names.append(path.stem)  # so that files beside it import the same module
+    sys.modules.update(dict.fromkeys(names, module))  # before execution, as pydantic reads annotations from there
     try:
         spec.loader.exec_module(module)
+        _require_own_files(module, path)
     except BaseException:
-        del sys.modules[name]
+        for own in names:
+            del sys.modules[own]
         raise
     return module
+
+
+def _require_own_files(module: ModuleType, path: Path) -> None:
+    """Raise RecipeError if a module uses a module of another folder, although its own folder has a file of this name.
+
+    Python imports one module of each name, so that the second of two folders would get the file of the first.
+    """
+    for name in _used(module):
+        file, beside = getattr(sys.modules.get(name), "__file__", None), path.parent / f"{name}.py"
+        if file is not None and beside.is_file() and Path(file).resolve() != beside:
+            raise RecipeError(f"imports: '{path}' uses '{file}', but '{beside}' has the same name; rename one of them")
 
 
 def _where(error: Exception) -> str:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -128,6 +129,40 @@ def test_examples_refuse_data_of_other_types() -> None:
     ):
         with refused(TypeError, *said):
             Examples(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fresh_modules() -> Iterator[None]:
+    """Forget the modules and folders that a test imports from."""
+    modules, folders = dict(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = folders
+    for name in sys.modules.keys() - modules.keys():
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("order", [("first_helper", "second_helper"), ("second_helper", "first_helper")])
+def test_files_import_the_files_beside_them_as_the_same_modules(
+    tmp_path: Path, fresh_modules: None, order: tuple[str, str]
+) -> None:
+    (tmp_path / "first_helper.py").write_text("class Net: pass\n")
+    (tmp_path / "second_helper.py").write_text(
+        "from first_helper import Net\ndef late():\n    import third_helper\n    return third_helper.FOUND\n"
+    )
+    (tmp_path / "third_helper.py").write_text("FOUND = 3\n")
+    modules = {name: import_component(str(tmp_path / f"{name}.py")) for name in order}
+    assert modules["second_helper"].Net is modules["first_helper"].Net
+    assert modules["second_helper"].late() == 3
+
+
+def test_a_file_that_gets_the_helper_of_another_folder_is_refused(tmp_path: Path, fresh_modules: None) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shared_helper.py").write_text(f"NAME = {folder!r}\nclass Net: pass\n")
+        (tmp_path / folder / "uses_helper.py").write_text("from shared_helper import Net\n")
+    import_component(str(tmp_path / "one" / "uses_helper.py"))
+    with refused(RecipeError, "imports", "one/shared_helper.py", "two/shared_helper.py"):
+        import_component(str(tmp_path / "two" / "uses_helper.py"))
 
 
 def test_a_study_says_that_imports_belong_to_its_base(tmp_path: Path) -> None:
