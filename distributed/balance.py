@@ -174,13 +174,12 @@ def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> l
 
 
 def _exchange(ranks: Sequence[int], held: Sequence[Held]) -> list[int]:
-    """Return the rank of each of several equal items after an exchange of ranks among them: step 4 of `assign`.
+    """Exchange ranks among equal items, and return the new rank of each item: step 4 of `assign`.
 
     Each rank gets as many items as it had. Pairs of an item and a rank are processed in descending order of the number
     of the item's entries that the rank holds. Among equal numbers, the pair of an item with its present rank comes
     first, then the earlier item, then the lower rank. A pair is accepted if the item has no new rank yet and the rank
-    has fewer items than before. An item of which no rank holds entries keeps its rank. Thus successive items of this
-    kind have different owners, which compute at the same time.
+    has fewer items than before. An item of which no rank holds entries keeps its rank.
 
     ranks: rank of each item before the exchange.
     held: for each item, the number of its entries that each rank holds.

@@ -1,10 +1,9 @@
-"""The messages of one parameter set: the entries that ranks send to the owners of blocks, and the updates they receive.
+"""The messages of one parameter set: entries that ranks send to the owners of blocks, and updates that owners return.
 
 A block group consists of equal blocks of all ranks. The blocks of a group that one rank owns form a stack on that rank.
 Block groups are sent in rounds of messages, in the same order on every rank, even on a rank that owns none of their
-blocks. A transfer is a set of entries of one block that are contiguous in a message; the part of the message that holds
-them is a stretch. The functions at the end of this module read and write stretches as views of blocks and of
-parameters.
+blocks. A transfer is a set of entries of one block that are contiguous in a message. This part of the message is called
+a stretch. The functions at the end of this module copy stretches from and to views of blocks and parameters.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Round:
     All fields except `groups` are lists over ranks r.
 
     groups: indices of the block groups.
-    held[r]: transfers between this rank's shards and blocks that rank r owns. Rank r returns their updates.
+    held[r]: transfers between this rank's shards and blocks that rank r owns. Rank r returns updates of these entries.
     sent[r]: the subset of held[r] whose gradients this rank sends to r. Each gradient entry is sent by one replica.
     owned[r]: transfers between blocks that this rank owns and the shards of rank r, which receives their updates.
     received[r]: the subset of owned[r] whose gradients this rank receives from r.
@@ -134,7 +133,7 @@ class CommPlan:
     block_groups: groups of the blocks that ranks exchange, for all parameters.
     names: names of the parameters in errors, by position.
     limit: largest size of a round, in bytes of the updates of all ranks.
-    starts: for each block group, the index of the first group among those that are computed together with it.
+    starts: for each block group, the index of the first of the groups that are computed together with this group.
     """
 
     def __init__(
@@ -239,11 +238,11 @@ EntryView = Callable[[Tensor], Tensor]
 """Function that selects the entries to send: it accepts this rank's shard of a tensor and returns a view of some of the
 shard's entries."""
 EntryReader = Callable[[EntryView], Tensor]
-"""Function that applies an `EntryView` to one tensor and returns the selected entries. It may change them, for example
-add weight decay to a gradient."""
+"""Function that applies an `EntryView` to one tensor and returns the selected entries, or values computed from these
+entries, such as gradients plus weight decay."""
 Source = Callable[[int], EntryReader | None]
-"""Function from a parameter's position to the `EntryReader` of this rank's shard of its tensor, such as its gradient.
-It returns None if the parameter has no such tensor."""
+"""Function from the position of a parameter to an `EntryReader` of one tensor of the parameter, such as its gradient.
+The result is None if the parameter has no such tensor."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,7 @@ class Arrived:
     position: position of the parameter.
     dtype: dtype in which the updates were computed.
     values: the updates, views of a message.
-    views: function that accepts a tensor with the layout of this rank's shard. It returns views of the entries that
-        `values` updates.
+    views: function that returns views of the same entries in a tensor with the layout of this rank's shard.
     complete: True if `values` is one tensor with all entries of this rank's shard, in their order.
     """
 
@@ -308,10 +306,7 @@ def reading(tensors: Sequence[Tensor | None]) -> Source:
 
 
 def flattened(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
-    """Return one list of the transfers with all ranks, in the order of the ranks.
-
-    transfers: list of transfers with each rank.
-    """
+    """Join lists of transfers, one for each rank, into one list."""
     return [transfer for own in transfers for transfer in own]
 
 

@@ -42,8 +42,8 @@ class CommStep:
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... A rank starts U_k as soon as its own
     blocks of round k are computed and U_(k-1) has arrived. Messages are communicated while blocks are computed, and
     only a few rounds need memory at a time. Replicated parameters need no G. With replicated parameters a rank keeps
-    computing while IN_FLIGHT rounds of updates are under way. It waits only if the finished block groups that are not
-    sent yet are more than IN_FLIGHT groups and have more bytes than IN_FLIGHT rounds may have.
+    computing while IN_FLIGHT rounds of updates are under way. The rank waits only if more than IN_FLIGHT finished block
+    groups, together larger than IN_FLIGHT rounds, are not sent yet.
 
     sources: tensors that are sent to owners, by name; ignored if all parameters are replicated.
     receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
@@ -180,7 +180,7 @@ class CommStep:
             yield Arrived(position, dtype, [values], partial(_in_shard, transfer.region, held), whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
-        """Yield the updates of blocks, from the message `[lengths[r]]` of each rank r, with their views in parameters.
+        """Yield updates of blocks, from the message `[lengths[r]]` of each rank r, with views of the same parameters.
 
         Every rank holds these parameters in full.
         """

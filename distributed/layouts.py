@@ -44,7 +44,7 @@ class Layout:
     boxes: `[R]`, entries that each rank holds; a box may be empty.
     replicas: `[R]`, index of the replica to which each rank belongs. The ranks of one replica together hold every entry
         exactly once.
-    parts: layout in which ranks that hold the same entries share them: each rank has one part, which may be empty. None
+    parts: layout in which ranks that hold the same entries each have a part of these entries, which may be empty. None
         if the parameter is 0-d or has no entries, or if no entry is held twice.
     """
 
@@ -304,14 +304,13 @@ class Region:
 
 
 class _Run(NamedTuple):
-    """Entries of a piece of a block that form a box along some axes of the parameter.
+    """Entries of a piece of a block, as a box along some axes of the parameter.
 
-    A piece is a box in the merged shape of the parameter.
+    A piece is a box in the merged shape of the parameter, that is its shape after some axes were merged or divided.
 
-    start: first index of the box along each of those axes of the parameter.
-    stop: end of the box along each of those axes.
-    moves: offset of the first entry of the box from the first entry of the piece, by axis of the merged shape.
-    strides: for each of those axes, the distance in the block between entries that are neighbours along it.
+    start, stop: range of the box along these axes of the parameter.
+    moves: by axis of the merged shape, offset of the first entry of the box from the first entry of the piece.
+    strides: for each of these axes of the parameter, the distance in the block between neighbours along the axis.
     """
 
     start: Numbers
@@ -351,8 +350,8 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
     """Return the region of the entries in a box of the parameter.
 
-    outer: box of the parameter, formed by one run along each set of the parameter's axes; it contains `box`.
-    runs: the runs that form `outer`.
+    outer: the box that `runs` form. It contains `box`.
+    runs: for each set of axes of the parameter that are merged or divided together, the run along these axes.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
@@ -370,7 +369,7 @@ ALONE = Stride(0, 0)
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
     """Return the distance in the block between neighbouring entries of a piece, by axis of the merged shape.
 
-    A piece is a box in the merged shape of the parameter. Its axes may be joined into fewer axes of the block.
+    A piece is a box in the merged shape of the parameter. One axis of the block may join several axes of the piece.
     """
     found = {}
     for axis, joined in enumerate(block.joined):
@@ -386,8 +385,8 @@ def _runs(
 ) -> Iterator[_Run]:
     """Yield the runs of a piece along some axes of the parameter: boxes that together contain the piece's entries.
 
-    lengths: lengths of those axes of the parameter.
-    merged: the axes of the merged shape that correspond to those axes of the parameter, as a range.
+    lengths: lengths of these axes of the parameter.
+    merged: range of the axes of the merged shape that these axes of the parameter become.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """

@@ -143,8 +143,8 @@ class RankGroup:
 
         Without this check gloo ends a process without a message if messages of one kind of collective differ in length.
         The check itself is an all-to-all of digests of `what`. If a rank calls another kind of collective at that time,
-        it sends no digest, and the wait for its digest times out. Apart from this check, only the exchange of blocks
-        uses an all-to-all. With backends other than gloo nothing is sent, and no rank waits.
+        it sends no digest, and the wait for its digest times out. With backends other than gloo nothing is sent, and no
+        rank waits.
 
         what: name of the collective that follows.
         remedy: advice for the user of this rank.

@@ -124,8 +124,8 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer | No
 def common_interval(recipe: Recipe) -> int:
     """Return the number of steps after which the refreshes of all updates repeat.
 
-    Periods of cadences are combined from the longest to the shortest. A period that would make the number exceed
-    LONGEST_INTERVAL is left out.
+    The number is the least common multiple of their periods, without periods that would raise it above
+    LONGEST_INTERVAL.
     """
     cadences = [stage.cadence() for rule in recipe.rules().values() for _, stage in rule.stages()]
     interval = 1
@@ -140,7 +140,7 @@ class _Owned(NamedTuple):
 
     keys: keys of the blocks.
     item: sum of the costs of the blocks.
-    held: number of entries of the blocks that a rank holds, by rank.
+    held: by rank, number of entries of these blocks that the rank holds.
     """
 
     keys: tuple[int, ...]
@@ -211,7 +211,7 @@ def _blocks(
 
     phases: phases of the blocks, by block key.
     interval: steps after which the refreshes repeat.
-    known: cache by layout and grid: for each block, the number of entries that each rank holds; updated.
+    known: cache of the results of `_held`, by layout and grid; updated.
     """
     assert spec.placement is not None
     layout, recipe = spec.placement.layout, costs.recipe
@@ -293,9 +293,9 @@ class Advice(NamedTuple):
 
 
 PER_RANK = 4
-"""Size of a recommended wave, the refreshes that are due in one step: work for each rank, in units of the costliest
-block's refresh. With 4, the work of ranks differs by at most a quarter, and shipped recipes on models of 16 to 6,656
-blocks have an efficiency (mean work / largest work of a rank) of 0.92 or more."""
+"""Recommended work of a wave (the refreshes that are due in one step) for each rank, in units of the costliest block's
+refresh. With 4, the work of ranks differs by at most a quarter, and shipped recipes on models of 16 to 6,656 blocks
+have an efficiency (mean work / largest work of a rank) of 0.92 or more."""
 WORTHWHILE = 0.05
 """Smallest gain in efficiency (mean work / largest work of a rank) for which larger waves are recommended."""
 
@@ -307,7 +307,7 @@ def advise(
 
     Returns None if these waves gain less than WORTHWHILE in efficiency.
 
-    specs: parameters that the same ranks share. The owners in them do not change.
+    specs: parameters that the same ranks share. Their present owners do not change.
     keys: keys of all parameters of the optimizer.
     ranks: number of ranks that share the parameters.
     now: balance with the present waves of the recipe.
@@ -339,10 +339,10 @@ def _without_owners(spec: ParamSpec) -> ParamSpec:
 
 
 LEAST_EFFICIENCY = 0.7
-"""Efficiency below which an optimizer warns that ranks wait."""
+"""Efficiency (1: no rank waits for another) below which an optimizer warns that ranks wait."""
 LEAST_WAITING = 1e10
-"""Smallest waiting time for which an optimizer warns, in operations on the critical path of a refresh interval. The
-value corresponds to about one second of one CPU core."""
+"""Smallest waiting time in a refresh interval for which an optimizer warns, in floating-point operations. One CPU core
+computes 1e10 operations in about one second."""
 
 
 def warn_of_waiting(
@@ -489,7 +489,7 @@ class Assignments:
 
 
 def _shared(specs: Iterable[ParamSpec]) -> dict[RankGroup, list[ParamSpec]]:
-    """Return the parameters that several ranks share, as lists by the group of ranks that share them."""
+    """Return the parameters that several ranks share, in lists by their rank group."""
     found: dict[RankGroup, list[ParamSpec]] = {}
     for spec in specs:
         if spec.rank_group is not None:

@@ -5,8 +5,8 @@ two steps, a job for the refresh is in the queue of one thread of the process. L
 the interpreter's lock, so that training continues on other cores. On a CUDA device the thread also launches its kernels
 on a side stream.
 
-No result depends on the time at which a job ends: its inputs are copies, and `finish` waits for it and stores its
-results in pending slots, which are state like any other. Jobs are finished at t + k, and before state is saved, copied,
+Training does not depend on the time at which a job ends, because its inputs are copies and `finish` waits for its end.
+`finish` stores the results in pending slots of the state. It is called at t + k, and before state is saved, copied,
 loaded or moved. On devices without a side stream, and for fake tensors, the results are computed when the refresh is
 due.
 """
@@ -37,7 +37,7 @@ Results = Mapping[str, Tensor]
 
 
 SIDE_STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": streams_of}
-"""Mapping from a device type that has side streams to the function that returns the streams of one such device."""
+"""By device type, the function that returns the streams of a device. Other device types have no side stream."""
 
 
 @cache

@@ -300,7 +300,7 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
 
 
 def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrices: Matrices) -> bool:
-    """Return True if a rank can update any entries of the parameter without other entries.
+    """Return True if a rank can update entries of the parameter without reading the entries of other ranks.
 
     This requires that the update mixes no entries, and that each slot has one entry for each entry of the parameter.
     The state is then sharded as evenly as the parameter.

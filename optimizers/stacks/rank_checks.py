@@ -123,7 +123,7 @@ def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: i
 
 
 def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
-    """Return a text with a remedy for plain tensors, or "" if all parameters are DTensors."""
+    """Return `text` and a remedy for plain tensors, or "" if all parameters are DTensors."""
     return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
 
 
@@ -197,8 +197,7 @@ class RankChecks:
         """Check gradients and numbers on all ranks, and return their sums over ranks. All ranks call it.
 
         Each rank checks all entries that it holds, including entries that another rank updates, so that a nan in the
-        copy of one rank is detected with every recipe. With R copies a rank reads R times as many entries as it
-        updates. In the same step the rank receives more entries of parameters than it reads here.
+        copy of one rank is detected with every recipe.
 
         gradients: by position, the entries of the gradient that this rank holds. None: the parameter has no gradient.
         present: `[P]`, True for parameters that have a gradient on this rank.

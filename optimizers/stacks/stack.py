@@ -57,7 +57,8 @@ class StackState:
     tensors: state tensors `[N, ...]`, by "<stage path>/<slot>". Offloaded tensors are in host memory, except while a
         step has brought them to the device.
     host_buffers: memory of the offloaded tensors, by location. Empty: every tensor is on the device of the stack.
-    encoded: slots that a quantizer stores, by the same key. Their tensors have keys "<stage path>/<slot>/<code>".
+    encoded: slots that a quantizer stores, by "<stage path>/<slot>". In `tensors`, their codes have the keys
+        "<stage path>/<slot>/<code>".
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
     step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
     refreshes: delayed refreshes that are under way. None: no stage has a delay.
@@ -272,9 +273,7 @@ class StackState:
         )
 
     def note_failures(self, tolerated: int) -> None:
-        """Start to copy flags to the host: which blocks have a root or basis that failed too often.
-
-        `failing` returns the parameters of these blocks.
+        """Begin to copy to the host which blocks have a root or basis that failed too often, for `failing`.
 
         tolerated: number of successive failures that are tolerated.
         """
@@ -402,8 +401,9 @@ class EqualBlocks:
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
-        """Yield the blocks in lists of at most `most`. If a stage sums over a parameter, the parameter's blocks stay in
-        one list.
+        """Yield the blocks in lists of at most `most` blocks.
+
+        If a stage needs sums over a parameter, all blocks of the parameter are in one list.
         """
         together = recipe.rules()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
@@ -480,10 +480,10 @@ def divide(
 ) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
     """Yield each block group, with the owners of its N blocks, and the phases `[N]` of these blocks.
 
-    A block group is at most as large as a round of messages, and as one stack on every rank together, unless its blocks
-    must stay together. If stages need sums over a parameter, the block groups of that parameter are consecutive and are
-    marked as joined. Block groups of neighbouring parameters are close together, so that all updates of a parameter
-    arrive within a few rounds.
+    A block group fits into one round of messages and one stack on every rank, except if its blocks must stay together.
+    If stages need sums over a parameter, the block groups of that parameter are consecutive and are marked as joined.
+    Block groups of neighbouring parameters are close together, so that all updates of a parameter arrive within a few
+    rounds.
     """
     limit = round_bytes(specs, recipe, ranks)
     runs = list(_runs(specs, limit))

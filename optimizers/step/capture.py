@@ -1,17 +1,18 @@
-"""Captured steps: the work of stacks on a device as graphs, which the host replays with one launch each.
+"""Captured steps: the work of stacks on a device is recorded as graphs, which the host replays with one launch each.
 
-A piece is a list of stacks that share no parameter with stacks outside of it. All stacks without refreshes form one
-piece. A piece with refreshes runs without its graph in the steps in which a refresh of its rows is due. Adam's chains
-run by a fused kernel (`fused.py`), all other stacks by their programs (`traced.py`). Kernels and programs read the
-numbers of a step (rates, step counts) from one tensor, which one copy fills before each run.
+All stacks without refreshes share one graph. Stacks with refreshes have a graph in common if they share parameters;
+steps with a refresh of these stacks run without it. Graphs read the numbers of a step (rates, step counts) from one
+tensor, which one copy fills before each run.
 
-The protocol checks itself. Steps with equal addresses and constants (`_Key`) are of one kind. The first step of a kind
-runs without a graph, and fills caches. The operations of the second and of the third step are recorded and compared: a
-difference shows that a number of the step is a constant of the operations, although it must be an input. If there is no
-difference, the third step is captured. It runs twice from the same state, without the graph and by a replay, and both
-runs must give the same bits. Later steps of the kind are replayed. A step of another kind, or one with a missing
-gradient or a refresh, runs without the graph, and the reason is counted. The comparison of bits holds one copy of the
-state and the parameters of a piece for one step, and synchronizes with the device once for each tensor.
+A graph is valid for steps with equal addresses and constants (`_Key`):
+
+1. The first such step runs without a graph, and fills caches.
+2. The operations of the second and the third step are recorded and compared. If they differ, a number of the step
+   would be a constant of the graph, and no graph is made.
+3. The third step runs twice from the same state, without a graph and by a replay. If the results differ in any bit,
+   the graph is dropped. This check needs memory for a copy of the state and the parameters.
+4. Later steps are replayed. If addresses or constants have changed, a gradient is missing or a refresh is due, the
+   step runs without the graph, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class Capturer(Protocol):
     """Records the operations that a function launches on a device."""
 
     def warm_up(self, body: Body) -> None:
-        """Run the function once before its capture, so that it allocates and initializes the memory that it keeps."""
+        """Run the function once before its capture. This run allocates the memory that later runs use again."""
 
     def capture(self, body: Body) -> Graph:
-        """Record the operations of the function, which may run or not during the capture.
+        """Return a graph of the operations that the function launches. They need not run during the capture.
 
         Raises RuntimeError if the operations cannot be captured.
         """
@@ -86,12 +87,11 @@ class CudaCapturer:
 
 
 CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
-"""Mapping from a device type to the constructor of its capturer, which has the device as its argument. Other device
-types have no graphs."""
+"""By device type, the constructor of a capturer for a device. Other device types have no graphs."""
 
 CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
-"""Names of the signals that stages of a captured step may request. A graph can read them, because they have the same
-address in each step, or are among the numbers of the step that are inputs of the graph."""
+"""Names of the signals that stages of a captured step may request. Their values have the same address in every step, or
+are among the numbers that a graph reads."""
 
 ProgramNumbers = tuple[Tensor, list[Tensor]]
 """Inputs of a stack's program on the device: the step count of each of its N blocks, int64 `[N]`, and the numbers of
@@ -99,14 +99,15 @@ the step that its stages read, such as scheduled numbers and bias corrections.""
 StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
 """Mapping from the index of a stack to the numbers on the device that its program or its fused kernel reads."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
-"""Function that runs one step of some stacks. Its arguments are the stacks in lists that step together, the inputs of
-the step, `[P]` flags of the parameters that it changes, and the numbers on the device."""
+"""Function that runs one step of some stacks. Its arguments are lists of stacks, where the stacks of a list share sums
+over parameters; the inputs of the step; flags `[P]`, True for parameters that the step changes; and the numbers on the
+device."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations, and holds a reference to each tensor that they read and that no recorded operation made.
+    """Records operations, and holds references to their inputs, except to results of other recorded operations.
 
-    A graph reads these tensors at their addresses in every replay, so their memory must not be freed.
+    A graph reads the inputs at their addresses in every replay, so their memory must not be freed.
     """
 
     def __init__(self) -> None:
@@ -165,8 +166,8 @@ class _Key(NamedTuple):
 
     gradients, parameters, state: addresses of the tensors.
     groups: for each parameter, the index of its group of equal rates, as bytes.
-    zeros: for each rate of weight decay, True if it is 0; such a decay is left out of the graph.
-    decays: weight decays of the stacks that a fused kernel updates; the kernel takes them as constants.
+    zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
+    decays: weight decays of the stacks that a fused kernel updates. They are constants of the graph.
     mask: True if there is a mask of usable gradients.
     """
 
@@ -191,7 +192,7 @@ class _Key(NamedTuple):
 class CapturedStacks:
     """Stacks that are captured together, and their graph.
 
-    groups: the stacks as lists; the stacks of one list step together.
+    groups: the stacks, in lists of stacks that share sums over parameters.
     programs: by index of a stack, its program; None if the stack has no program.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.
@@ -263,10 +264,7 @@ class CapturedStacks:
         return self.reason
 
     def _decays(self, rates: Rates) -> tuple[float, ...]:
-        """Return the weight decays of the stacks that a fused kernel updates.
-
-        They are constants of a graph, because the kernel accepts a decay only as a number on the host.
-        """
+        """Return the weight decays of the stacks that a fused kernel updates. The kernel reads them on the host."""
         paths = {own.path for own in self.stacks if own.number in self.fused}
         found = [scale for (path, _), scale in self._scales(rates).items() if path in paths]
         return tuple(float(x) for scale in found for x in (scale.alpha, scale.gradient_rate))
@@ -406,10 +404,7 @@ def _restore(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Exchange the values of each tensor of one list with those of the same place in the other list.
-
-    One pair is exchanged at a time, so that only one tensor is copied in between.
-    """
+    """Swap the values of two lists of tensors, pair by pair, so that only one tensor is copied in between."""
     for target, value in zip(targets, values, strict=True):
         kept = value.clone()
         value.copy_(target.detach())
@@ -425,9 +420,8 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 class Graphs:
     """The graphs of a parameter set.
 
-    The stacks are divided into pieces. Stacks of one piece are captured together in one graph.
-
-    left: number of steps of pieces that ran without a graph, by reason.
+    pieces: the stacks, divided into sets with one graph each.
+    left: by reason, how often a set of stacks ran a step without its graph.
     """
 
     def __init__(
@@ -452,9 +446,9 @@ class Graphs:
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> list[Sequence[StackState]]:
-        """Run the step of each piece (stacks with one graph) whose step can be captured or replayed.
+        """Run this step of all stacks for which it can be captured or replayed.
 
-        Returns the stacks of all other pieces, which the caller must run. Stacks in one list step together.
+        Returns all other stacks, which the caller must run, in lists of stacks that share sums over parameters.
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:

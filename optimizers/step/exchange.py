@@ -38,19 +38,19 @@ number for each entry."""
 class Step:
     """The inputs of one step of P parameters. Lists have an item for each parameter, by position.
 
-    gradients: the entries of each gradient that this rank updates. None: the parameter has no gradient.
+    gradients: gradients of the entries that this rank updates. None: the parameter has no gradient.
     active: `[P]` on the host, True for parameters that the step updates.
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: sums over the full gradients.
-    gathered: gradients of stacks `[N, *block]` that the check of gradients has gathered, by number of the stack.
-    numbers: signals that are one number for the step, or `[P]` with one for each parameter, and sums of slots over all
-        parameters. This mapping and the following ones are by name of the signal.
-    entries: signals with a number for each entry of a parameter.
-    matrices: signals with a matrix over the inputs or outputs of a parameter.
-    outputs: signals with a number for each output of a parameter.
-    partners: signals for parameters that are one factor of a matrix product. By name of the signal and then by position
-        of the parameter, rows of the product's other factor.
+    gathered: by number of a stack, its gradients `[N, *block]`, if the check of gradients has gathered them.
+    numbers: by name, signals that are one number, or numbers `[P]` for all parameters, and sums of slots over all
+        parameters.
+    entries: by name, signals with a number for each entry of a parameter.
+    matrices: by name, signals with a matrix over the inputs or outputs of a parameter.
+    outputs: by name, signals with a number for each output of a parameter.
+    partners: signals for a parameter that is one factor of a matrix product: rows of the other factor, by name of the
+        signal and then by position of the parameter.
     """
 
     gradients: Sequence[Any]
@@ -72,9 +72,7 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
-    """Return the source of the tensors from which weight decay is computed, if it is added to directions.
-
-    Return None if the weight decay is part of the write.
+    """Return the source of the tensors whose weight decay is added to directions; None if the write applies the decay.
 
     path: path of the update in the recipe.
     """
@@ -147,9 +145,7 @@ class LocalExchange:
         return torch.stack([self._rms_before[position] for position in positions]).to(blocks.stack.dtype)
 
     def root_mean_squares(self, positions: Sequence[int]) -> dict[int, Tensor]:
-        """Return by position the root mean square of each parameter, as a 0-d tensor in the dtype in which norms are
-        computed.
-        """
+        """Return the root mean square of each parameter, 0-d, by position."""
         found = dict[int, Tensor]()
         for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
             here = [positions[place] for place in places]

@@ -1,7 +1,7 @@
 """Execution: the way in which the program of a stack runs. It runs on the whole stack, in chunks, or compiled.
 
-The choice is made once, when a stack is made, and `show` prints the reason for it. A step that chunks or a compiled
-program cannot compute, such as one of blocks with different step counts, runs on the whole stack.
+The choice is made once, when a stack is made, and `show` prints the reason. If a step cannot run in chunks or compiled,
+for example because the blocks have different step counts, it runs on the whole stack.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ _VECTOR = 64
 """Number that divides the number of entries of every chunk. CPU kernels process up to 64 entries at a time, and may
 round a remainder differently. Multiples of 64 leave no remainder, so that chunks do not change results."""
 _SMALL = 1 << 14
-"""Number of entries of a block below which blocks of a stack are copied into one tensor for one call of a compiled
-program. A call takes about as long as a copy of 2^14 entries."""
+"""Blocks with fewer entries are copied into one tensor, so that one call of a compiled program updates all blocks of a
+stack. A call takes about as long as a copy of 2^14 entries."""
 
 
 @dataclass(frozen=True)
 class Execution:
     """The way in which the steps of a stack run.
 
-    adam: chain of Adam of the stack, which a fused kernel computes. None: no fused kernel computes the stack.
+    adam: Adam's chain, if a fused kernel computes the stack. None: no fused kernel computes the stack.
     not_fused: reason why no fused kernel computes the chain of Adam. None: a kernel computes it, or the chain is not
         Adam's.
     chunks: True if the program runs in chunks of each parameter.
     entries: by dtype of parameters, a compiled program that computes and writes entries.
     blocks: compiled program of the whole stack. None: the stack has no such program.
-    uncompiled: program of the stack that a graph captures if none is compiled. None: the stack has no such program.
+    uncompiled: traced program of the whole stack that a graph captures without compilation. None: the stack has no such
+        program.
     reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: neither
         applies.
     """
@@ -111,7 +112,7 @@ class Execution:
     def direction(self, step: StackStep) -> Tensor:
         """Return the directions of a stack, computed by its compiled program if the program can compute this step.
 
-        A step that a graph captures is always computed by a program, compiled or not.
+        A graph always captures a traced program, compiled or not.
         """
         if step.numbers is not None:
             program = self.blocks or self.uncompiled
@@ -247,7 +248,8 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
     "input_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-1:]),
     "output_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-2:-1]),
 }
-"""Mapping from the extent of a signal to the function that returns the signal's shape in a compiled program of a stack.
+"""Shape of a signal in a compiled program of a stack, by the extent of the signal (one number, one number for each
+parameter, ...).
 
 A stage that requests a signal of another extent cannot be compiled."""
 

@@ -8,7 +8,7 @@ On a CPU, the last entries of a tensor that do not fill a vector register are ro
 before them. A trajectory must not depend on how a parameter is sharded over ranks. Tensors are therefore cut after the
 last multiple of 64 entries, and the ends of all tensors are updated in one padded buffer.
 
-A captured step (`capture.py`) takes the learning rate and the step from the device, and keeps the decay as a constant.
+A captured step (`capture.py`) reads the learning rate and the step on the device; the decay is a constant of its graph.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .exchange import Step
 from .gradients import leaves_masks
 
 VECTOR = 64
-"""Unit, in entries, in which tensors are cut on a CPU. If the number of entries of a tensor is a multiple of the unit,
-a CPU's kernel rounds all of them alike, because no vector register holds more entries than that."""
+"""On a CPU, the kernel receives only tensors whose number of entries is a multiple of 64. It rounds all entries of such
+a tensor alike, because the number of entries of every vector register divides 64."""
 _JOINED = 1 << 14
-"""Number of entries of a block below which, on a CPU, the blocks of a stack are copied into one tensor and updated
-together. One more tensor in a call of the kernel costs about as much as a copy of so many entries."""
+"""On a CPU, blocks with fewer entries are copied into one tensor for each stack and updated together. In a call of the
+kernel, one more tensor costs about as much as a copy of 2^14 entries."""
 _PIECE = 1 << 18
 """Number of entries of a parameter that a CPU copies into another dtype at a time, so that the copy stays in a cache.
 """
@@ -71,10 +71,7 @@ class FusedAdam:
     factors: tuple[float, ...] | None = None
 
     def at(self, tensors: Mapping[str, Tensor]) -> FusedAdam:
-        """Return this chain with the moments that the stack has now in `tensors`.
-
-        They are other tensors than before if the state is offloaded, because each step copies it to the device.
-        """
+        """Return this chain with the moments in `tensors`. Offloaded moments are other tensors in every step."""
         first, second = (tensors[name] for name in self.names)
         if first is self.first:
             return self
@@ -116,8 +113,8 @@ def not_fused(
 
     The caller has checked that the parameters of the stack may be updated in place.
 
-    of_numbers: True if a parameter of the stack is 0-d. If several ranks hold such a parameter, one of them owns its
-        update and sends it to the other ranks.
+    of_numbers: True if a parameter of the stack is 0-d. Ranks cannot divide its update, so one rank computes and sends
+        it.
     """
     rule, failure = own.rule, recipe.failure
     decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
@@ -139,7 +136,7 @@ def not_fused(
 class GraphNumbers:
     """The numbers of a stack that a captured step reads on the device.
 
-    lr: the learning rate, 0-d, by index of a group of parameters with equal rates; float64 on a CPU, else float32.
+    lr: learning rate, 0-d, by index of the group of parameters with equal rates. It is float64 on a CPU, else float32.
     step: step of all blocks, 0-d float32.
     rates: the rates of the step on the host. The decays are read from here, and become constants of the graph.
     """
@@ -155,8 +152,8 @@ class _Numbers(NamedTuple):
     lr: learning rate; if a tensor holds the rate, the id of that tensor and the factor by which it is multiplied.
     decay: weight decay.
     in_gradient: True if the decay is added to the gradient.
-    after: True if the parameters decay after their update. The kernel can only decay them before it, so a separate
-        operation multiplies them afterwards.
+    after: True if the parameters decay after their update. The kernel decays only before the update, so a separate
+        operation then applies the decay.
     """
 
     lr: float | tuple[int, float]
@@ -302,7 +299,7 @@ class _Call:
 
 
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
-    """Return one tuple in a list: joined ends of parameters, gradients, m and v. [] if there are no ends.
+    """Join the ends of parameters, gradients, m and v. Return one tuple in a list, or [] if there are no ends.
 
     Each joined tensor is padded with zeros to a multiple of `VECTOR` entries.
     """
@@ -365,7 +362,7 @@ class FusedStep:
             call.run()
 
     def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterator[tuple[Sequence[int], float]]:
-        """Group the active blocks by step, factor of the learning rate and rates, and yield (rows, factor).
+        """Group the active blocks by step count, rates and factor of the learning rate. Yield (rows, factor) by group.
 
         rows: indices of the group's blocks among the active blocks.
         """

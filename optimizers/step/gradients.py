@@ -33,7 +33,7 @@ from ..write.write import Rates
 
 
 def leaves_masks(failure: Failure, device: torch.device) -> bool:
-    """Return True if steps on a device may have masks of the parameters to update that the host does not read."""
+    """Return True if a step on a device may have a mask of usable gradients that the host does not read."""
     skips = failure.spike is not None and failure.spike.then == "skip" and device.type != "cpu"
     return skips or (failure.detect == "device" and failure.nonfinite != "ignore")
 
@@ -123,7 +123,7 @@ class GivenGradients:
 
 @dataclass(frozen=True)
 class LocalSurvey:
-    """Facts about the gradients of P parameters, all of which this process holds. `RankSurvey` has the same methods.
+    """Facts about the gradients of P parameters in one process. `RankSurvey` has the same methods for several ranks.
 
     given: the gradients.
     small: stacks of small parameters on a CPU. Their gradients are gathered before they are checked, because one check
@@ -190,7 +190,7 @@ class LocalSurvey:
 
 
 GradientSurvey = LocalSurvey | RankSurvey
-"""Facts about the gradients of P parameters, which one process holds or several ranks share."""
+"""Facts about the gradients of P parameters, in one process or on several ranks."""
 
 STALLED = 10
 """Number of steps in a row without a usable gradient after which the run counts as lost, and a warning is issued."""
@@ -202,8 +202,8 @@ class GradientCheck:
 
     given: inputs of the check.
     survey: facts about the gradients.
-    present: `[P]` on the host, True for parameters that have a gradient and whose group is not idle. A group is idle if
-        its learning rate and all of its gradients are 0.
+    present: `[P]` on the host, True for parameters that have a gradient and whose param group is not idle. A group is
+        idle if its learning rate and all of its gradients are 0.
     positions: positions of the parameters that `present` marks.
     usable: `[n]`, True for usable gradients at the positions. None: all of them are usable.
     on_host: True if the host waits for the result of the check.
@@ -342,7 +342,7 @@ class FiniteCheck:
         return halted or bad, bad
 
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
-        """Return the mask `[P]` of a step that a number on the device may stop, and begin to copy the mask to the host.
+        """Return the mask `[P]` of a step that `allowed` may stop, and begin to copy `allowed` to the host.
 
         active, mask: result of `finish`.
         allowed: 0-d boolean on the device, False if the step must change nothing.

@@ -27,7 +27,7 @@ from ..stacks.stack import StackState
 from ..stacks.streams import streams_of
 
 Group = Sequence[StackState]
-"""Stacks that step together."""
+"""Stacks that share sums over parameters, so that their state must be on the device at the same time."""
 
 
 class OffloadedState:
@@ -43,7 +43,7 @@ class OffloadedState:
         self._queue: list[Group] = []
 
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
-        """Begin to copy the state of the first group to the device. `held` is then called for the groups in this order.
+        """Begin to copy the state of the first group to the device. The caller then enters `held` in this order.
 
         active: `[P]`, True for parameters that take part in the step. The state of groups without such parameters is
             not copied. None: all parameters take part.
@@ -94,7 +94,7 @@ class OffloadedState:
 
 
 class Mover(ABC):
-    """A way to make the state of a group available to its program, and to store it in host memory afterwards.
+    """Makes the state of a group available to its program, and stores the state in host memory afterwards.
 
     The argument `buffer` is 0 or 1: the buffer of the device that holds the state of the group.
     """
@@ -121,7 +121,7 @@ class Mover(ABC):
 
 
 class MappedState(Mover):
-    """State in mapped files of stacks on a CPU, which compute there."""
+    """State of stacks on a CPU in mapped files, from which the program reads directly."""
 
     def fetch(self, group: Group, buffer: int) -> None:
         for host in _host_buffers(group):
@@ -145,9 +145,9 @@ class CopiedState(Mover):
     """State in host memory of stacks on a device, copied to one of two buffers and back.
 
     All copies are on one stream, in the order of the calls. A buffer is therefore filled after its last content was
-    copied back. The program waits for the copies to its buffer, and the copies back wait for the program. The host
-    waits for neither. Files are read and written by a thread, through pinned memory, because the host waits for copies
-    from and to other memory.
+    copied back. The program waits for the copies to its buffer, and the copies back wait for the program. Neither wait
+    blocks the host. A thread reads and writes files through pinned memory, because copies from and to other memory
+    would block the host.
 
     device: device of the stacks.
     sizes: bytes of the offloaded state of each group.
@@ -208,10 +208,7 @@ class CopiedState(Mover):
             self._streams.synchronize(last())
 
     def _begin(self, copy: Callable[[], Any]) -> Callable[[], Any]:
-        """Run a function: in the thread if there is one, else at once.
-
-        Return a function that returns its result, and waits for the thread.
-        """
+        """Run a function in the thread if there is one, else at once. Return a function that waits for its result."""
         if self._thread is not None:
             future: Future[Any] = self._thread.submit(copy)
             return future.result

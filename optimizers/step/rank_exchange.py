@@ -124,8 +124,9 @@ class RankExchange(LocalExchange):
         return found
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:
-        """Return an `EntryReader` of the gradient at a position, plus the weight decay that the recipe adds to
-        gradients.
+        """Return an `EntryReader` of a parameter's gradient, with the weight decay that the recipe adds to gradients.
+
+        Returns None if the parameter has no gradient.
         """
         gradient: Tensor | None = step.gradients[position]
         path = self.paths[position]
@@ -178,9 +179,9 @@ class RankExchange(LocalExchange):
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:
-        """Write what the owners of blocks have sent into the parameters: updates, or blocks of updated parameters.
+        """Write received updates, or received blocks of updated parameters, into the parameters.
 
-        Received blocks are written without a copy, unless constraints or an averaging need the whole update.
+        They are written without a copy, unless constraints or an averaging need the update of a whole parameter.
         """
         parameters, rows, apart = self.iterates.parameters, list[tuple[int, Tensor, Tensor]](), list[Arrived]()
         for own in arrived:

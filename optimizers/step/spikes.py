@@ -44,7 +44,7 @@ class SpikeCounts(NamedTuple):
 
 
 class SpikeWindow:
-    """The last finite values of a measure (loss or gradient norm), from which it follows if the next value is a spike.
+    """The last finite values of a measure (loss or gradient norm). They decide if the next value is a spike.
 
     rule: the rule that says which values are spikes.
     values: `[window]` float64 on the device, a ring buffer. Places without a value are 0.
@@ -69,8 +69,8 @@ class SpikeWindow:
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (mean, standard deviation, bound) of the values in the window, 0-d each.
 
-        Larger values than the bound are spikes. The bound is inf if the window has too few values. The numbers are
-        computed relative to one of the values, so that equal values have exactly the deviation 0.
+        Values above the bound are spikes. The bound is inf if the window has too few values. The numbers are computed
+        relative to one of the values, so that equal values have exactly the deviation 0.
         """
         count = self.entered.clamp(max=self.rule.window)
         held, base = self._places < count, self.values[0]
@@ -111,7 +111,7 @@ class SpikeWindow:
     def read(self, text: str | None) -> None:
         """Replace the window by that of a checkpoint. If that window has another length, its last values are used.
 
-        text: result of `to_text`. None, or the window of another measure: begin with an empty window.
+        text: result of `to_text`. The window is empty if text is None or contains the values of another measure.
         """
         saved = {} if text is None else json.loads(text)
         if saved.get("measure") != self.rule.measure:
@@ -226,7 +226,7 @@ def _used_squares(step: Step) -> Tensor:
 
 
 def _of_active(step: Step, values: Tensor) -> Tensor:
-    """Return those of the values `[P]` that belong to parameters that the step updates."""
+    """Return the values of the parameters that the step updates, from the values `[P]` of all parameters."""
     return values if step.active.all() else values[kept_on_device(np.flatnonzero(step.active), values.device)]
 
 

@@ -50,7 +50,7 @@ class ParamSet:
         view of its item.
     stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index in this list.
     block_groups: blocks that ranks exchange. The list is empty without a rank group.
-    together: stacks in lists of stacks that share sums over parameters.
+    together: the stacks, in lists of stacks that share sums over parameters.
     executions: for each stack, the way in which its steps run.
     graphs: captured steps of stacks. None: the recipe captures no steps.
     iterates: state of the averaging and of constraints.
@@ -220,7 +220,7 @@ class ParamSet:
         `FiniteCheck.begin`.
 
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
-        only: `[P]`, True for the parameters that this part of a step updates. None: all parameters that are left.
+        only: `[P]`, True for parameters to check, if the step updates its parameters in several calls. None: all.
         """
         self.local[:] = self._local(self.parameters)
         found = [p.grad if only is None or only[at] else None for at, p in enumerate(self.parameters)]
@@ -306,7 +306,7 @@ class ParamSet:
         """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
 
         numbers: numbers that graphs read on the device, as in `_run`.
-        fused: list to which stacks are added that the fused kernel updates. The caller then runs the kernel.
+        fused: step of the fused kernels. Stacks that the kernels update are added to it, and the caller runs it later.
         """
         for together, priming in active_blocks(states, step.active, self.step_counts):
             blocks, how = together[0], self.execution(together[0].stack_state)
@@ -423,8 +423,7 @@ def prepare(
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
-    only: `[P]`, True for the parameters of a single set that this part of a step updates. None: all parameters that are
-        left.
+    only: `[P]`, True for parameters to check, as in `ParamSet.check_gradients`. It requires a single set.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
     answers = read_answers([check for _, check in checks])

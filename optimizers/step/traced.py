@@ -49,8 +49,8 @@ _PROGRESS_AFTER = 1.0
 """Duration of a compilation, in seconds, after which the log names the program. Loading a program from the cache on
 disk takes less."""
 _SPAN = 64
-"""Number of steps whose numbers are computed together. Computed for each step alone, the numbers take a tenth of the
-time of a small model's step (measured)."""
+"""Number of steps whose numbers are computed together. If each step computed its numbers alone, this would take a tenth
+of the time of a small model's step (measured)."""
 
 
 class WriteNumbers(NamedTuple):
@@ -218,7 +218,7 @@ class EntryProgram:
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
     decay: weight decay of the parameters.
-    axes: number of axes of the blocks whose state the stages keep.
+    axes: number of axes of the blocks.
     keys: state keys of the slots.
     dtype: dtype of the computation.
     stored: dtype of parameters and gradients.
@@ -292,7 +292,7 @@ class BlockProgram:
     encoded: slots that a quantizer stores.
     widths: True if the directions are multiplied by factors `[N]`, one for each block.
     decay: weight decay that is added to the directions; None if the write applies the decay.
-    sizes: slots by which that decay is multiplied.
+    sizes: slots with step sizes, by which that decay is multiplied.
     signals: by name, shape and dtype of each signal that stages request.
     schedules: scheduled numbers of the stages.
     parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
@@ -421,7 +421,7 @@ def tracing_context(
 
 
 class _NothingDue(dict[int, tuple[()]]):
-    """Mapping from every stage to its due refreshes in a step without refreshes, an empty tuple for any stage."""
+    """Mapping from any stage to an empty tuple: no refresh is due in a traced step."""
 
     def __contains__(self, key: object) -> bool:
         return True

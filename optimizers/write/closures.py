@@ -31,8 +31,8 @@ class Passes:
 
     closure: function that computes gradients and returns the loss.
     model: model whose buffers are restored. None: no buffers are restored.
-    parameters: parameters whose devices have their random number generators restored, in addition to the CPU's. If
-        empty, the closure may be called only once.
+    parameters: the random number generators of their devices and of the CPU are restored. If empty, the closure may be
+        called only once.
     """
 
     def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:

@@ -32,7 +32,7 @@ Slots = Mapping[str, Tensors]
 
 @dataclass(frozen=True)
 class ConstraintContext:
-    """Inputs of a constraint apart from n parameters and their updates. This rank may hold shards of these tensors.
+    """Inputs of a constraint in addition to n parameters and their updates, of which this rank may hold shards.
 
     lr: learning rate of the update.
     mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.
@@ -118,7 +118,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return {}
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Return True if parameters of this dtype have the slots of the constraint; without slots there is no state."""
+        """Return True if the constraint has slots for parameters of this dtype."""
         return True
 
     def sets_length(self) -> bool:

@@ -32,9 +32,9 @@ class IterateStore:
     paths: P paths in the recipe, one for the update of each parameter.
     shard_sums: function (n positions, numbers `[n]`) that returns the sums of the numbers over the ranks that hold
         shards of these parameters. None: this rank holds whole parameters.
-    paired: paths of updates of paired parameters. Such an update uses the value that the partner had at the parameter's
-        own last update. The value is stored with the partner.
-    tensors: P dicts. The keys are AVERAGING and "<path>.constraints.<label>", the values the slots by name.
+    paired: paths of updates of paired parameters, such as the factors A and B of a product. The update of A uses the
+        value that B had at the last update of A. This value is stored with B.
+    tensors: for each parameter, slots by stage (AVERAGING or "<path>.constraints.<label>") and name.
     signals: by name of a signal, P tensors for the constraints in the present step; None for a parameter without it.
     held: P training iterates while the parameters hold the evaluated iterates. None in training.
     """
