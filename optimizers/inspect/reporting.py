@@ -361,8 +361,8 @@ class Reporting(torch.optim.Optimizer):
         for own in self.stack_states():
             if (refreshes := own.refreshes) is None:
                 continue
-            for path, stage in own.rule.stages(own.path):
-                if (cadence := stage.cadence()) is not None and cadence.postponed:
+            for path, cadence in own.rule.cadences(own.path).items():
+                if cadence.postponed:
                     found[f"{path}: a refresh takes effect after {cadence.postponed} updates; {refreshes.place}"] = None
         return list(found)
 

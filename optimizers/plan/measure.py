@@ -74,8 +74,7 @@ def _milliseconds(recipe: Recipe, block: tuple[int, ...], device: str) -> float:
     parameter = torch.nn.Parameter(torch.zeros(block, dtype=torch.float32, device=device))
     optimizer = Optimizer([("weight", parameter)], recipe)
     parameter.grad = torch.randn(block, dtype=torch.float32, device=device)
-    cadences = [stage.cadence() for _, stage in recipe.stages()]
-    interval = max((math.ceil(cadence.interval) for cadence in cadences if cadence is not None), default=1)
+    interval = max((math.ceil(cadence.interval) for cadence in recipe.cadences().values()), default=1)
     steps = interval * max(1, 10 // interval)
     for _ in range(WARM_UP):
         optimizer.step()

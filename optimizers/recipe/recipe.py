@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -17,6 +18,7 @@ from eigengraft.component import Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.errors import did_you_mean
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
+from eigengraft.preconditioners.cadence import Cadence
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role, require_stage_roles
 from eigengraft.reference import FAMILY_MARK
 from eigengraft.signals import require_signals
@@ -62,6 +64,11 @@ class UpdateRule(Component):
         prefix = f"{path}." if path else ""
         for here, stage in self._all_stages:
             yield f"{prefix}{here}", stage
+
+    def cadences(self, path: str = "") -> dict[str, Cadence]:
+        """Return the cadence of each stage that has refreshes, by dotted path of the stage."""
+        found = ((here, stage.cadence()) for here, stage in self.stages(path))
+        return {here: cadence for here, cadence in found if cadence is not None}
 
     def storable_roles(self) -> Iterator[str]:
         """Yield the roles of slots for which a quantizer can be chosen. A role may be yielded several times."""
@@ -235,10 +242,8 @@ class Recipe(UpdateRule):
                 f"graph cannot be combined with storage.{moved}, because a graph needs state at fixed addresses and "
                 "these slots get new addresses in each step; remove one of the two"
             )
-        for path, stage in (
-            [pair for at, rule in self.rules().items() for pair in rule.stages(at)] if self.graph else ()
-        ):
-            if (cadence := stage.cadence()) is not None and cadence.postponed:
+        for path, cadence in chain.from_iterable(rule.cadences(at).items() for at, rule in self.rules().items()):
+            if self.graph and cadence.postponed:
                 raise ValueError(
                     f"graph: true cannot be combined with the `delay: {cadence.postponed}` of {path}, because another "
                     "thread must not use the device while a graph is captured; remove one of the two"

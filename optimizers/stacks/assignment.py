@@ -127,9 +127,9 @@ def common_interval(recipe: Recipe) -> int:
     The number is the least common multiple of their periods, without periods that would raise it above
     LONGEST_INTERVAL.
     """
-    cadences = [stage.cadence() for rule in recipe.rules().values() for _, stage in rule.stages()]
+    cadences = [cadence for rule in recipe.rules().values() for cadence in rule.cadences().values()]
     interval = 1
-    for period in sorted({cadence.period or 1 for cadence in cadences if cadence is not None}, reverse=True):
+    for period in sorted({cadence.period or 1 for cadence in cadences}, reverse=True):
         if math.lcm(interval, period) <= LONGEST_INTERVAL:
             interval = math.lcm(interval, period)
     return interval
@@ -327,8 +327,8 @@ def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
 
     The field sets the smallest amount of refresh work that is due in one step.
     """
-    stages = [(name, stage.cadence()) for path in paths for name, stage in recipe.rules()[path].stages(path)]
-    return [f"{name}.refresh.min_wave_work" for name, cadence in stages if cadence is not None and cadence.spread]
+    cadences = chain.from_iterable(recipe.rules()[path].cadences(path).items() for path in paths)
+    return [f"{name}.refresh.min_wave_work" for name, cadence in cadences if cadence.spread]
 
 
 def _without_owners(spec: ParamSpec) -> ParamSpec:

@@ -138,8 +138,7 @@ def _waves(rule: Recipe | Route, units: float) -> int | None:
 
     units: work of all refreshes in an interval, in units of the costliest one.
     """
-    cadences = [stage.cadence() for _, stage in rule.stages()]
-    waves = [cadence.waves(units) for cadence in cadences if cadence is not None]
+    waves = (cadence.waves(units) for cadence in rule.cadences().values())
     return min((count for count in waves if count is not None), default=None)
 
 

@@ -91,9 +91,7 @@ class StackState:
             self._allocate(key, slot, known, offloaded)
         for location, rows in offloaded.items():
             self._offload(location, rows)
-        if any(
-            cadence is not None and cadence.postponed for cadence in (own.cadence() for _, own in self.rule.stages())
-        ):
+        if any(cadence.postponed for cadence in self.rule.cadences().values()):
             self.refreshes = StackRefreshes(self.stack.device)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:

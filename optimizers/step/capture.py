@@ -208,7 +208,9 @@ class CapturedStacks:
     ) -> None:
         self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
         self.fused = frozenset(fused) & {own.number for own in self.stacks}
-        self.device, self.reason = self.stacks[0].stack.device, _never(self.stacks, recipe, programs, self.fused)
+        self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
+        if any(programs[own.number] is None and own.number not in self.fused for own in self.stacks):
+            self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
         self.programs = {number: own for number, own in programs.items() if own is not None}
         self.graph: Graph | None = None
         self._key: _Key | None = None
@@ -263,12 +265,6 @@ class CapturedStacks:
         self.reason = self._capture(body, held, key.gradients)
         return self.reason
 
-    def _decays(self, rates: Rates) -> tuple[float, ...]:
-        """Return the weight decays of the stacks that a fused kernel updates. The kernel reads them on the host."""
-        paths = {own.path for own in self.stacks if own.number in self.fused}
-        found = [scale for (path, _), scale in self._scales(rates).items() if path in paths]
-        return tuple(float(x) for scale in found for x in (scale.alpha, scale.gradient_rate))
-
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
         pairs = {(own.path, int(at)): at for own in self.stacks for at in rates.alike[own.stack.param_ids]}
         first = {int(group): at for at, group in reversed([*enumerate(rates.alike.tolist())])}
@@ -276,15 +272,16 @@ class CapturedStacks:
 
     def _key_of(self, step: Step, held: Sequence[Tensor]) -> _Key:
         positions = self._positions.tolist()
+        paths = {own.path for own in self.stacks if own.number in self.fused}
+        scales = self._scales(step.rates).items()
+        decays = [(path, float(x)) for (path, _), scale in scales for x in (scale.alpha, scale.gradient_rate)]
         return _Key(
             tuple(step.gradients[at].data_ptr() for at in positions),
             tuple(held[at].data_ptr() for at in positions),
             tuple(x.data_ptr() for own in self.stacks for x in own.tensors.values()),
             step.rates.alike.tobytes(),
-            tuple(
-                bool(x == 0) for scale in self._scales(step.rates).values() for x in (scale.alpha, scale.gradient_rate)
-            ),
-            self._decays(step.rates),
+            tuple(x == 0 for _, x in decays),
+            tuple(x for path, x in decays if path in paths),
             step.mask is not None,
         )
 
@@ -372,10 +369,8 @@ class CapturedStacks:
         return None
 
 
-def _never(
-    stacks: Sequence[StackState], recipe: Recipe, programs: Mapping[int, Program | None], fused: Collection[int]
-) -> str | None:
-    """Return why the stacks can never be captured; None if no reason is known."""
+def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
+    """Return why the stacks can never be captured, whatever their programs are; None if no reason is known."""
     device = stacks[0].stack.device.type
     if device not in CAPTURERS:
         return f"there are no graphs of a device of type {device}"
@@ -386,13 +381,7 @@ def _never(
     given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
     if given:
         return f"stages ask for signals that lie elsewhere in each step ({', '.join(sorted(given))})"
-    if any(programs[own.number] is None and own.number not in fused for own in stacks):
-        return "each of its steps has a refresh, or sums over parameters of other stacks"
     return None
-
-
-def _refreshes(own: StackState) -> bool:
-    return any(stage.cadence() is not None for _, stage in own.rule.stages())
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -434,7 +423,7 @@ class Graphs:
     ) -> None:
         shared = connected([{at for own in group for at in own.stack.param_ids.tolist()} for group in together])
         pieces = [[together[number] for number in numbers] for numbers in shared]
-        rare = [any(_refreshes(own) for group in piece for own in group) for piece in pieces]
+        rare = [any(own.rule.cadences() for group in piece for own in group) for piece in pieces]
         steady = [group for piece, refreshes in zip(pieces, rare, strict=True) if not refreshes for group in piece]
         apart = [piece for piece, refreshes in zip(pieces, rare, strict=True) if refreshes]
         self.pieces = [

@@ -22,11 +22,11 @@ from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
 from eigengraft.step_context import TYPICAL_STEP
 
-from ..recipe.recipe import Recipe, Route
+from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import StepRates, WeightDecay
-from .capture import CAPTURED_SIGNALS, CAPTURERS
+from ..write.write import StepRates
+from .capture import never
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
@@ -159,12 +159,10 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
     The steps must run on a device that has graphs, with tensors that have values, and must need no other rank. Some
     steps must have no refresh. Stages may only request signals whose address is the same in every step.
     """
-    if not recipe.graph or shared or own.stack.device.type not in CAPTURERS or active_fake_mode() is not None:
+    if not recipe.graph or shared or active_fake_mode() is not None:
         return False
-    cadences = [cadence for _, stage in own.rule.stages() if (cadence := stage.cadence()) is not None]
-    steady = all(cadence.interval > 1 for cadence in cadences)
-    plain = recipe.averaging is None and not any(update.constraints for update in recipe.rules().values())
-    return steady and plain and own.block_group is None and {*own.signals, *own.totals} <= CAPTURED_SIGNALS
+    steady = all(cadence.interval > 1 for cadence in own.rule.cadences().values())
+    return steady and never([own], recipe) is None
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
@@ -181,8 +179,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
             return Execution(reason="fake tensors have no values")
         if apart is None and math.prod(own.stack.block) < 2:
             return Execution(reason="a single number would need a kernel of its own")
-        cadences = [cadence for _, stage in own.rule.stages() if (cadence := stage.cadence()) is not None]
-        if any(cadence.interval <= 1 for cadence in cadences):
+        if any(cadence.interval <= 1 for cadence in own.rule.cadences().values()):
             return Execution(reason="each of its steps has a refresh, and compiled programs have none")
         if shared:
             return Execution(reason="stages sum over parameters that have blocks in several stacks")
@@ -254,12 +251,6 @@ parameter, ...).
 A stage that requests a signal of another extent cannot be compiled."""
 
 
-def _decay(own: StackState, recipe: Recipe) -> WeightDecay:
-    """Return the rule of weight decay of a stack."""
-    rule = own.rule
-    return rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
-
-
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
     """Return the program that computes and writes entries of parameters.
 
@@ -267,9 +258,8 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Entry
     """
     axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
     kind, schedules = (axes, keys, stack.dtype, stored, stack.device), ScheduledNumbers.of(own.rule, recipe.total_steps)
-    return EntryProgram(
-        own.rule, own.path, _decay(own, recipe), *kind, schedules, leaves_masks(recipe.failure, stack.device)
-    )
+    decay, masked = own.rule.weight_decay or recipe.weight_decay, leaves_masks(recipe.failure, stack.device)
+    return EntryProgram(own.rule, own.path, decay, *kind, schedules, masked)
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
@@ -288,7 +278,7 @@ def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
         {name: (tuple(x.shape), x.dtype) for name, x in own.tensors.items()},
         own.encoded,
         own.width_factors is not None,
-        _decay(own, recipe) if own.adds_decay else None,
+        own.rule.weight_decay or recipe.weight_decay if own.adds_decay else None,
         own.step_sizes,
         signals,
         ScheduledNumbers.of(own.rule, recipe.total_steps),

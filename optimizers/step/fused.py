@@ -29,7 +29,7 @@ from eigengraft.preconditioners import FirstMoment, SecondMoment
 from eigengraft.schedules import schedules
 from eigengraft.slots import StateKey
 
-from ..recipe.recipe import Recipe, Route
+from ..recipe.recipe import Recipe
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import Rates
 from .exchange import Step
@@ -116,13 +116,11 @@ def not_fused(
     of_numbers: True if a parameter of the stack is 0-d. Ranks cannot divide its update, so one rank computes and sends
         it.
     """
-    rule, failure = own.rule, recipe.failure
-    decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
-    device = own.stack.device
+    rule, failure, device = own.rule, recipe.failure, own.stack.device
     reasons = {
         f"torch's fused kernels are not tried on the device '{device.type}'": device.type not in _DEVICES,
         "a single number has an owner where several ranks hold it": of_numbers,
-        "its weight decay is cautious": decay.cautious,
+        "its weight decay is cautious": (rule.weight_decay or recipe.weight_decay).cautious,
         "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
         "its state is coded, or more than two moments": own.tensors.keys() != {*_slots(own, *moments)},
         "the device alone knows which gradients are usable": leaves_masks(failure, device),
