@@ -10,7 +10,6 @@ A parameter set without offloaded state has no object of this module.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ class OffloadedState:
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
         offloaded = [group for group in groups if _host_buffers(group)]
         sizes = [sum(host.memory.numel() for host in _host_buffers(group)) for group in offloaded]
-        self._mover: Mover = MappedState() if device.type == "cpu" else CopiedState(device, sizes, offloaded)
+        self._mover = MappedState() if device.type == "cpu" else CopiedState(device, sizes, offloaded)
         self._queue: list[Group] = []
 
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
@@ -93,55 +92,35 @@ class OffloadedState:
         self._mover.finish()
 
 
-class Mover(ABC):
-    """Makes the state of a group available to its program, and stores the state in host memory afterwards.
+class MappedState:
+    """State of stacks on a CPU in mapped files, from which the program reads directly.
 
-    The argument `buffer` is 0 or 1: the buffer of the device that holds the state of the group.
+    `CopiedState` overrides the methods for stacks on a device. The argument `buffer` is 0 or 1, the buffer of the
+    device that holds the state of the group.
     """
 
-    @abstractmethod
     def fetch(self, group: Group, buffer: int) -> None:
-        """Begin to copy the state of a group to a buffer of the device, without waiting."""
-
-    @abstractmethod
-    def enter(self, group: Group, buffer: int) -> None:
-        """Make the stacks use the state in the buffer of the device, after its copy is complete."""
-
-    @abstractmethod
-    def leave(self, group: Group, buffer: int) -> None:
-        """Begin to copy the state back to host memory, without waiting."""
-
-    @abstractmethod
-    def lends(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is in a buffer of the device, which another group will use later."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until all state is in host memory."""
-
-
-class MappedState(Mover):
-    """State of stacks on a CPU in mapped files, from which the program reads directly."""
-
-    def fetch(self, group: Group, buffer: int) -> None:
+        """Begin to read the state of a group, or to copy it to a buffer of the device, without waiting."""
         for host in _host_buffers(group):
             host.read_ahead()
 
     def enter(self, group: Group, buffer: int) -> None:
-        pass
+        """Make the stacks use the state in the buffer of the device, after its copy is complete."""
 
     def leave(self, group: Group, buffer: int) -> None:
+        """Begin to copy the state back to host memory, without waiting."""
         for host in _host_buffers(group):
             host.release()
 
     def lends(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is in a buffer of the device, which another group will use later."""
         return False
 
     def finish(self) -> None:
-        pass
+        """Wait until all state is in host memory."""
 
 
-class CopiedState(Mover):
+class CopiedState(MappedState):
     """State in host memory of stacks on a device, copied to one of two buffers and back.
 
     All copies are on one stream, in the order of the calls. A buffer is therefore filled after its last content was

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Timer
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -68,45 +68,6 @@ class WriteNumbers(NamedTuple):
     alpha: float
     rate: float
     factor: float
-
-
-class ProgramSource(Protocol):
-    """The source from which a program is traced."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def schedules(self) -> ScheduledNumbers:
-        """Scheduled numbers of the source's stages; they are the last inputs in `samples`."""
-
-    @property
-    def masked(self) -> bool:
-        """True if one input is a mask that is True for the blocks whose parameters and state are written."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def symbolic(self) -> bool:
-        """True if the tensors have one axis longer than 1, and its length may change from call to call."""
-
-    def same(self) -> tuple[Any, ...]:
-        """Return the key of the compiled program: sources with equal keys share one program."""
-
-    def samples(self) -> list[Tensor]:
-        """Return tensors with the shapes and dtypes of a step's inputs, except the numbers that stages request."""
-
-    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
-        """Run one step, and return its directions (empty for a program that writes the parameters itself).
-
-        tensors: inputs in the order of `samples`.
-        ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
-        questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
-        """
 
 
 @dataclass(frozen=True)
@@ -237,12 +198,14 @@ class EntryProgram:
     device: torch.device
     schedules: ScheduledNumbers
     masked: bool = False
-    symbolic = True
+    symbolic: ClassVar[bool] = True
+    """True if the length of the second axis of the tensors may change from call to call."""
 
     def __str__(self) -> str:
         return f"entries in {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
     def same(self) -> tuple[Any, ...]:
+        """Return the key of the compiled program: sources with equal keys share one program."""
         decay, run = self.decay.model_dump_json(), (self.schedules.total_steps, self.masked)
         return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device, run)
 
@@ -252,7 +215,7 @@ class EntryProgram:
         return (64, *[1] * (self.axes - 1))
 
     def samples(self) -> list[Tensor]:
-        """Return sample inputs of the program.
+        """Return sample inputs of the program, except the numbers that stages request.
 
         They are a parameter, its gradient and its slots, `[n, 64, 1, ...]` each, then the numbers of a write, the mask
         `[n]` if the program has one, and the scheduled numbers.
@@ -265,6 +228,12 @@ class EntryProgram:
         return [*entries, *numbers, *self.schedules.samples(self.device)]
 
     def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
+        """Run one step in place, and return no directions.
+
+        tensors: inputs in the order of `samples`.
+        ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
+        questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
+        """
         parameter, gradient, *rest = tensors
         held = dict(zip(self.keys, rest, strict=False))
         given = iter(rest[len(held) :])
@@ -315,7 +284,7 @@ class BlockProgram:
     schedules: ScheduledNumbers
     parameters: int | None = None
     masked: bool = False
-    symbolic = False
+    symbolic: ClassVar[bool] = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -330,6 +299,7 @@ class BlockProgram:
         return (_chains(self.update), self.path, decay, coded, *tensors, *kind, *run)
 
     def samples(self) -> list[Tensor]:
+        """Return sample inputs of the program, except the numbers that stages request."""
         shapes = [((self.blocks, *self.block), self.dtype), *self.slots.values(), *self.signals.values()]
         shapes += [((self.blocks,), torch.int64)] * 2  # seeds and steps
         shapes += [((self.blocks,), torch.int64)] * (self.parameters is not None)
@@ -341,6 +311,7 @@ class BlockProgram:
         return [*tensors, *self.schedules.samples(self.device)]
 
     def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
+        """Run one step, and return its directions. The arguments are those of `EntryProgram.run`."""
         given = iter(tensors)
         gradient, held = next(given), {name: next(given) for name in self.slots}
         signals = {name: next(given) for name in self.signals}
@@ -365,8 +336,11 @@ class BlockProgram:
             return (direction(update, state.scope, gradient, context, factors, decay),)
 
 
+ProgramSource = EntryProgram | BlockProgram
+
+
 @contextmanager
-def _scheduled(source: EntryProgram | BlockProgram, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
+def _scheduled(source: ProgramSource, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
     """Enter a context with the update of a program in which input tensors replace the scheduled numbers.
 
     given: the input tensors of the program that were not used yet, which are the scheduled numbers.
@@ -442,12 +416,13 @@ class Program:
     source: ProgramSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     questions: list[Question] = field(default_factory=list, init=False)
-    _lists: tuple[int, list[list[float]]] | None = field(default=None, init=False)
+    _on_host: _Table = field(init=False)
     _asked: _Table = field(init=False)
     _scheduled: _Table = field(init=False)
     _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self._on_host = _Table(self._answers, torch.device("cpu"))
         self._asked, self._scheduled = (_Table(rows, self.source.device) for rows in (self._answers, self._present))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # as in the trace, so that decisions are the same
             samples = [fake.from_tensor(sample) for sample in self.source.samples()]
@@ -473,7 +448,7 @@ class Program:
 
     @cached_property
     def graph(self) -> torch.fx.GraphModule:
-        """The traced program; its inputs are those of `ProgramSource.samples`, then the numbers that stages request."""
+        """The traced program; its inputs are the samples of its source, then the numbers that stages request."""
         samples = self.samples()
         first = len(samples) - len(self.asked)
 
@@ -511,11 +486,8 @@ class Program:
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
         """Return the same numbers as the method `numbers`, as floats on the host."""
-        start = step - step % _SPAN
-        if self.asked and (self._lists is None or self._lists[0] != start):
-            self._lists = start, self._answers(range(start, start + _SPAN)).tolist()
-        asked = self._lists[1][step - start] if self._lists is not None else []
-        return [*self.source.schedules.at(run_step), *asked]
+        asked = self._on_host.row(step) if self.asked else ()
+        return [*self.source.schedules.at(run_step), *map(float, asked)]
 
     def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the program without compilation, kernel by kernel, on the inputs of `compiled`."""
