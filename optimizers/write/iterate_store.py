@@ -54,7 +54,7 @@ class IterateStore:
         self.held: list[Tensor] | None = None
         self.signals: Mapping[str, Sequence[Tensor | None]] = {}
         self.shard_sums = shard_sums
-        self._begin(range(len(parameters)), constrained=shard_sums is None)
+        self.begin(range(len(parameters)), constrained=shard_sums is None)
 
     def __bool__(self) -> bool:
         """Return True if there are iterates or constraints."""
@@ -72,7 +72,8 @@ class IterateStore:
     def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
         """Return the slots of iterates and constraints for a parameter of this shape and dtype.
 
-        The result is a mapping from the stage of the state keys to slots by name.
+        The result is a mapping from the stage of the state keys to slots by name. Raises ValueError for a constraint
+        that rounds parameters beside an averaging.
         """
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:
@@ -80,28 +81,14 @@ class IterateStore:
         if path in self.paired:
             declared[PARTNER_STAGE] = {"before": Slot(shape, role="iterate")}
         for constraint in self.constraints[path]:
-            declared[_stage(path, constraint)] = self._slots_of(constraint, shape, dtype)
+            if constraint.rounds and self.averaging is not None:
+                kind = getattr(self.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
+                raise ValueError(
+                    f"constraints: {constraint.label}: cannot be combined with the averaging '{kind}', whose iterates "
+                    "have 32 bits and lose no updates; remove the constraint"
+                )
+            declared[_stage(path, constraint)] = constraint.slots(shape) if constraint.keeps(dtype) else {}
         return declared
-
-    def _slots_of(self, constraint: Constraint, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Slot]:
-        """Return the slots of a constraint for one parameter.
-
-        Raises ValueError for a constraint that rounds parameters beside an averaging.
-        """
-        if constraint.rounds and self.averaging is not None:
-            kind = getattr(self.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
-            raise ValueError(
-                f"constraints: {constraint.label}: cannot be combined with the averaging '{kind}', whose iterates have "
-                "32 bits and lose no updates; remove the constraint"
-            )
-        return constraint.slots(shape) if constraint.keeps(dtype) else {}
-
-    def begin(self, positions: Sequence[int]) -> None:
-        """Set the slots whose initial values depend on the parameters.
-
-        All ranks call it before the first update of the parameters at these positions.
-        """
-        self._begin(positions, constrained=True)
 
     def restart(self, position: int, stages: Container[str]) -> None:
         """Reset the slots of a parameter's constraints to their initial values if all entries of the slots are zero.
@@ -115,7 +102,13 @@ class IterateStore:
                 constraint.begin(slots, [self.parameters[position]], context)
 
     @torch.no_grad()
-    def _begin(self, positions: Sequence[int], constrained: bool) -> None:
+    def begin(self, positions: Sequence[int], constrained: bool = True) -> None:
+        """Set the slots whose initial values depend on the parameters.
+
+        All ranks call it before the first update of the parameters at these positions.
+
+        constrained: False to leave out the slots of constraints, which may need sums over ranks.
+        """
         for path, own in self._alike(positions):
             batch = self._batch(own, np.zeros(len(own), dtype=np.int64))
             if self.averaging is not None:
