@@ -58,13 +58,13 @@ class Layout:
     def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
         """Return the layout of a plain tensor (DDP): every rank holds all entries."""
         parts = cls.by_rows(shape, ranks) if shape and 0 not in shape and ranks > 1 else None
-        return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)), parts)
+        return cls(shape, (whole_box(shape),) * ranks, tuple(range(ranks)), parts)
 
     @classmethod
     @lru_cache(maxsize=1024)
     def by_rows(cls, shape: tuple[int, ...], ranks: int) -> Layout:
         """Return the layout of a tensor that is cut along its first axis, as by torch.chunk."""
-        boxes = tuple(_box(shape, [(0, ranks, rank)]) for rank in range(ranks))
+        boxes = tuple(_cut(whole_box(shape), [(0, ranks, rank)]) for rank in range(ranks))
         return cls(shape, boxes, (0,) * ranks)
 
     @classmethod
@@ -81,9 +81,9 @@ class Layout:
                 raise ValueError(f"placement: must be Shard or Replicate on each mesh axis, got {placement}")
         order, cut = _order(mesh, placements), [getattr(placement, "dim", None) for placement in placements]
         copies = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
-        boxes, replicas = [], []
+        boxes, replicas, whole = [], [], whole_box(shape)
         for coordinate in itertools.product(*map(range, mesh)):
-            boxes.append(_box(shape, [(cut[axis], mesh[axis], coordinate[axis]) for axis in order]))
+            boxes.append(_cut(whole, [(cut[axis], mesh[axis], coordinate[axis]) for axis in order]))
             number = 0
             for axis in copies:
                 number = number * mesh[axis] + coordinate[axis]
@@ -96,7 +96,8 @@ class Layout:
         elif (number := math.prod(mesh[axis] for axis in copies)) > 1 and 0 not in shape:
             # each box is divided by rows among the ranks that hold it; some ranks may get no row
             pairs = zip(boxes, replicas, strict=True)
-            parts = cls(shape, tuple(_rows(box, number, replica) for box, replica in pairs), (0,) * len(boxes))
+            cuts = tuple(_cut(box, [(0, number, replica)]) for box, replica in pairs)
+            parts = cls(shape, cuts, (0,) * len(boxes))
         return cls(shape, tuple(boxes), tuple(replicas), parts)
 
     def reordered(self, order: Sequence[int]) -> Layout:
@@ -176,13 +177,18 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
     return order
 
 
-def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) -> Box:
-    """Return the box of one rank in a tensor that each cut divides as torch.chunk does.
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box of all entries of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def _cut(box: Box, cuts: Sequence[tuple[int | None, int, int]]) -> Box:
+    """Return the part of a box that a rank has if each cut divides the box as torch.chunk does.
 
     cuts: (axis of the tensor, length of the mesh axis, this rank's index along it) for each mesh axis, in the order in
         which the mesh axes cut. The first number is None if the mesh axis does not cut the tensor.
     """
-    start, stop = [0] * len(shape), list(shape)
+    start, stop = list(box.start), list(box.stop)
     for axis, ranks, rank in cuts:
         if axis is None:
             continue
@@ -192,14 +198,6 @@ def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) ->
         start[axis] = first + min(rank * size, length)
         stop[axis] = first + min((rank + 1) * size, length)
     return Box(tuple(start), tuple(stop))
-
-
-def _rows(box: Box, ranks: int, rank: int) -> Box:
-    """Return the part of a box that a rank has if torch.chunk cuts the box along its first axis."""
-    part = _box(box.shape, [(0, ranks, rank)])
-    first = box.start[0]
-    start, stop = (first + part.start[0], *box.start[1:]), (first + part.stop[0], *box.stop[1:])
-    return Box(start, stop)
 
 
 def local_gradients(
@@ -341,7 +339,7 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
     start = np.array([box.start for box in layout.boxes]).reshape(len(layout.boxes), -1)  # [R, axes]
     stop = np.array([box.stop for box in layout.boxes]).reshape(len(layout.boxes), -1)
     found = np.zeros(len(layout.boxes), dtype=np.int64)
-    for region in regions(layout.shape, block, Box((0,) * len(layout.shape), layout.shape)):
+    for region in regions(layout.shape, block, whole_box(layout.shape)):
         common = np.minimum(stop, region.box.stop) - np.maximum(start, region.box.start)
         found += common.clip(min=0).prod(1).astype(np.int64)
     return found

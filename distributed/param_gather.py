@@ -156,28 +156,23 @@ class ParamGather:
         return held[rows.position][part][rows.start : rows.stop]
 
     def _send(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
-        ranks, me = self.rank_group.size, self.rank_group.rank
-        first = parameters[chosen[0].position]
-        sizes = [(rows.stop - rows.start) * math.prod(parameters[rows.position].shape[1:]) for rows in chosen]
+        first, shapes = parameters[chosen[0].position], self._shapes(parameters, chosen)
+        sizes = [math.prod(shape) for shape in shapes]
         message = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        targets, sources = [], []
-        for rows, stretch in zip(chosen, torch.split(message, sizes), strict=True):
-            parameter = parameters[rows.position]
-            begin = me * chunk_length(len(parameter), ranks)
-            source = parameter[begin + rows.start : begin + rows.stop]
-            targets.append(stretch.view(rows.stop - rows.start, *parameter.shape[1:])[: len(source)])
-            sources.append(source)
-        copy_all(targets, sources)
+        sources = [self._view(parameters, rows, self.rank_group.rank) for rows in chosen]
+        columns = zip(torch.split(message, sizes), shapes, sources, strict=True)
+        copy_all([own.view(shape)[: len(source)] for own, shape, source in columns], sources)
         return self.rank_group.all_gather(message, self._describe(chosen))
 
     def _receive(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
-        at = 0
-        for rows in chosen:
-            parameter = parameters[rows.position]
-            count, tail = rows.stop - rows.start, tuple(parameter.shape[1:])
-            end = at + count * math.prod(tail)
-            _copy_rows(parameter, rows, data[:, at:end].view(self.rank_group.size, count, *tail))
-            at = end
+        shapes = self._shapes(parameters, chosen)
+        parts = torch.split(data, [math.prod(shape) for shape in shapes], 1)
+        for rows, shape, own in zip(chosen, shapes, parts, strict=True):
+            _copy_rows(parameters[rows.position], rows, own.view(len(data), *shape))
+
+    def _shapes(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[tuple[int, ...]]:
+        """Return the shape of each of these rows in the message of a rank."""
+        return [(rows.stop - rows.start, *parameters[rows.position].shape[1:]) for rows in chosen]
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -10,16 +10,17 @@ rows, from row r ceil(n / R) on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from eigengraft.blocking.blocks import Box
 from eigengraft.numerics import is_dtensor
 
-from .layouts import chunk_length
+from .layouts import Layout, whole_box
 from .rank_group import RankGroup, as_bytes
 
 
@@ -36,18 +37,20 @@ class Entry:
     dtype: torch.dtype
     owner: int | None = None
 
-    def rows(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return (first, end) of the rows that a rank has in a checkpoint."""
-        n = self.shape[0]
-        size = chunk_length(n, ranks)
-        return min(rank * size, n), min((rank + 1) * size, n)
+    def box(self, rank: int, ranks: int) -> Box:
+        """Return the entries of the shard that a rank has in a checkpoint."""
+        return Layout.by_rows(self.shape, ranks).boxes[rank] if self.shape else whole_box(())
 
-    def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the shape of the shard that a rank has in a checkpoint."""
-        if not self.shape:
-            return ()
-        first, end = self.rows(rank, ranks)
-        return (end - first, *self.shape[1:])
+    def nbytes(self, rank: int, ranks: int) -> int:
+        """Return the size in bytes of the shard that a rank has in a checkpoint."""
+        return self.box(rank, ranks).numel * self.dtype.itemsize
+
+    def shard(self, data: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return the shard of a rank from its bytes `data`.
+
+        The bytes are copied, because a view in another dtype must begin at a multiple of that dtype's size.
+        """
+        return data.clone().view(self.dtype).reshape(self.box(rank, ranks).shape)
 
 
 def spread(
@@ -59,23 +62,17 @@ def spread(
     """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
-    expected = [0] * ranks
+    expected: list[list[int]] = [[] for _ in range(ranks)]
     for index, entry in enumerate(entries):
         assert entry.owner is not None
-        expected[entry.owner] += math.prod(entry.shard_shape(me, ranks)) * entry.dtype.itemsize
+        expected[entry.owner].append(entry.nbytes(me, ranks))
         if entry.owner == me:
             for rank in range(ranks):
-                value = owned[index]
-                messages[rank].append(as_bytes(value[slice(*entry.rows(rank, ranks))] if entry.shape else value))
+                messages[rank].append(as_bytes(owned[index][entry.box(rank, ranks).within(whole_box(entry.shape))]))
     data = _exchange(rank_group, messages, expected, device, "state on its way to a checkpoint")
-    at = [sum(expected[:rank]) for rank in range(ranks)]
-    found = []
-    for entry in entries:
-        assert entry.owner is not None
-        found.append(
-            _as_dtensor(entry, _next_tensor(data, at, entry.owner, entry.shard_shape(me, ranks), entry.dtype), mesh)
-        )
-    return found
+    owners = [entry.owner for entry in entries if entry.owner is not None]
+    pairs = zip(entries, owners, strict=True)
+    return [_as_dtensor(entry, entry.shard(next(data[owner]), me, ranks), mesh) for entry, owner in pairs]
 
 
 def collect(
@@ -87,55 +84,43 @@ def collect(
     """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
-    expected = [0] * ranks
+    expected: list[list[int]] = [[] for _ in range(ranks)]
     for entry, value in zip(entries, saved, strict=True):
         assert entry.owner is not None
         if is_dtensor(value):
             messages[entry.owner].append(as_bytes(value.to_local()))
             if entry.owner == me:
                 for rank in range(ranks):
-                    expected[rank] += math.prod(entry.shard_shape(rank, ranks)) * entry.dtype.itemsize
+                    expected[rank].append(entry.nbytes(rank, ranks))
     data = _exchange(rank_group, messages, expected, device, "state on its way from a checkpoint")
-    at = [sum(expected[:rank]) for rank in range(ranks)]
     found = {}
     for index, (entry, value) in enumerate(zip(entries, saved, strict=True)):
-        if entry.owner != me:
-            continue
-        if is_dtensor(value):
-            shards = [
-                _next_tensor(data, at, rank, entry.shard_shape(rank, ranks), entry.dtype) for rank in range(ranks)
-            ]
-            found[index] = torch.cat(shards)
-        else:
-            found[index] = value
+        if entry.owner == me:
+            sharded = is_dtensor(value)
+            found[index] = (
+                torch.cat([entry.shard(next(own), rank, ranks) for rank, own in enumerate(data)]) if sharded else value
+            )
     return found
 
 
 def _exchange(
-    rank_group: RankGroup, messages: Sequence[Sequence[Tensor]], expected: list[int], device: torch.device, what: str
-) -> Tensor:
-    """Exchange bytes between all ranks. Return the bytes that this rank receives.
+    rank_group: RankGroup,
+    messages: Sequence[Sequence[Tensor]],
+    expected: Sequence[Sequence[int]],
+    device: torch.device,
+    what: str,
+) -> list[Iterator[Tensor]]:
+    """Exchange bytes between all ranks. Return, by rank, the tensors of bytes that this rank receives.
 
-    messages: bytes for each rank.
-    expected: number of bytes from each rank.
+    messages: tensors of bytes for each rank.
+    expected: lengths of the tensors from each rank.
     """
     sizes = [sum(message.numel() for message in own) for own in messages]
     flat = [message.to(device) for own in messages for message in own]
     sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-    return rank_group.all_to_all(sent, sizes, expected, what).wait()
-
-
-def _next_tensor(data: Tensor, at: list[int], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a copy of the next tensor of a rank's message.
-
-    It is copied because a view in another dtype must begin at a multiple of that dtype's size.
-
-    at: for each rank, the index of the first byte that was not read yet; updated.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    start = at[rank]
-    at[rank] += size
-    return data[start : start + size].clone().view(dtype).reshape(shape)
+    received = rank_group.all_to_all(sent, sizes, [*map(sum, expected)], what).wait()
+    parts = torch.split(received, [*map(sum, expected)])
+    return [iter(torch.split(part, list(own))) for part, own in zip(parts, expected, strict=True)]
 
 
 def _as_dtensor(entry: Entry, shard: Tensor, mesh: DeviceMesh) -> Tensor:
