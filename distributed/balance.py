@@ -121,9 +121,9 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
     4. Ranks are exchanged among equal items, which changes no load: each item goes to a rank that already holds many
        of its entries, so that fewer entries are sent.
 
-    Guarantee: the work of a rank is at most SLACK times the mean plus the work of the largest item, unless it exceeded
-    that before. If all items are multiples of one vector, the largest load of a rank is at most 4/3 - 1/(3R) times the
-    least possible one for R ranks (Graham).
+    Guarantee: the work of a rank is at most SLACK times the mean plus the work of the largest item, unless the rank had
+    more work before. If all items are multiples of one vector, the largest load of a rank is at most 4/3 - 1/(3R) times
+    the least possible one for R ranks (Graham).
     Cost: O(N log R) for N items, and O(R) for each kind of equal items and each of its refreshes.
 
     items: costs of blocks.

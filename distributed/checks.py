@@ -1,4 +1,4 @@
-"""Checks between ranks: named numbers that all ranks must share, and named sums, in one all-reduce.
+"""Checks between ranks: named numbers that must be equal on all ranks, and named sums, in one all-reduce.
 
 A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks in one
 all-reduce and unpacked by name. Checks read the sums: if ranks do not agree, all ranks raise the same error, which
@@ -33,7 +33,8 @@ SumCheck = Callable[[RankGroup, Mapping[str, Tensor], str], None]
 field, and the end of its error message. It raises an error on all ranks if the sums show that ranks do not agree."""
 
 BITS = 8
-"""Length of the field of one number that ranks must share bit by bit: four integers of 16 bits, and their squares."""
+"""Length of the field of a number that must have equal bits on all ranks: four integers of 16 bits, and their squares.
+"""
 RANKS = "ranks"
 """Name of the field that counts the ranks."""
 NOTHING, LATER = "nothing was changed", "found one step later"
@@ -119,7 +120,7 @@ class SameNumbers:
         numbers. The host reads a tensor on a device only if ranks differ.
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
-    tolerance: allowed standard deviation over ranks, in units of the mean; 0: ranks must share every bit.
+    tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
     absent: name of the field that says, for each number, how many ranks do not have it. A rank that does not have a
         number passes 0 for it. "": all ranks have all numbers.
     """

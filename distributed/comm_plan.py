@@ -112,7 +112,8 @@ class Round:
     groups: indices of the block groups.
     held[r]: transfers between this rank's shards and blocks that rank r owns. Rank r returns updates of these entries.
     sent[r]: the subset of held[r] whose gradients this rank sends to r. Each gradient entry is sent by one replica.
-    owned[r]: transfers between blocks that this rank owns and the shards of rank r, which receives their updates.
+    owned[r]: transfers between blocks that this rank owns and the shards of rank r. Rank r receives updates of these
+        entries.
     received[r]: the subset of owned[r] whose gradients this rank receives from r.
     lengths[r]: number of entries of all blocks that rank r owns.
     """

@@ -300,7 +300,7 @@ class RankSurvey:
         return self.squares.device
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts about the same gradients after these were multiplied by a number in place."""
+        """Return the facts about the gradients after `factor` was multiplied into them in place."""
         return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:

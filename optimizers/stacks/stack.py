@@ -164,7 +164,7 @@ class StackState:
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Reset slots of one block to their initial values if all their entries are zero.
+        """Reset each slot of a block to its initial value if all entries of the slot are zero.
 
         row: row of the block.
         changed: names of tensors that were written outside of a step. Only slots with such tensors are reset.
@@ -427,7 +427,7 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) for each parameter that is updated in place. The grid has this rank's entries."""
+    """Yield (kind, position, grid) for each parameter that is updated in place. This rank's part is one block."""
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.in_place:
             box = spec.placement.updated.boxes[rank]
@@ -504,8 +504,8 @@ def divide(
 def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
     """Return the number of bytes of updates that all ranks together send in one round of messages.
 
-    A rank receives the updates of the entries that it holds. If every rank holds the full parameters, each rank
-    receives all updates.
+    With this number, a rank receives about `Distribution.message` bytes in a round, the updates of the entries that it
+    holds.
     """
     copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
     return recipe.distribution.message * ranks // max(copies, default=1)

@@ -42,7 +42,7 @@ class Step:
     active: `[P]` on the host, True for parameters that the step updates.
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
-    survey: sums over the full gradients.
+    survey: facts about the full gradients, such as their norms.
     gathered: by number of a stack, its gradients `[N, *block]`, if the check of gradients has gathered them.
     numbers: by name, signals that are one number, or numbers `[P]` for all parameters, and sums of slots over all
         parameters.
@@ -110,7 +110,7 @@ class LocalExchange:
         self._stacks: Sequence[StackState] = ()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        """Return sums over the full gradients, of which this rank may hold only shards."""
+        """Return facts about the full gradients, such as their norms, also if this rank holds only shards."""
         return LocalSurvey(given, self.small)
 
     def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
@@ -207,8 +207,9 @@ number or `[n]`."""
 def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> dict[str, Tensor | float]:
     """Return by name the signals that the stages of a stack request.
 
-    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` over a side of length c. Blocks with
-    one axis have no matrix over inputs: the axis may consist of outputs, or of the inputs of a single output.
+    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` for matrices over a side of blocks.
+    Blocks with one axis have no matrix over inputs: the axis may consist of outputs, or of the inputs of a single
+    output.
     """
     state, found = blocks.stack_state, dict[str, Tensor | float]()
     for name in sorted(state.signals):

@@ -328,7 +328,7 @@ class FusedStep:
         self._alike = alike  # whether all parameters are at one step, with the same rates
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
-        """Add the active blocks of a stack to the fused launch.
+        """Add the active blocks of a stack to the calls of fused kernels.
 
         If no fused kernel can compute this stack's step, add nothing and return False.
 

@@ -32,7 +32,7 @@ Group = Sequence[StackState]
 class OffloadedState:
     """The offloaded state of the stacks of a parameter set.
 
-    groups: all stacks, in lists of stacks that step together. At least one stack has offloaded state.
+    groups: all stacks, in lists of stacks that share sums over parameters. At least one stack has offloaded state.
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
@@ -42,7 +42,9 @@ class OffloadedState:
         self._queue: list[Group] = []
 
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
-        """Begin to copy the state of the first group to the device. The caller then enters `held` in this order.
+        """Begin to copy the state of the first group to the device.
+
+        The caller then enters `held` for each group, in this order.
 
         active: `[P]`, True for parameters that take part in the step. The state of groups without such parameters is
             not copied. None: all parameters take part.
@@ -123,9 +125,9 @@ class MappedState:
 class CopiedState(MappedState):
     """State in host memory of stacks on a device, copied to one of two buffers and back.
 
-    All copies are on one stream, in the order of the calls. A buffer is therefore filled after its last content was
-    copied back. The program waits for the copies to its buffer, and the copies back wait for the program. Neither wait
-    blocks the host. A thread reads and writes files through pinned memory, because copies from and to other memory
+    All copies are on one stream, in the order of the calls. A buffer is therefore filled only after its last content
+    was copied back. The program waits for the copies to its buffer, and the copies back wait for the program. Neither
+    wait blocks the host. A thread reads and writes files through pinned memory, because copies from and to other memory
     would block the host.
 
     device: device of the stacks.

@@ -26,8 +26,8 @@ from ..write.write import Rates, StepRates, after_write, decayed_gradient, with_
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
 CHECKED_UPDATES = 3
-"""Number of first updates of a block whose directions are checked for inf and nan. A faulty stage fails in its first
-updates, and a check of every update would cost a pass over all directions."""
+"""Number of updates of a block, from the first on, in which its direction is checked for inf and nan. A faulty stage
+fails in its first updates, and a check of every update would cost a pass over all directions."""
 StateOf = Callable[[ChainName], State]
 """Function from the name of one of the two chains of an update to the state that the chain reads and writes in one
 call."""

@@ -47,7 +47,7 @@ class ParamSet:
     local: for each parameter, the entries that this rank updates. In one process they are the parameter itself.
     rank_group: ranks that share the parameters. None: this process updates the parameters alone.
     step_counts: `[P]` on the host, number of gradients of each parameter so far. `state["step"]` of a parameter is a
-        view of its item.
+        view of one entry.
     stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index in this list.
     block_groups: blocks that ranks exchange. The list is empty without a rank group.
     together: the stacks, in lists of stacks that share sums over parameters.

@@ -575,7 +575,7 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
     """Compile a traced program.
 
     The compiled code is called without the guards of torch.compile. A call takes 4 us; with guards it takes ten times
-    as long (measured). If this version of torch lacks the inner functions that this needs, torch.compile is used, with
+    as long (measured). If this version of torch lacks functions for a call without guards, torch.compile is used, with
     a warning.
 
     symbolic: True if the length of the program's long axis may change from call to call.

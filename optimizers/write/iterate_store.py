@@ -35,7 +35,7 @@ class IterateStore:
     paired: paths of updates of paired parameters, such as the factors A and B of a product. The update of A uses the
         value that B had at the last update of A. This value is stored with B.
     tensors: for each parameter, slots by stage (AVERAGING or "<path>.constraints.<label>") and name.
-    signals: by name of a signal, P tensors for the constraints in the present step; None for a parameter without it.
+    signals: by name, P tensors for the constraints in the present step; None for a parameter without the signal.
     held: P training iterates while the parameters hold the evaluated iterates. None in training.
     """
 
@@ -91,7 +91,7 @@ class IterateStore:
         return declared
 
     def restart(self, position: int, stages: Container[str]) -> None:
-        """Reset the slots of a parameter's constraints to their initial values if all entries of the slots are zero.
+        """Reset the slots of each constraint of a parameter to their initial values if all their entries are zero.
 
         stages: stages of the constraints to restart, as "<path>.constraints.<label>". Other constraints do not change.
         """
@@ -206,7 +206,7 @@ class IterateStore:
         return tensors
 
     def hold(self, mode: Mode) -> None:
-        """Set the mode without changing parameters. In "eval", a copy of the parameters is the training iterate."""
+        """Set the mode without changing parameters. For "eval", store a copy of them as the training iterate."""
         if mode == "train":
             self.held = None
         elif self.held is None and self.averaging is not None:
@@ -214,7 +214,7 @@ class IterateStore:
 
     @torch.no_grad()
     def swap(self, mode: Mode, steps: NDArray[np.int64]) -> None:
-        """Copy the iterate of a mode into the parameters.
+        """Set the mode, and copy the iterate for training or evaluation into the parameters.
 
         steps: `[P]`, number of updates of each parameter. Parameters without updates do not change.
         """

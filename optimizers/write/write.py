@@ -40,7 +40,7 @@ class WeightDecay(Component, ABC, family="weight_decay"):
     in_gradient: ClassVar[bool] = False
     """True if rate * W is added to the gradient before any other use of the gradient. The write then has no decay."""
     relative: ClassVar[bool] = False
-    """True if alpha depends on the peak of the learning rate."""
+    """True if the decay factor alpha depends on the peak of the learning rate."""
 
     @property
     def after(self) -> bool:
@@ -202,8 +202,8 @@ class Hyper:
 def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
     """Return the peak of the group's learning rate in a step with `lr`.
 
-    The peak is the largest of `peak_lr`, `max_lr` and `lr`. OneCycleLR writes `max_lr` into groups. An `lr` counts only
-    if it is larger by more than rounding, and if it is no tensor on a device, which is not read.
+    The peak is the largest of `peak_lr`, `max_lr` (which OneCycleLR writes into groups) and `lr`. An `lr` that exceeds
+    the others only by rounding does not count, and neither does a tensor on a device, which is not read.
     """
     known = float(group["peak_lr"])
     peak = max(known, float(group["max_lr"])) if is_number(group.get("max_lr")) else known
