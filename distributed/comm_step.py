@@ -37,7 +37,8 @@ updates."""
 class CommStep:
     """Messages of one step. Every rank calls `gather` and `deliver` for its block groups, in order, and then `close`.
 
-    Legend: G_k is the message of round k to owners, with gradients and other tensors; U_k is its message of updates.
+    Legend: G_k is the message of round k to owners, with gradients and other tensors. U_k is the message of updates of
+    round k.
 
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... A rank starts U_k as soon as its own
     blocks of round k are computed and U_(k-1) has arrived. Messages are communicated while blocks are computed, and
@@ -101,34 +102,22 @@ class CommStep:
             self._delivered[group] = self.comm_plan.empty(group)
         self._delivered[group].index_copy_(0, rows, directions)
 
-    def advance(self, before: int) -> None:
+    def advance(self, before: int, wait: bool = False) -> None:
         """Send finished rounds and receive updates that have arrived.
 
         A rank waits for earlier rounds if parameters are sharded, or if too many finished block groups are unsent.
 
         before: index of a block group; the directions of all groups with a smaller index have been delivered.
+        wait: True to wait for earlier rounds in any case.
         """
-        plan, waiting = self.comm_plan, list(self._delivered.values())
-        much = sum(x.numel() * x.element_size() for x in waiting) > IN_FLIGHT * plan.limit
-        self._advance(before, wait=not plan.replicated or (much and len(waiting) > IN_FLIGHT))
-
-    def close(self) -> None:
-        """Send the remaining rounds and wait for all messages."""
-        self._advance(len(self.comm_plan.block_groups), wait=True)
-        while self._returning:
-            self._receive()
-
-    def _advance(self, before: int, wait: bool) -> None:
-        """Send finished rounds and receive updates that have arrived.
-
-        before: index of a block group; the directions of all groups with a smaller index have been delivered.
-        wait: True to wait for earlier rounds if the allowed number of rounds is under way.
-        """
-        allowed = IN_FLIGHT if self.comm_plan.replicated else 1
+        plan, unsent = self.comm_plan, list(self._delivered.values())
+        much = sum(x.numel() * x.element_size() for x in unsent) > IN_FLIGHT * plan.limit
+        wait = wait or not plan.replicated or (much and len(unsent) > IN_FLIGHT)
+        allowed = IN_FLIGHT if plan.replicated else 1
         for key in [key for key in self._arrived if key[1] < before]:
             del self._arrived[key]
-        for index in range(self._sent, len(self.comm_plan.rounds)):
-            if self.comm_plan.rounds[index].groups[-1] >= before:
+        for index in range(self._sent, len(plan.rounds)):
+            if plan.rounds[index].groups[-1] >= before:
                 break
             if len(self._returning) == allowed:
                 if not wait and not self._returning[0][1].done():
@@ -136,6 +125,12 @@ class CommStep:
                 self._receive()
             self._return(index)
         while self._returning and self._returning[0][1].done():
+            self._receive()
+
+    def close(self) -> None:
+        """Send the remaining rounds and wait for all messages."""
+        self.advance(len(self.comm_plan.block_groups), wait=True)
+        while self._returning:
             self._receive()
 
     def _return(self, index: int) -> None:
@@ -180,7 +175,7 @@ class CommStep:
             yield Arrived(position, dtype, [values], partial(_in_shard, transfer.region, held), whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
-        """Yield updates of blocks, from the message `[lengths[r]]` of each rank r, with views of the same parameters.
+        """Yield updates of blocks, from the message `[lengths[r]]` of each rank r, with views of these blocks.
 
         Every rank holds these parameters in full.
         """

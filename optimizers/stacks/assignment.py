@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -164,17 +164,22 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
 def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
     """Assign an owner to each block of these parameters, and add the cost of the blocks to `loads`."""
-    owned, places, costs = list[_Owned](), list[dict[int, int]](), _Costs(recipe)
+    owned, places = list[_Owned](), list[dict[int, int]]()
     known = dict[tuple[int, BlockGrid], list[Held]]()
+
+    @cache
+    def cost_of(path: str, block: tuple[int, ...], dtype: torch.dtype) -> Cost:
+        return block_cost(recipe.rules()[path], path, block, dtype, recipe.storage)
+
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None
         if spec.placement.owners is None:
             layout = spec.placement.updated
-            cost = costs.of(spec, layout.shape)
+            cost = cost_of(spec.path, layout.shape, compute_dtype(spec.dtype))
             work = recipe.distribution.measured(layout.shape, cost.work)
             loads.divide(layout.fractions, work, float(cost.state))
             continue
-        found = list(_blocks(spec, costs, phases[spec.key], loads.interval, known))
+        found = list(_blocks(spec, recipe, cost_of, phases[spec.key], loads.interval, known))
         if len(found) > 1 and recipe.rules()[spec.path].spans():
             found = [_joined(found)]
         owned += found
@@ -186,37 +191,25 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
     return Balance(loads.critical_path, least * loads.interval)
 
 
-class _Costs:
-    """The costs of blocks, which are computed once for all blocks of one shape, dtype and update."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self._known = recipe, dict[tuple[str, tuple[int, ...], torch.dtype], Cost]()
-
-    def of(self, spec: ParamSpec, block: tuple[int, ...]) -> Cost:
-        """Return the cost of a block of a parameter."""
-        key = (spec.path, block, compute_dtype(spec.dtype))
-        if key not in self._known:
-            self._known[key] = block_cost(self.recipe.rules()[spec.path], *key, self.recipe.storage)
-        return self._known[key]
-
-
 def _blocks(
     spec: ParamSpec,
-    costs: _Costs,
+    recipe: Recipe,
+    cost_of: Callable[[str, tuple[int, ...], torch.dtype], Cost],
     phases: NDArray[np.float64],
     interval: int,
     known: dict[tuple[int, BlockGrid], list[Held]],
 ) -> Iterator[_Owned]:
     """Yield each block of a parameter with its cost.
 
+    cost_of: function that returns the cost of a block from its path, shape and dtype.
     phases: phases of the blocks, by block key.
     interval: steps after which the refreshes repeat.
     known: cache of the results of `_held`, by layout and grid; updated.
     """
     assert spec.placement is not None
-    layout, recipe = spec.placement.layout, costs.recipe
+    layout, dtype = spec.placement.layout, compute_dtype(spec.dtype)
     for grid in recipe.rules()[spec.path].blocking.grids(spec.shape, spec.matrices):
-        cost = costs.of(spec, grid.shape)
+        cost = cost_of(spec.path, grid.shape, dtype)
         items = _items(cost, recipe.distribution.measured(grid.shape, cost.work), phases[list(grid.keys)], interval)
         if (id(layout), grid) not in known:
             known[id(layout), grid] = [_held(layout, grid.block(row)) for row in range(len(grid.keys))]
@@ -373,7 +366,7 @@ class Assignments:
     ranks.
 
     recipe: recipe of the optimizer.
-    others: parameters of the same model that other optimizers update.
+    others: parameters of the same model that other optimizers update. They take part in the choice of phases.
     phases: phases of the blocks of all groups.
     """
 

@@ -94,8 +94,8 @@ CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
 are among the numbers that a graph reads."""
 
 ProgramNumbers = tuple[Tensor, list[Tensor]]
-"""Inputs of a stack's program on the device: the step count of each of its N blocks, int64 `[N]`, and the numbers of
-the step that its stages read, such as scheduled numbers and bias corrections."""
+"""Inputs of a stack's program on the device: the step counts of the N blocks, int64 `[N]`, and the numbers of the step
+that the stages read, such as scheduled numbers and bias corrections."""
 StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
 """Mapping from the index of a stack to the numbers on the device that its program or its fused kernel reads."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
@@ -430,7 +430,6 @@ class Graphs:
             CapturedStacks(piece, recipe, programs, fused, run) for piece in ([steady, *apart] if steady else apart)
         ]
         self.left: Counter[str] = Counter()
-        self._said: set[str] = set()
 
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
@@ -452,8 +451,7 @@ class Graphs:
 
     def _leave(self, reason: str, unplanned: bool) -> None:
         self.left[reason] += 1
-        if unplanned and reason not in self._said:
-            self._said.add(reason)
+        if unplanned and self.left[reason] == 1:
             warn_user(f"graph: steps run without a captured graph: {reason}")
 
     def lines(self) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -34,8 +35,8 @@ from .program import StackStep, move
 from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, WriteNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
-"""Number of entries of a chunk. 2^18 was fastest: smaller chunks run the chain too often, and larger chunks do not fit
-into the cache."""
+"""Number of entries of a chunk. 2^18 was fastest: with smaller chunks the stages are called too often, and larger
+chunks do not fit into the cache."""
 _LEAST = 1 << 15
 """Number of entries of the smallest block that runs in chunks. Smaller blocks run faster on the whole stack."""
 _VECTOR = 64
@@ -70,12 +71,10 @@ class Execution:
     uncompiled: Program | None = None
     reason: str | None = None
 
-    plain: bool = field(init=False, default=True)
-    """True if every step runs the program on the whole stack, without chunks and without a traced program."""
-
-    def __post_init__(self) -> None:
-        if self.chunks or self.entries or self.blocks is not None or self.uncompiled is not None:
-            object.__setattr__(self, "plain", False)
+    @cached_property
+    def plain(self) -> bool:
+        """True if every step runs the program on the whole stack, without chunks and without a traced program."""
+        return not (self.chunks or self.entries) and self.blocks is None and self.uncompiled is None
 
     @property
     def by_parameter(self) -> bool:
@@ -112,7 +111,7 @@ class Execution:
     def direction(self, step: StackStep) -> Tensor:
         """Return the directions of a stack, computed by its compiled program if the program can compute this step.
 
-        A graph always captures a traced program, compiled or not.
+        In a step that a graph captures, a traced program always computes the directions, compiled or not.
         """
         if step.numbers is not None:
             program = self.blocks or self.uncompiled
@@ -252,7 +251,7 @@ A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
-    """Return the program that computes and writes entries of parameters.
+    """Return the source of a program that computes and writes entries of parameters.
 
     stored: dtype of the parameters.
     """
@@ -263,7 +262,7 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Entry
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
-    """Return the program that computes the directions of a whole stack."""
+    """Return the source of a program that computes the directions of a whole stack."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
@@ -308,7 +307,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     if context.signals.keys() != source.signals.keys():
         return None
     like = step.gradient
-    signals = [_contiguous(context.signals[name], like) for name in source.signals]
+    signals = [number_like(context.signals[name], like).contiguous() for name in source.signals]
     if [tuple(x.shape) for x in signals] != [shape for shape, _ in source.signals.values()]:
         return None
     inputs = [like, *own.tensors.values(), *signals]
@@ -322,7 +321,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         if len(alphas) > 1:
             return None
         decaying = torch.zeros_like(like) if step.decaying is None else step.decaying
-        inputs += [decaying.contiguous(), _contiguous(alphas[0], like)]
+        inputs += [decaying.contiguous(), number_like(alphas[0], like).contiguous()]
     if source.masked:
         inputs.append(_all_usable(len(like), like.device) if step.mask is None else step.mask)
     return [*inputs, *(program.numbers(context.uniform, own.run_step) if step.numbers is None else step.numbers[1])]
@@ -332,11 +331,6 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
 def _all_usable(blocks: int, device: torch.device) -> Tensor:
     """Return a mask `[blocks]` that is True everywhere. The tensor is cached and must not be changed."""
     return torch.ones(blocks, dtype=torch.bool, device=device)
-
-
-def _contiguous(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number or tensor as a contiguous tensor with the dtype and device of `like`."""
-    return number_like(value, like).contiguous()
 
 
 def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -81,19 +81,24 @@ class LossScale:
         """
         if self.scale is None:
             return
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for name, gradient in zip(names, gradients, strict=True):
-            if gradient is None or gradient.layout is not torch.strided:  # the finite check refuses other layouts
-                continue
-            if gradient.dtype == torch.float16:
+            if gradient is not None and gradient.dtype == torch.float16 and gradient.layout is torch.strided:
                 raise ValueError(
                     f"{name}: a gradient in float16 loses small numbers when it is divided by the scale of the loss; "
                     "keep parameters in float32 and compute in float16 under torch.autocast"
                 )
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         inverse = self.scale.double().reciprocal().float()  # as the scaler rounds it
-        for (device, _), scaled in kinds.items():
-            torch._foreach_mul_(scaled, inverse.to(device, non_blocking=True))
+        multiply_gradients(gradients, inverse)
+
+
+def multiply_gradients(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
+    """Multiply gradients by a number in place. Sparse gradients do not change."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not None and gradient.layout is torch.strided:  # `FiniteCheck` raises an error for other layouts
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), own in kinds.items():
+        torch._foreach_mul_(own, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ class LocalSurvey:
         return found.new_zeros(len(gradients)).index_copy_(0, places, found)
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts about the same gradients after these were multiplied by a number in place."""
+        """Return the facts about the gradients after `factor` was multiplied into them in place."""
         return self
 
 
@@ -282,10 +287,8 @@ class FiniteCheck:
             return present, None
         if check.answers is None:  # the host never reads the answer of a scaler alone
             return present, self._defer(positions, check.usable, given.allowed, len(present))
-        found, stopped = _split(answers, len(positions))
-        if stopped:
+        if (bad := _unusable(positions, answers)) is None:
             return np.zeros_like(present), None
-        bad = _unusable(positions, found)
         self._count(len(positions), bad, given.gradients, given.more)
         self.raise_nonfinite(bad, "nothing was changed", given.gradients)
         present[bad] = False
@@ -333,10 +336,8 @@ class FiniteCheck:
             halted = [] if all(_values(allowed.wait())) else positions
         deferred, self._deferred = self._deferred, []
         for number, (positions, answers) in enumerate(deferred, 1):
-            found, stopped = _split(_values(answers.wait()), len(positions))
-            if stopped:
+            if (own := _unusable(positions, _values(answers.wait()))) is None:
                 return positions, []
-            own = _unusable(positions, found)
             self._count(len(positions), own, more=number < len(deferred))
             bad += own
         return halted or bad, bad
@@ -381,7 +382,7 @@ class FiniteCheck:
 
 
 def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return the booleans `[n]` of n gradients, followed by that of the scaler of the loss if there is one.
+    """Return the booleans `[n]` of n gradients, followed by the boolean of the scaler of the loss if there is one.
 
     usable: `[n]`, True for usable gradients.
     allowed: 0-d, True if the scaler allows the step. None: there is no scaler.
@@ -408,20 +409,13 @@ def _values(answers: Tensor) -> list[bool]:
     return answers.tolist() if has_values(answers) else [True] * len(answers)
 
 
-def _split(answers: Sequence[bool], count: int) -> tuple[Sequence[bool], bool]:
-    """Return (booleans of `count` gradients, True if the scaler stopped the step).
+def _unusable(positions: Sequence[int], answers: Sequence[bool]) -> list[int] | None:
+    """Return the positions of the gradients that are not usable. Return None if the scaler stopped the step.
 
     answers: values of the booleans that `_with` returns.
     """
-    return answers[:count], not all(answers[count:])
-
-
-def _unusable(positions: Sequence[int], found: Sequence[bool]) -> list[int]:
-    """Return the positions of the gradients that are not usable.
-
-    found: for each position, True if its gradient is usable.
-    """
-    return [position for position, good in zip(positions, found, strict=True) if not good]
+    bad = [position for position, good in zip(positions, answers, strict=False) if not good]
+    return bad if all(answers[len(positions) :]) else None
 
 
 def _fault(gradient: Tensor | None) -> str:

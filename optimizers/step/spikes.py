@@ -21,6 +21,7 @@ from eigengraft.numerics import has_values, kept_on_device, may_branch_on_values
 
 from ..write.failure import Spike
 from .exchange import Step
+from .gradients import multiply_gradients
 from .step import ParamSet
 
 ReadySteps = Sequence[tuple[ParamSet, Step | None]]
@@ -195,19 +196,8 @@ class SpikeCheck:
             return replace(step, mask=param_set.finite_check.stop(step.active, step.mask, ~spike))
         if self.rule.then == "scale":
             return replace(step, rates=replace(step.rates, factor=factor))
-        gradients = _scale(step.gradients, factor)
-        return replace(step, survey=step.survey.scaled(factor), gradients=gradients, gathered={})
-
-
-def _scale(gradients: Sequence[Tensor | None], factor: float | Tensor) -> Sequence[Tensor | None]:
-    """Multiply gradients by a number in place, and return them."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient is not None:
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), scaled in kinds.items():
-        torch._foreach_mul_(scaled, factor.to(device) if isinstance(factor, Tensor) else factor)
-    return gradients
+        multiply_gradients(step.gradients, factor)
+        return replace(step, survey=step.survey.scaled(factor), gathered={})
 
 
 def gradient_norm(steps: Sequence[Step]) -> Tensor:
