@@ -91,9 +91,8 @@ class ParamSet:
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
             for own in self.stack_states
         ]
-        hows = zip(self.stack_states, self.executions, strict=True)
-        programs, fused = {own.number: how.blocks or how.uncompiled for own, how in hows}, set[int]()
-        fused.update(own.number for own in self.stack_states if self.execution(own).adam is not None)
+        programs = {number: how.blocks or how.uncompiled for number, how in enumerate(self.executions)}
+        fused = {number for number, how in enumerate(self.executions) if how.adam is not None}
         self.graphs = Graphs(self.together, recipe, programs, fused, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.rules.items() if update.squares()}

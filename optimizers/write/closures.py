@@ -37,19 +37,44 @@ class Passes:
 
     def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
         self._closure, self._model = closure, model
-        self._devices = {parameter.device for parameter in parameters}
-        self._start: _Before | None = None
+        devices = {parameter.device for parameter in parameters}
+        self._repeats = bool(devices)
+        self._devices = [  # the device of a fake tensor may not exist here
+            device
+            for device in devices
+            if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
+        ]
+        self._start: tuple[Buffers, list[Tensor]] | None = None
 
     def first(self) -> Any:
         """Call the closure for the first time in this step, and return its result."""
-        self._start = _Before(self._model, self._devices) if self._devices else None
+        if self._repeats:
+            self._start = Buffers.of(self._model), self._random_states()
         return self._call()
 
     def again(self) -> Any:
         """Call the closure again, with the buffers and random numbers of the first call, and return its result."""
         assert self._start is not None
-        with self._start.repeated():
+        buffers, random = self._start
+        written = buffers.written()
+        after, random_after = Buffers(written), self._random_states()
+        buffers.restore(written)
+        self._set_random_states(random)
+        try:
             return self._call()
+        finally:
+            after.restore(written)
+            self._set_random_states(random_after)
+
+    def _random_states(self) -> list[Tensor]:
+        """Return the states of the generator of the CPU and of the default generator of each device."""
+        states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in self._devices]
+        return [torch.get_rng_state(), *states]
+
+    def _set_random_states(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, *_at(device))
 
     def _call(self) -> Any:
         with torch.enable_grad():
@@ -86,37 +111,6 @@ def require_no_calls(closure: object, repeated_by: str | None) -> None:
             f"Optimizer.step: {found} cannot be combined with a GradScaler, which unscales and checks the gradients "
             "that exist before the call; train in bfloat16, which needs no scaler"
         )
-
-
-class _Before:
-    """The buffers and the states of random number generators before the first call."""
-
-    def __init__(self, model: nn.Module | None, devices: Iterable[torch.device]) -> None:
-        self._devices = [  # the device of a fake tensor may not exist here
-            device
-            for device in devices
-            if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
-        ]
-        self._random = _random_states(self._devices)
-        self._buffers = Buffers.of(model)
-
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Run the context with buffers and random numbers as before the first call, then restore the present ones."""
-        written = self._buffers.written()
-        random, after = _random_states(self._devices), Buffers(written)
-        self._buffers.restore(written)
-        self._set_random(self._random)
-        try:
-            yield
-        finally:
-            after.restore(written)
-            self._set_random(random)
-
-    def _set_random(self, random: Sequence[Tensor]) -> None:
-        torch.set_rng_state(random[0])
-        for device, state in zip(self._devices, random[1:], strict=True):
-            torch.get_device_module(device).set_rng_state(state, *_at(device))
 
 
 class Buffers:
@@ -172,12 +166,6 @@ def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
 def _version(tensor: Tensor | None) -> int | None:
     """Return torch's version counter of a tensor; None for None and for tensors made in inference mode."""
     return None if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return the states of the generator of the CPU and of the default generator of each device."""
-    states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in devices]
-    return [torch.get_rng_state(), *states]
 
 
 def _at(device: torch.device) -> tuple[torch.device, ...]:
