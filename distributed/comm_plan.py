@@ -9,7 +9,7 @@ a stretch. The functions at the end of this module copy stretches from and to vi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -298,7 +298,7 @@ def read(x: Tensor | None) -> EntryReader | None:
     return None if x is None else lambda view: view(x)
 
 
-def reading(tensors: Sequence[Tensor | None]) -> Source:
+def reading(tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None]) -> Source:
     """Return a `Source` whose readers return the selected entries of the given tensors unchanged.
 
     tensors: the tensor of each parameter, by position; None: the parameter has no tensor.

@@ -15,7 +15,7 @@ from eigengraft.errors import warn_user
 from eigengraft.numerics import is_dtensor, local
 
 from .checks import Field
-from .comm_plan import CommPlan, flattened, pack_shards, read, send_shards
+from .comm_plan import CommPlan, flattened, pack_shards, reading, send_shards
 from .rank_group import Work
 
 BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"
@@ -128,13 +128,6 @@ class BackwardGather:
             return local(gradient) if alike else None
         return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
-    def _pack(self, index: int, held: Mapping[int, Tensor | None]) -> Tensor:
-        """Return the message of a round.
-
-        held: by position, this rank's tensor of each gradient; None: its entries in the message are zeros.
-        """
-        return pack_shards(self.comm_plan, index, lambda position: read(held[position]))
-
     def _hold(self, index: int) -> dict[int, Tensor | None]:
         """Return this rank's tensors of the gradients of a round, by position, as `_held` returns them."""
         return {position: self._held(position) for position in self._positions[index]}
@@ -142,7 +135,7 @@ class BackwardGather:
     @torch.no_grad()
     def _begin(self) -> None:
         index, self._complete = self._next, 0
-        message = self._pack(index, self._hold(index))
+        message = pack_shards(self.comm_plan, index, reading(self._hold(index)))
         self._works.append(send_shards(self.comm_plan, index, "early gradients", message, self._rank_group))
         self._messages.append(message)
 
@@ -158,7 +151,7 @@ class BackwardGather:
         for index, message in enumerate(self._messages):
             held = self._hold(index)
             elsewhere = any(x is None and self.parameters[i].grad is not None for i, x in held.items())
-            changed[index] = True if elsewhere else differ(message, self._pack(index, held))
+            changed[index] = True if elsewhere else differ(message, pack_shards(self.comm_plan, index, reading(held)))
         return {BEGUN: [1.0] * begun + [0.0] * (rounds - begun), CHANGED: changed}
 
     @torch.no_grad()

@@ -393,7 +393,7 @@ class Assignments:
         specs = []
         for parameter, info, name, is_frozen in zip(parameters, infos, names, frozen, strict=True):
             try:
-                specs.append(replace(self._spec(parameter, info, name), frozen=is_frozen, group=len(self._groups)))
+                specs.append(self._spec(parameter, info, name, is_frozen))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         self._loads_before.append({rank_group: deepcopy(loads) for rank_group, loads in self._loads.items()})
@@ -445,7 +445,7 @@ class Assignments:
         self._loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
         return rank_group
 
-    def _spec(self, parameter: Tensor, info: ParamInfo, name: str) -> ParamSpec:
+    def _spec(self, parameter: Tensor, info: ParamInfo, name: str, frozen: bool) -> ParamSpec:
         rank_group = self._rank_group(parameter)
         path, dtype, placement = self.recipe.route(info)[0], parameter.dtype, None
         if dtype.is_complex:  # complex numbers are computed as pairs of real numbers, which form no matrix
@@ -454,8 +454,8 @@ class Assignments:
             matrices = self.recipe.view_of(info).matrices
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
-        spec = ParamSpec(name, path, tuple(info.shape), dtype, parameter.device, placement, matrices)
-        return replace(spec, width_factors=width_factors(self.recipe, info), rank_group=rank_group)
+        kind, factors = (tuple(info.shape), dtype, parameter.device), width_factors(self.recipe, info)
+        return ParamSpec(name, path, *kind, placement, matrices, frozen, factors, len(self._groups), rank_group)
 
     def check(self, index: int, group: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if ranks have different recipes or different param groups at this index."""

@@ -322,10 +322,8 @@ class FusedStep:
         self._step, self._counts, self._held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
         self._found: dict[tuple[object, ...], _Call | None] = {}
-        alike = bool(len(counts)) and bool(
-            (counts == counts[0]).all() and (step.rates.alike == step.rates.alike[0]).all()
-        )
-        self._alike = alike  # whether all parameters are at one step, with the same rates
+        groups = step.rates.alike  # below: True if all parameters are at one step, with the same rates
+        self._alike = len(counts) > 0 and bool((counts == counts[0]).all() and (groups == groups[0]).all())
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
         """Add the active blocks of a stack to the calls of fused kernels.
