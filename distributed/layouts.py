@@ -304,7 +304,7 @@ class Region:
 class _Run(NamedTuple):
     """Entries of a piece of a block, as a box along some axes of the parameter.
 
-    A piece is a box in the merged shape of the parameter, that is its shape after some axes were merged or divided.
+    A piece is a box in the merged shape of the parameter (the shape after some axes were merged or divided).
 
     start, stop: range of the box along these axes of the parameter.
     moves: by axis of the merged shape, offset of the first entry of the box from the first entry of the piece.

@@ -427,7 +427,7 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) for each parameter that is updated in place. This rank's part is one block."""
+    """Yield (kind, position, grid) for each parameter that is updated in place. This rank's part is the only block."""
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.in_place:
             box = spec.placement.updated.boxes[rank]

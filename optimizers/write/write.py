@@ -238,13 +238,13 @@ class Rates:
 
     decay: rule of weight decay of the recipe, for all routes without a rule of their own.
     routes: by path of a route, a pair: the factor of the param group's learning rate, and a rule of weight decay or
-        None. The rate of a rule replaces the rate of the param group. None: the rule of the recipe is used.
+        None. A rule replaces the decay rate of the param group by its own. With None the rule of the recipe is used.
     hypers: values of the param groups, by index of the group.
     groups: `[P]`, index of the param group of each parameter.
     by_value: True to treat groups with equal values as one group. False for ranks that sum over the same parameters:
         values may differ between ranks until they are checked, and all ranks must form the same groups.
-    factor: factor of the steps of all parameters. It multiplies the learning rate after alpha, the weight decay per
-        unit of learning rate, was computed from the unchanged rate.
+    factor: factor of the steps of all parameters. It multiplies the learning rate of the write, but not the learning
+        rate from which the decay factor alpha is computed.
     """
 
     decay: WeightDecay
