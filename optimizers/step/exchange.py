@@ -197,7 +197,7 @@ class LocalExchange:
 
 Provider = Callable[[ActiveBlocks, Step, LocalExchange], Tensor | float]
 PROVIDERS: Mapping[str, Provider] = {
-    "lr": lambda blocks, step, exchange: step.rates.lr(blocks.stack_state.path, blocks.stack.param_ids),
+    "lr": lambda blocks, step, exchange: step.rates.step_rates(blocks.stack_state.path, blocks.stack.positions[0]).lr,
     "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks),
 }
 """Mapping from the name of a signal to the function that computes the signal for n active blocks of a stack, as a
@@ -208,8 +208,7 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> d
     """Return by name the signals that the stages of a stack request.
 
     For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` for matrices over a side of blocks.
-    Blocks with one axis have no matrix over inputs: the axis may consist of outputs, or of the inputs of a single
-    output.
+    Blocks with one axis have no matrix over inputs, because it is not known if the axis is one of inputs or of outputs.
     """
     state, found = blocks.stack_state, dict[str, Tensor | float]()
     for name in sorted(state.signals):

@@ -397,7 +397,7 @@ class FusedStep:
                 lr, in_gradient = scale.lr if numbers is None else numbers.lr[group], scale.decay.in_gradient
                 decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
                 rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
-                own = _Numbers(rate, decay, in_gradient, scale.after, step, *constants)
+                own = _Numbers(rate, decay, in_gradient, scale.decay.after, step, *constants)
                 rate_of_call = lr if factor == 1 else lr * factor
                 at = None if numbers is None else numbers.step
                 new = _Call(own, rate_of_call, adam.first.device, at)

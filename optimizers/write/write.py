@@ -143,11 +143,6 @@ class StepRates:
     kept: float | Tensor | None = None
 
     @property
-    def after(self) -> bool:
-        """True if the parameter decays after its update, False if before."""
-        return self.decay.after
-
-    @property
     def decays(self) -> bool:
         """True if the write has a decay. If alpha is a tensor, it is not read, and the result is True."""
         return isinstance(self.alpha, Tensor) or self.alpha != 0
@@ -188,26 +183,18 @@ class Hyper:
         Numbers of numpy in the group are replaced by Python's numbers, so that `torch.load(weights_only=True)` can read
         a checkpoint.
 
-        relative: True if the recipe depends on the peak of the learning rate. Then `peak_lr` is the peak including this
-            step, else the value of the group.
+        relative: True if the recipe depends on the peak of the learning rate. Then `peak_lr` is the largest of the
+            group's `peak_lr`, `max_lr` and `lr`. An `lr` that is a tensor on a device is not read and does not count.
         """
         for key in ("lr", "weight_decay"):
             if isinstance(group.get(key), np.number):
                 group[key] = group[key].item()
-        lr = number(group, "lr")
-        peak = peak_at(group, lr) if relative else float(group["peak_lr"])
+        lr, peak = number(group, "lr"), float(group["peak_lr"])
+        if relative and is_number(group.get("max_lr")):  # OneCycleLR writes it
+            peak = max(peak, float(group["max_lr"]))
+        if relative and isinstance(lr, float) and lr > peak * (1 + 1e-6):  # by more than rounding
+            peak = lr
         return cls(lr, peak, float(number(group, "weight_decay")))
-
-
-def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
-    """Return the peak of the group's learning rate in a step with `lr`.
-
-    The peak is the largest of `peak_lr`, `max_lr` (which OneCycleLR writes into groups) and `lr`. An `lr` that exceeds
-    the others only by rounding does not count, and neither does a tensor on a device, which is not read.
-    """
-    known = float(group["peak_lr"])
-    peak = max(known, float(group["max_lr"])) if is_number(group.get("max_lr")) else known
-    return float(lr) if isinstance(lr, float) and lr > peak * (1 + 1e-6) else peak
 
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:
@@ -286,14 +273,6 @@ class Rates:
             lr = lr if isinstance(self.factor, float) and self.factor == 1 else lr * self.factor
             self._scales[path, group] = StepRates(lr, alpha, decay, rate)
         return self._scales[path, group]
-
-    def lr(self, path: str, positions: NDArray[np.int64]) -> float | Tensor:
-        """Return the learning rate that parameters of one param group share.
-
-        path: path of the update of these parameters in the recipe.
-        positions: positions of the parameters.
-        """
-        return self.step_rates(path, int(positions[0])).lr
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
         """Return the decay factors of parameters with their update at `path`, one for each group of equal values."""
@@ -426,7 +405,7 @@ def write(
 
 def after_write(before: Tensor, update: Tensor, scale: StepRates) -> Tensor:
     """Return the result of `write` as a new tensor, in the dtype of the update. The tensor `before` does not change."""
-    if before.dtype is update.dtype and not scale.after and not scale.decay.cautious:
+    if before.dtype is update.dtype and not scale.decay.after and not scale.decay.cautious:
         if scale.decays:
             after = before * scale.shrink
             subtract_scaled_([after], [update], scale.lr)
@@ -439,10 +418,10 @@ def after_write(before: Tensor, update: Tensor, scale: StepRates) -> Tensor:
 
 
 def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:
-    if not scale.after:
+    if not scale.decay.after:
         decay(tensors, updates, scale)
     subtract_scaled_(tensors, updates, scale.lr)
-    if scale.after:
+    if scale.decay.after:
         decay(tensors, updates, scale)
 
 
