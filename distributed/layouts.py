@@ -2,9 +2,9 @@
 
 A `Layout` follows from the placements of a DTensor, without a message. A `Region` is a set of entries that a block and
 a shard have in common, with views of both. Blocks are cut from the merged shape of a parameter, in which some axes are
-merged or divided into groups; shards are cut from the shape of the parameter itself. If k axes are merged into one,
-consecutive entries along the merged axis form a union of at most 2k - 1 boxes in the k axes. If an axis is divided into
-groups, consecutive entries form one box for each group. A region is part of one such box along every axis.
+merged or divided into groups. Shards are cut from the shape of the parameter itself. A range of a merged axis is a
+union of at most 2k - 1 boxes of the parameter, if k axes were merged. If an axis was divided into groups, a range
+within all groups is one box for each group. A region is a part of one of these boxes.
 """
 
 from __future__ import annotations
