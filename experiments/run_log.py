@@ -12,6 +12,7 @@ import csv
 import json
 import math
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, near_names
 
 from .files import append_text, make_directory, read_object, read_rows, write_text
 from .training.divergence import Fault, FaultCause, FaultPlace
@@ -62,7 +63,7 @@ class RunLog:
             seeds of one method.
         task: name of the task and its data. Runs of other tasks are never compared.
         steps: number of steps of the run.
-        seed: seed of the run.
+        seed: seed of the run. None: the number of a directory `seed-K`, else 0.
         lr: peak of the learning rate. None: unknown.
         recipe: the optimizer, as a recipe, a mapping or a name.
         settings: other settings of the run. The report shows a setting if it differs between runs.
@@ -77,7 +78,7 @@ class RunLog:
         task: str,
         steps: int,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         lr: float | None = None,
         recipe: Component | Mapping[str, Any] | str | None = None,
         **settings: Any,
@@ -85,6 +86,9 @@ class RunLog:
         self.directory, self.steps = Path(directory), steps
         if isinstance(recipe, Component):
             recipe = recipe.model_dump(mode="json")
+        if seed is None:
+            named = re.fullmatch(r"seed-(\d+)", self.directory.name)
+            seed = int(named[1]) if named else 0
         declared = {"name": recipe} if isinstance(recipe, str) else dict(recipe or {})
         fixed = {"name": self.directory.name, "task": {"kind": task}, "recipe": declared}
         self.config = {**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}
@@ -120,6 +124,10 @@ class RunLog:
         if not 1 <= step <= self.steps:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
         given = {"seconds": time.perf_counter() - self._began, **numbers, "step": step, "loss": loss}
+        if loss is None and "val_loss" not in given:
+            for name in numbers:
+                if near := near_names(name, ("loss", "val_loss"), 0.75):
+                    raise ValueError(f"{name}: the row has no loss, did you mean '{near[0]}'?")
         parsed = {name: _parsed(name, value) for name, value in given.items() if value is not None}
         losses = {name: parsed[name] for name in ("loss", "val_loss") if name in parsed}
         row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: _finite(x) for name, x in parsed.items()}}

@@ -271,7 +271,8 @@ def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
         raise ValueError(
             f"params: a parameter of shape {unknown.shape} has no name, and routes.{telling[0]} of the recipe selects "
             "parameters by name, role or module; pass the model to eigengraft.compose, or pass "
-            "model.named_parameters(), or set `routes` (`[]` updates all parameters alike)"
+            "model.named_parameters(), or param groups as eigengraft.optimizers.grouped(model, groups), or set "
+            "`routes` (`[]` updates all parameters alike)"
         )
 
 

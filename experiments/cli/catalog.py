@@ -31,7 +31,8 @@ RECIPES, BY_GOAL = "recipes", "goals"
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or the least time, on
-every task. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE` prints one.""",
+every task. Without a special goal, start with `soap_fitted`. `eigengraft list recipes` lists all recipes, and
+`eigengraft show RECIPE` prints one.""",
     RECIPES: "`eigengraft list goals` says which to use for few steps, little time, little memory or no tuning.",
 }
 """Text below a list."""

@@ -56,7 +56,8 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:
-        """Extend the message of an error about an option without its value by the value's name and the option's help.
+        """Extend the message of an error about an option: say the meaning of a missing value, or the form of a setting
+        that was given as an option.
 
         typer does not export the class of these errors, which are the only ones with the name of an option.
         """
@@ -65,6 +66,8 @@ class Commands(TyperGroup):
         if option is not None and getattr(option, "help", None):
             value = option.metavar or str(option.type.name).upper()
             error.message = f"{name}: its value {value} is missing; {option.help}"
+        elif command is not None and option is None and any(one.name == "overrides" for one in command.params):
+            error.message = f"there is no option {name}; settings have no dashes, as in {str(name).lstrip('-')}=VALUE"
 
 
 _OPTIONAL = ("matplotlib", "jinja2", "scipy")

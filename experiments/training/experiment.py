@@ -58,6 +58,9 @@ class Experiment(Component):
             ("batch_size", "model", "width", "layers", "path"), "it goes into the task: `task: {kind: ...}`"
         ),
         **dict.fromkeys(("warmup", "warmup_steps", "final"), "it goes into the schedule: `schedule: {kind: ...}`"),
+        **dict.fromkeys(
+            ("beta", "betas", "eps", "momentum"), "it is a field of a stage: `update.rms.beta=0.99`, for example"
+        ),
         **dict.fromkeys(("epochs", "max_steps"), "`steps` is the length of a run, in steps of the optimizer"),
         **dict.fromkeys(("seeds", "axes", "baseline"), "it belongs to a study, which `eigengraft ablate` runs"),
         ".": "dotted paths go into the list `overrides`, as 'path=value'",
@@ -257,6 +260,8 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
             removes = "~" if override.startswith("~") else ""
             recipes.append(removes + override.removeprefix("~").removeprefix("recipe."))
         else:
+            if not dot and first in Experiment.elsewhere:
+                raise RecipeError(f"{first}: unknown field of an experiment; {Experiment.elsewhere[first]}")
             known = list(dict.fromkeys([*fields, *of_recipe]))
             hint = did_you_mean(first, known, 0.5, [OTHER_NAMES[first]] if first in OTHER_NAMES else ())
             raise RecipeError(f"{first}: unknown field{hint} (the experiment and its recipe have {', '.join(known)})")

@@ -231,7 +231,8 @@ def compare_groups(
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
             raise ValueError(
-                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer"
+                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer; state "
+                "of another optimizer cannot be loaded, so begin with fresh state"
             )
         missing = [key for key in ("lr", "weight_decay") if key not in other]
         if missing:

@@ -438,6 +438,9 @@ class Reporting(torch.optim.Optimizer):
             lines.append(f"  fused: steps of {counted(count, 'parameter')} by torch's kernel of Adam")
         lines += (f"  {line}" for each in sets if each.graphs is not None for line in each.graphs.lines())
         lines += (f"  {line}" for line in (*self.solver_choices(), *self.delays()))
+        if skipped := self.skipped:
+            what = f"{counted(skipped.total(), 'update')} of {counted(len(skipped), 'parameter')}"
+            lines.append(f"  skipped: {what}, whose gradients were not finite or too large to be squared")
         if sets.spikes is not None and (found := self.spikes) is not None:
             lines.append(f"  spikes: {sets.spikes.rule.describe(*found)}")
         for path, value in sets.schedules.values(steps_taken(sets)).items():

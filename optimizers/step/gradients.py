@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.rank_group import HostCopy
-from eigengraft.errors import warn_user
+from eigengraft.errors import counted, warn_user
 from eigengraft.numerics import (
     compute_dtype,
     has_values,
@@ -304,6 +304,13 @@ class FiniteCheck:
         gradients: gradients by position of the parameter. None: they do not exist any more.
         more: True if other gradients of the same step are counted later.
         """
+        if bad and not self.skipped and self.failure.nonfinite == "skip":
+            fault = _fault(None if gradients is None else gradients[bad[0]])
+            warn_user(
+                f"{self.names[bad[0]]}: its gradient has {fault}; this update is skipped for "
+                f"{counted(len(bad), 'parameter')}. `optimizer.skipped` counts skipped updates without further "
+                "warnings; failure.nonfinite=raise stops at the first"
+            )
         self.skipped.update(self.names[position] for position in bad)
         self._checked += checked
         self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]

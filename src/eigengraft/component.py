@@ -184,6 +184,12 @@ class Component(BaseModel, metaclass=ComponentType):
             )
         value = plain(value)
         if not cls.is_family():
+            if missing := sorted(cls.__abstractmethods__):
+                raise PydanticCustomError(
+                    "missing_methods",
+                    "the class {name} must define {methods}",
+                    {"name": cls.__name__, "methods": " and ".join(f"{name}()" for name in missing)},
+                )
             try:
                 return handler(value)
             except ValidationError as error:

@@ -51,6 +51,17 @@ def smallest(member: type[Component]) -> Component:
     return member.model_validate(copy.deepcopy(given))
 
 
+def test_a_class_without_a_required_method_is_named() -> None:
+    class Unfinished(Stage):
+        kind: Literal["unfinished_for_test"] = "unfinished_for_test"
+
+    try:
+        with refused(RecipeError, "update", "Unfinished", "apply()"):
+            eigengraft.load_recipe({"update": "unfinished_for_test"})
+    finally:
+        Stage.members.pop("unfinished_for_test")
+
+
 def test_components_are_frozen() -> None:
     stage = RMS()
     with refused(RecipeError, "RMS.beta", "replace(beta=...)"):

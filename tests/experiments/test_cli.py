@@ -472,6 +472,8 @@ WRONG = {
     "override with an empty part": (["train", "exp.yaml", "task..width=3"], ("dotted.path",)),
     "override with broken YAML": (["train", "exp.yaml", "task={kind: digits"], ("override 'task={kind: digits'",)),
     "value of the wrong type": (["train", "exp.yaml", "steps=many"], ("steps", "many")),
+    "a setting as an option": (["train", "exp.yaml", "--steps", "10"], ("steps=VALUE",)),
+    "a field of a stage": (["train", "exp.yaml", "betas=0.9"], ("betas", "update.rms.beta=0.99")),
     "several values": (["train", "exp.yaml", "lr=1e-3,1e-2"], ("eigengraft ablate exp.yaml lr=1e-3,1e-2",)),
     "value out of range": (["train", "exp.yaml", "lr=-1"], ("lr", 0, -1)),
     "value of the recipe out of range": (

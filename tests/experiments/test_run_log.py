@@ -39,6 +39,21 @@ def test_runs_of_own_loops_are_compared_over_seeds(tmp_path: Path) -> None:
     assert report.records.runs[0].rows[0]["perplexity"] == 8.0
 
 
+def test_the_directory_gives_the_seed(tmp_path: Path) -> None:
+    for seed, value in enumerate((1.0, 2.0, 6.0)):
+        write(tmp_path / "mine" / f"seed-{seed}", [9.0, value], recipe="mine")
+    (panel,) = Report(tmp_path).panels
+    assert panel.rows[0].final is not None and panel.rows[0].final.mean == 3.5  # of val_loss
+    assert [run.seed for run in panel.rows[0].runs] == [0, 1, 2]
+
+
+def test_a_row_without_a_loss_and_with_a_misspelt_one_is_refused(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", "my text", 4)
+    with refused(ValueError, "los", "'loss'"):
+        log.row(1, los=1.0)
+    log.row(1, 1.0, los=1.0)
+
+
 def test_a_loop_that_is_run_again_continues_its_log(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run", "my text", 4)
     for step in (1, 2, 3):

@@ -85,6 +85,7 @@ def test_other_parameters_may_be_without_a_gradient_in_each_step() -> None:
         optimizer.step()
     optimizer.state_dict()  # settles what a device still has to say
     assert [parameter.tolist() for parameter in held] == [[-1.0] * 3, [0.0] * 3, [-2.0] * 3]
+    assert "skipped: 3 updates of 2 parameters" in repr(optimizer)
     assert optimizer.skipped == {"p0": 1, "p1": 2}
 
 

@@ -217,7 +217,8 @@ def test_gradients_that_are_not_finite_are_skipped_and_a_lost_run_warns_once() -
     eigengraft.release(two, optimizer, parts=1000)
     for step in range(STALLED + 1):
         for model, own in ((one, plain), (two, optimizer)):
-            context = warned(UserWarning, STALLED, "failure.nonfinite=raise") if step == STALLED else nullcontext()
+            lost = {1: ("optimizer.skipped",), STALLED: (STALLED, "no parameter")}.get(step)
+            context = nullcontext() if lost is None else warned(UserWarning, *lost, "failure.nonfinite=raise")
             with context:
                 (loss(model, step) * (math.nan if step else 1.0)).backward()
                 own.step()
