@@ -72,8 +72,8 @@ _HOMES = ("optimizers", "preconditioners", "component", "signals", "slots", "ste
 
 
 def __getattr__(name: str) -> object:
-    """Return a public name, or a module of the library, and store it in the package, so that this function runs once
-    for each name.
+    """Return the public object or the module called `name`. Store it in the package, so that Python calls this
+    function once for each name.
     """
     if name in __all__:
         homes = [vars(import_module(f"eigengraft.{home}")) for home in _HOMES]

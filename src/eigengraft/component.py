@@ -31,10 +31,8 @@ _FAMILIES: dict[str, type[Component]] = {}
 
 
 def plain(value: Any) -> Any:
-    """Convert data of other libraries to plain Python data: mappings to dicts, sequences to lists, numbers of numpy to
-    numbers.
-
-    Hydra's nodes, for example, are mappings and sequences of their own types. Any other value is returned unchanged.
+    """Convert data of other libraries to plain Python data, such as Hydra's nodes: mappings to dicts, sequences to
+    lists, numbers of NumPy to numbers. Any other value is returned unchanged.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -104,11 +102,11 @@ _VALIDATION = ConfigDict(
     validate_by_alias=True,
     serialize_by_alias=True,
 )
-"""Settings of validation that type checkers should not know. They are not literals in a class, because pydantic's
-plugin for mypy reads literals.
+"""Settings of validation that type checkers should not know. pydantic's plugin for mypy reads settings that are
+literals in a class, so these settings are outside.
 
-With `strict` the plugin would demand the type of the attribute in a call, where a component also accepts kinds,
-mappings, lists and schedules. With `validate_by_name` it would refuse the aliases, which are the names in YAML.
+If the plugin knew `strict`, it would refuse kinds, mappings, lists and schedules, which components accept in calls. If
+it knew `validate_by_name`, it would refuse aliases, which are the names in YAML.
 """
 
 
@@ -231,7 +229,7 @@ class Component(BaseModel, metaclass=ComponentType):
     def member(cls, kind: object) -> type[Component]:
         """Return the member of this family called `kind`.
 
-        Raises an error for an unknown kind that names the nearest kind and all kinds.
+        For an unknown kind, raises an error that names the nearest kind and all kinds.
         """
         found = cls.members.get(kind) if isinstance(kind, str) else None
         if found is None:
@@ -442,7 +440,7 @@ def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> st
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the dotted path of every field `name` of the components that are the defaults of a component's fields."""
+    """Yield the dotted path of every field called `name` in the components that are defaults of fields of `cls`."""
     for field, info in cls.model_fields.items():
         if isinstance(info.default, BaseModel):
             own = type(info.default)
@@ -477,7 +475,7 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     field, whole = message.partition(": ")[0], isinstance(got, Mapping)
     if whole and field in got:
         got, whole = got[field], False
-    # no ', got ...' if a message about a field contains the value, or if the value is a whole component
+    # ', got ...' is left out if a message about a field contains the value, or if the value is a whole component
     said = _names_field(message) and (whole or short(got).lower() in message.lower())
     said = said or ", got " in message
     return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")

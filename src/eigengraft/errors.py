@@ -44,19 +44,18 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: It
 
 
 _VERY_SIMILAR = 0.75
-"""Similarity of names with one typing error in four characters. Such a name is nearer than one with a common word."""
+"""Least similarity of names that are nearer than names with a common word: one typing error in four characters."""
 _LEAST_WORD = 3
-"""Least number of characters of a name that another name contains. Shorter words are in too many names."""
+"""Least length of a word by which two names are near. Shorter words are in too many names."""
 
 
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return the names that are near a given one, the nearest first.
+    """Return the known names that are near `name`, the nearest first.
 
-    These are names that are very similar, then longer names that have the given name as a word, shorter names that are
-    a word of the given name, and all other similar names.
+    Names that are very similar to `name` come first. Then come names in which a word begins with `name`, names with
+    which a word of `name` begins, and all other similar names.
 
-    cutoff: smallest similarity of two names that count as similar. The similarity is 1 minus the number of typing
-        errors per character.
+    cutoff: least similarity of similar names. The similarity is 1 minus the number of typing errors per character.
     """
     others = list(known)
     similarity = {other: 1 - typing_errors(name, other) / max(len(name), len(other), 1) for other in others}
@@ -71,7 +70,7 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
 
 
 def _letters(name: str) -> str:
-    """Return the letters and digits of a name without the characters between its words."""
+    """Return the letters and digits of a name, in lower case, without the characters between its words."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 

@@ -49,8 +49,8 @@ def is_compiling() -> bool:
 def never_compiled() -> Iterator[None]:
     """Mark the calling thread as one whose work is never compiled.
 
-    torch's flag is one for all threads: without the mark, the branches of a thread would depend on whether another
-    thread compiles a model at the moment.
+    torch has one flag for all threads. Without the mark, the branches of a thread would depend on whether another
+    thread compiles a model at that moment.
     """
     _thread.never_compiled = True
     try:
@@ -96,7 +96,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def apart(x: Tensor) -> Tensor:
-    """Return a tensor over the same memory whose storage is as small as the tensor, so that it is pickled alone.
+    """Return a tensor over the same memory whose storage has only the bytes of x. pickle would store all of x's
+    storage.
 
     The result has its own version counter. Tensors that are not contiguous or have no memory (meta, fake) are returned
     as views with their full storage.
@@ -187,8 +188,8 @@ def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
 
 
 def tiny(dtype: torch.dtype) -> float:
-    """Return the number below which a scale counts as 0: 16 times the smallest normal number, so that its reciprocal is
-    finite in `dtype`.
+    """Return the number below which a scale counts as 0. It is 16 times the smallest normal number of `dtype`, so that
+    reciprocals of larger scales are finite.
     """
     return torch.finfo(dtype).tiny * 16
 
@@ -196,8 +197,8 @@ def tiny(dtype: torch.dtype) -> float:
 def block_norm(x: Tensor) -> Tensor:
     """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares.
 
-    A block is scaled first if its largest entry is outside of a range in which squares are safe. A CPU skips this step
-    if the norms show that no block needs it.
+    A block is scaled first if its largest entry is outside of a range in which squares are safe. On a CPU the scaling
+    is skipped if the norms show that no block needs it.
     """
     # blocks are made contiguous, because strides differ between ranks, and torch's order of addition depends on them
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
@@ -380,9 +381,8 @@ def multiplied_in_float32(x: Tensor) -> bool:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on a device. The host does not wait for the copy.
-
-    If the device is the CPU, return the tensor itself.
+    """Return a copy of a host tensor on a device, or the tensor itself if the device is the CPU. The host does not wait
+    for the copy.
     """
     if device.type == "cuda" and values.is_cpu and has_values(values):
         return values.pin_memory().to(device, non_blocking=True)
@@ -497,8 +497,8 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
 
     On a CPU, each row of large tensors is a group of its own, and is not copied.
 
-    columns: each column has either n tensors, or is a tensor `[n]` with a number for each row. The tensors of a group
-        of m rows become a stack `[m, *shape]`. The numbers become a tensor `[m, 1, ...]` that broadcasts against the
+    columns: a column is a list of n tensors, or a tensor `[n]` with a number for each row. In a group of m rows,
+        tensors become a stack `[m, *shape]`, and numbers become a tensor `[m, 1, ...]` that broadcasts against the
         stack of the first column.
     """
     lists = [column for column in columns if not isinstance(column, Tensor)]
@@ -516,8 +516,8 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
 
 
 def over_stacks(function: Callable[..., Tensor], *columns: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """Return function(*row) for each of the n rows of a table, in few kernels. The function is called only once for all
-    rows whose tensors have equal shapes and dtypes, with the stacks that `equal_stacks` yields.
+    """Return function(*row) for each of the n rows of a table, in few kernels. The function is called once for each
+    group of rows of `equal_stacks`, with the stacks of the group.
 
     function: function of tensors `[m, ...]` that computes each row independently.
     columns: as in `equal_stacks`.
@@ -629,7 +629,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 _SAFE = 2.9
-"""Value of a bound on the squared spectral norm of a matrix V, up to which `rectified` does not scale V down. It is
+"""Largest bound on the squared spectral norm of a matrix for which `rectified` does not scale the matrix down. It is
 less than 3 to allow for rounding errors.
 """
 
@@ -655,8 +655,7 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """Return a number c `[N]` of at most 1 for each matrix V `[N, d, r]`, such that the singular values of c V are
-    below sqrt 3.
+    """Return for each matrix V `[N, d, r]` a number c <= 1, `[N]`, so that singular values of c V are below sqrt 3.
 
     c is 1 if the bound of `rectified` shows that V needs no scaling.
     """

@@ -73,10 +73,10 @@ def _entry(field: FieldText) -> str:
 
 
 def example_of(cls: type[BaseModel]) -> str:
-    """Return an import and a call of the class with its required fields, or else with a field that has an example, or
-    else with one field as it is by default.
+    """Return an import and a call of the class as text. A class that has a kind is shown in YAML too.
 
-    A class that has a kind is shown in YAML too.
+    The call has the required fields. If there are none, it has a field that has an example, or else a field with its
+    default.
     """
     examples = [
         (info, info.alias or name, info.examples[0]) for name, info in cls.model_fields.items() if info.examples
@@ -97,7 +97,7 @@ def example_of(cls: type[BaseModel]) -> str:
 
 
 def _short_value(value: Any) -> Any:
-    """Return a default as one writes it: the bare kind of a member of a family, or a number or text; else None."""
+    """Return a default as one writes it: a number, a text, or the kind of a component. Return None for other values."""
     if isinstance(value, BaseModel):
         return getattr(value, "kind", None)
     return value if isinstance(value, (bool, int, float, str)) else None
@@ -118,7 +118,7 @@ def public_module(cls: type[Any]) -> str:
 
 
 def _exports(module: ModuleType | None, cls: type[Any]) -> bool:
-    """Return True if a module has a class under its name. A lazy module lists the name in `__all__`."""
+    """Return True if a module has the class, or lists its name in `__all__`, as modules do that import on demand."""
     return module is not None and (
         vars(module).get(cls.__name__) is cls or cls.__name__ in vars(module).get("__all__", ())
     )
@@ -145,7 +145,7 @@ class _Text(str):
 
 
 def type_name(annotation: Any) -> str:
-    """Return a type as one writes it in code, without the metadata of `Annotated` and without modules."""
+    """Return a type as one writes it in code, without the metadata of `Annotated` and without names of modules."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(args[0])
@@ -189,11 +189,11 @@ def type_text(
     code: Callable[[str], str] = str,
     escape: Callable[[str], str] = str,
 ) -> str:
-    """Return the values that a field takes in words, with ranges, from its JSON schema.
+    """Describe in words the values that a field accepts, with ranges, by the field's JSON schema.
 
-    link: maps the name of a family or of a component to text.
-    code: maps a literal value to text.
-    escape: maps a range to text.
+    link: function that formats the name of a family or of a component.
+    code: function that formats a literal value.
+    escape: function that formats a range.
     """
 
     def text(inner: dict[str, Any]) -> str:
@@ -221,7 +221,7 @@ def type_text(
 
 
 def interval(schema: dict[str, Any]) -> str:
-    """Return the range of a number as an interval, "" without bounds."""
+    """Return the range of a number as an interval; "" if the number has no bounds."""
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if low is high is above is below is None:
@@ -251,9 +251,9 @@ class MemberText(NamedTuple):
 
 
 def contract_of(family: type[BaseModel]) -> list[MemberText]:
-    """Return what a member of a family may define, the required methods first, from the class of the family.
+    """Return the methods, properties and class variables that a member of a family may define, the required ones first.
 
-    Methods that are final are left out: members call them, and do not define them.
+    Final methods are left out, because members cannot define them.
     """
     found = []
     for name, value in vars(family).items():
@@ -269,8 +269,9 @@ def contract_of(family: type[BaseModel]) -> list[MemberText]:
 
 
 def types_in_contract(family: type[BaseModel]) -> list[type[Any]]:
-    """Return the classes of the library in the signatures of a family's contract that are no components: named tuples,
-    data classes and abstract classes.
+    """Return the classes of the library that are in the signatures of a family's contract, without components.
+
+    These classes are named tuples, data classes and abstract classes.
     """
     module = sys.modules[family.__module__]
     names = {name for one in contract_of(family) for name in re.findall(r"\b[A-Z]\w+", one.signature)}
@@ -282,7 +283,7 @@ def types_in_contract(family: type[BaseModel]) -> list[type[Any]]:
 
 
 def _written(name: str, value: object, function: Any) -> str:
-    """Return a method as one writes it, without `self`."""
+    """Return the signature of a method as one writes it, without `self`."""
     signature = inspect.signature(function)
     result = type_name(signature.return_annotation)
     if isinstance(value, property):

@@ -1,7 +1,7 @@
-"""Schedules of numbers over a run: a field of type float of a component may hold one instead of a constant.
+"""Schedules of numbers over a run. A field of type float of a component may hold a schedule instead of a constant.
 
 A schedule is one segment, or several that follow each other. The learning rate and the weight decay cannot have such a
-schedule: they are in the optimizer's `param_groups`, where the schedulers of torch change them.
+schedule. They are in the optimizer's `param_groups`, where the schedulers of torch change them.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ def component_at(component: C, step: int, total_steps: int | None) -> C:
 
 
 def with_numbers(component: C, number: Callable[[Schedule], Any]) -> C:
-    """Return a component in which every scheduled number is replaced by a number from `number`, also in the components
-    inside it. A component without schedules is returned as it is.
+    """Return a component in which every scheduled number is replaced by number(schedule), also in the components inside
+    it. A component without schedules is returned as it is.
 
-    number: function that returns the value for a schedule. It is called in the same order for equal components.
+    number: function that is called for each schedule, in the same order for equal components.
     """
     fields = {name: getattr(component, name) for name in type(component).model_fields}
     found = {name: _inside(value, number) for name, value in fields.items()}

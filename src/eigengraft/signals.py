@@ -13,7 +13,7 @@ from .schedules import schedules
 
 @dataclass(frozen=True)
 class Signal:
-    """A value that stages may request beside the gradient. `register_signal` makes a signal known.
+    """A value that stages may request beside the gradient, after `register_signal` has made it known.
 
     name: the name in requests.
     extent: shape of the value:
@@ -28,7 +28,7 @@ class Signal:
             the view `pairs` shows as `[q, r]`.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
-    by: the function that provides the signal, for errors. "": only `optimizer.provide` does.
+    by: name of the function that provides the signal, for errors. "": only `optimizer.provide` does.
     """
 
     name: str
@@ -143,15 +143,17 @@ class Request:
         return self.when in ("first", "if_given")
 
     def needed_at(self, step: int, refreshes: bool) -> bool:
-        """Return True if the signal is required at a step of a block. refreshes: True if a refresh may be due at the
-        step."""
+        """Return True if a block requires the signal at a step of the block.
+
+        refreshes: True if a refresh may be due at the step.
+        """
         if self.when == "always":
             return step <= 1 or (step - 1) % self.interval == 0
         return self.when == "refresh" and refreshes
 
 
 class Asks(Protocol):
-    """A stage or a constraint: the part of its interface that requests signals."""
+    """The part of the interface of stages and constraints that requests signals."""
 
     @property
     def requests(self) -> tuple[Request, ...]: ...
@@ -167,8 +169,8 @@ def requested(own: Asks) -> frozenset[str]:
 def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tuple[str, Asks]] = ()) -> None:
     """Raise ValueError for a request of an unknown signal, or of a signal of the wrong extent.
 
-    stages: every stage with its path. Stages cannot request signals with outputs.
-    constraints: every constraint with its path. Constraints can request no other signals.
+    stages: every stage with its path. Stages cannot request signals of extent "outputs".
+    constraints: every constraint with its path. Constraints can request only signals of extent "outputs".
     """
     known, stages = known_signals(), list(stages)
     for path, asks in stages:
@@ -192,7 +194,7 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
 
 
 def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
-    """Return the path of the first stage that requests each signal, by the name of the signal."""
+    """Return {name of a signal: path of the first stage that requests the signal}."""
     found: dict[str, str] = {}
     for path, stage in stages:
         for name in sorted(requested(stage)):
@@ -201,7 +203,7 @@ def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
 
 
 def entries(asked: Iterable[str]) -> int:
-    """Return the number of signals, given by name, that have a number for each entry of a parameter."""
+    """Return how many of the signals `asked` have a number for each entry of a parameter."""
     return sum(known_signals()[name].extent == "entry" for name in asked)
 
 

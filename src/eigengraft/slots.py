@@ -38,7 +38,7 @@ class StateKey(NamedTuple):
     block: number of the block in the parameter; None: the tensor belongs to the parameter, and the text has no block.
     stage: dotted path of a stage or constraint, or "averaging"; "" for `step`, the count of gradients seen.
     slot: name of the slot.
-    part: name of one of the tensors that a quantized slot is stored in; "" for a slot that is not quantized.
+    part: name of the tensor, if a quantized slot is stored in several; "" for a slot that is not quantized.
 
     >>> StateKey.parse("0/update.shampoo/root.1/codes")
     StateKey(block=0, stage='update.shampoo', slot='root.1', part='codes')
@@ -67,8 +67,7 @@ class StateKey(NamedTuple):
 
     @staticmethod
     def join(first: str | int, rest: str) -> str:
-        """Return the text of a key, joined from the texts of its two parts. The function is fast enough to be called in
-        every step.
+        """Return "<first>/<rest>", the text of a key. The function is fast enough to be called in every step.
 
         >>> StateKey.join("update.momentum", "m"), StateKey.join(0, "update.momentum/m")
         ('update.momentum/m', '0/update.momentum/m')
@@ -109,7 +108,8 @@ class Slot:
         block's last axis. "column": as "square", for a slot without the last but one axis. "none": not changed.
     dtype: dtype of the slot; None: the dtype that the block is computed in.
     axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix without a
-        frame: the axis that the matrix is a factor of, by which a basis is paired with its statistic.
+        frame: the axis of the block that the matrix belongs to. `inspect` compares a basis with the statistic of the
+        same axis.
     scale: factor of the initial identity.
     sensitive: True if the size of every update depends on the slot. Such a slot is never quantized because of its role.
     decay: b, if the slot is a running mean or sum of squared gradients in its frame, whose weights fall by b with each
@@ -138,8 +138,10 @@ class Slot:
                 raise ValueError(f"Slot.{name}: one of {', '.join(known)} is required, got {value!r}")
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the initial slot of a stack, `[blocks, *shape]`, in the dtype of the slot, or in `dtype` if it has
-        none."""
+        """Return the initial slot of a stack, `[blocks, *shape]`.
+
+        dtype: dtype of the result if the slot has none.
+        """
         dtype = self.dtype or dtype
         if self.fill == "identity":
             eye = torch.eye(*self.shape, dtype=dtype, device=device).mul_(self.scale)
@@ -147,8 +149,8 @@ class Slot:
         return torch.full((blocks, *self.shape), self.fill, dtype=dtype, device=device)
 
     def initial(self, dtype: torch.dtype) -> Tensor:
-        """Return the initial slot of one block on the CPU, `[1, *shape]`. If all entries are equal, it is a view of one
-        number.
+        """Return the initial slot of one block on the CPU, `[1, *shape]`. If all entries are equal, the result is a
+        view of one number.
 
         dtype: dtype of the result if the slot has none.
         """
@@ -160,8 +162,8 @@ class Slot:
 Encoded = Mapping[str, Tensor]
 """Tensors `[N, ...]` that a quantized slot is stored in, by name."""
 Uniform = Callable[[Tensor, str], Tensor]
-"""A function (like `[N, ...]`, purpose) -> random numbers in [0, 1) with the shape and dtype of `like`, for stochastic
-rounding.
+"""Function uniform(like, purpose) that returns random numbers in [0, 1) for stochastic rounding, with the shape
+`[N, ...]` and dtype of `like`. Each purpose has numbers of its own.
 """
 
 
@@ -169,14 +171,14 @@ class Codec(Protocol):
     """A way to store a slot as other tensors; `eigengraft.quantization` holds the implementations."""
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """Return the tensors `[N, ...]` that stand for x `[N, *shape]`, by name.
+        """Return the tensors `[N, ...]` that encode x `[N, *shape]`, by name.
 
-        before: the tensors that the new ones replace; None at the start.
+        before: the tensors that the new tensors replace; None at the start.
         uniform: random numbers for stochastic rounding; None: rounding is to nearest.
         """
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """Return the slot `[N, *shape]` that the tensors stand for, in `dtype`."""
+        """Return the slot `[N, *shape]` that the tensors encode, in `dtype`."""
 
 
 @dataclass(frozen=True)
@@ -235,13 +237,13 @@ class DelayedRefreshes(Protocol):
         """Begin to compute the results of a refresh.
 
         state: state of the rows, in whose pending slots `finish` stores the results.
-        seeds: `[n]`, seed of each block, which identifies it.
+        seeds: `[n]`, seed of each block, which identifies the block.
         what: text for errors, "<stage path>: solve() at step <t>".
         solve: function that returns the results, by name of the pending slot. It reads nothing that a step changes.
         """
 
     def finish(self, path: str, seeds: NDArray[np.int64]) -> None:
-        """Store the result of each refresh of a stage that computes one of the blocks with these seeds.
+        """Store the results of those refreshes of a stage that include a block with one of these seeds.
 
         path: path of the stage.
         """
@@ -255,8 +257,8 @@ class Storage:
     counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends only
         on the seed, the step, the slot and the index in the slot. None: values are rounded to nearest.
     watch: observer that is notified when stages load and write slots; None: there is none.
-    delayed: delayed refreshes that are computed beside training; None: the results of a delayed refresh are computed at
-        once when it is due.
+    delayed: delayed refreshes that are computed beside training; None: the results of a delayed refresh are computed
+        when the refresh is due.
     """
 
     encoded: Mapping[str, EncodedSlot]
@@ -305,7 +307,7 @@ class State:
     block: shape of the blocks that the stage sees.
     path: path of the stage.
     rows: the selected rows; None: all rows.
-    mask: `[n]`, the selected rows that are written; None: all of them.
+    mask: bool `[n]`, True for each selected row that is written; None: all selected rows are written.
     storage: encoded slots and random numbers; None: every slot is stored as it is.
     """
 
@@ -389,8 +391,7 @@ class State:
         return self._load(name) if self.coded(name) else None
 
     def coded(self, name: str) -> bool:
-        """Return True if a codec stores the slot. The loaded tensor is then a copy, and the stored slot may differ from
-        it."""
+        """Return True if a codec stores the slot. Loading then returns a copy, and encoding may change numbers."""
         return StateKey.join(self.path, name) in self.storage.encoded
 
     def copied(self, name: str) -> bool:

@@ -23,8 +23,9 @@ _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 """Function of steps `[N]` that returns bool `[N]`, True for steps at which a condition holds."""
 TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)
-"""Step for which conditions are evaluated while a program is traced: late in a run, with no interval due. It is a prime
-p for which (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a multiple of any number from 3 to 500,000.
+"""Step for which conditions are evaluated while a program is traced. It is late in a run, and nothing that happens
+every k steps happens at it. It is a prime p for which (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a
+multiple of any k from 3 to 500,000.
 """
 
 
@@ -78,7 +79,7 @@ class StepContext:
         raise AttributeError(f"a StepContext has no attribute '{name}'")
 
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
-        """Return True if a condition holds at the steps of all blocks, False if it holds for none, else bool `[N]`.
+        """Return True if a condition holds at the steps of all blocks, False if it holds at none, else bool `[N]`.
 
         A compiled program is used for steps at which every condition has the same result as at a late step
         (`TYPICAL_STEP`). Other steps run without the program.
@@ -93,8 +94,8 @@ class StepContext:
 
     @cached_property
     def priming(self) -> bool:
-        """True if this is the first gradient of lagged stages: they accumulate statistics from it, and nothing else is
-        updated.
+        """True if this is the first gradient of lagged stages. They accumulate statistics from this gradient, and
+        nothing else is updated.
         """
         return self.numbers is None and self.uniform == 0  # lagged chains are not traced while they prime
 

@@ -1,4 +1,6 @@
-"""The blocks of a parameter: views say which of its entries form a matrix, and matrices are then merged and split."""
+"""The blocks of a parameter. A view says which entries of the parameter form a matrix. Then small axes of matrices are
+merged, and long ones split.
+"""
 
 from .blocks import BlockGrid as BlockGrid
 from .blocks import Blocking as Blocking

@@ -3,6 +3,8 @@
 `Blocking` is the rule that a recipe declares (Shi et al. 2023, section 3.3). The rule covers a parameter with grids of
 equal blocks (`BlockGrid`). A matrix that consists of full axes of the parameter is cut by `_even`. A matrix that is a
 section or a head of the parameter, or is stored transposed, is cut by `divided_grids`.
+
+The merged shape of a parameter is its shape after small axes were merged.
 """
 
 from __future__ import annotations
@@ -49,16 +51,16 @@ class Box:
         return box if box.numel else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds the box `outer`."""
+        """Return the slices that select this box from a tensor that consists of the entries of `outer`."""
         corners = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(a - origin, b - origin) for a, b, origin in corners)
 
 
 def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
-    """Yield (axes of a shape, axes of its merged shape) for each group of axes that hold the same entries.
+    """Yield pairs (axes of `shape`, axes of `merged`). Both sides of a pair have the same number of entries.
 
-    One of the two ranges is a single axis: either several axes of the shape were merged into one, or one was divided
-    into several. An axis of length 1 is in the group of a neighbouring axis.
+    One side of each pair is a single axis: either axes of `shape` were merged into one, or one axis was divided. An
+    axis of length 1 is in the pair of a neighbouring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -76,11 +78,12 @@ def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]
 def boxes_of_run(
     start: int, stop: int, lengths: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes that cover the entries start <= i < stop of flattened axes, in order.
+    """Yield boxes that together have the entries start <= i < stop, in order. i is the index in the flattened tensor.
 
-    Each result is (first i of the box, start of the box, stop of the box). There are at most 2k - 1 boxes for k axes.
+    Each result is (i of the first entry of the box, start of the box, stop of the box). There are at most 2k - 1 boxes
+    for k axes.
 
-    lengths: lengths of the axes that were flattened.
+    lengths: lengths of the axes before they were flattened.
     """
     if not lengths:
         yield 0, (), ()
@@ -108,12 +111,11 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of entries of a block that is also a box of entries of the parameter. All blocks of a grid have the same
-    pieces.
+    """Entries that are a box both in a block and in the parameter. Every block of a grid has the same pieces.
 
-    start: where the piece of the first block begins in the parameter, along each axis of the parameter.
+    start: first index of the piece of the grid's first block, along each axis of the parameter.
     lengths: lengths along the axes of the parameter.
-    offset: where the piece begins in its block, along each axis of the block.
+    offset: first index of the piece in its block, along each axis of the block.
     """
 
     start: Numbers
@@ -123,16 +125,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """An even grid of equal blocks of one parameter.
-
-    The parameter is reshaped to `merged`, so that each block consists of boxes.
+    """An even grid of equal blocks of one parameter. The parameter is used in the shape `merged`.
 
     merged: shape of the parameter with small axes merged, or with an axis divided into equal groups.
     count: number of blocks along each axis of the parameter.
-    step: distance of neighbouring blocks along each axis of the parameter.
-    pieces: the boxes that the first block consists of.
-    joined: for each axis of a block, the axes of `merged` that it is flattened from, the last one fastest. A block has
-        length 1 along axes of `merged` that are not in `joined`, such as an axis of experts.
+    step: distance of neighbouring blocks along each axis of the parameter, in entries.
+    pieces: the boxes that together are the first block.
+    joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
+        of `merged` that are not in `joined`, such as an axis of experts.
     keys: number of each block among all blocks of the parameter, in row-major order of the grid.
     matrices: number of the matrix of the parameter that each block belongs to, in the order of `keys`.
     """
@@ -178,8 +178,7 @@ class BlockGrid:
     def in_parameter(self, x: Tensor) -> list[Tensor]:
         """Return for each piece a view `[*count, *lengths]` of x, which contains this piece of every block.
 
-        The lengths are in the order of `joined`; axes that are not in `joined` are left out.
-
+        lengths: lengths of the piece along the axes in `joined`, in the order of `joined`.
         x: the parameter, or a tensor of its size, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
@@ -195,12 +194,7 @@ class BlockGrid:
         return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
 
     def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return cut(x), a list of views of x.
-
-        The layout of each view is cached by the strides of x, so that the next call makes each view by one operation.
-
-        cut: function that divides x into views.
-        """
+        """Return cut(x), a list of views of x. Later calls make each view by one operation, from a cached layout."""
         key, start = (cut.__name__, x.stride()), x.storage_offset()
         if key not in self._layouts:
             found = cut(x)
@@ -210,7 +204,7 @@ class BlockGrid:
 
     @cached_property
     def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, Any]]]:
-        """Shape, strides and offset of each view, by the name of the cut and the strides of its argument."""
+        """Cache of `_views`: shapes, strides and offsets of the views, by the name of `cut` and the strides of x."""
         return {}
 
     def _pieces_of_parameter(self, x: Tensor) -> list[Tensor]:
@@ -259,7 +253,7 @@ class EqualMatrices:
     """Equal matrices of one parameter, evenly spaced along some of its axes.
 
     lattice: by axis of the parameter, (number of matrices, distance from one matrix to the next) along it.
-    axes: for each axis of the first matrix, the spans of the parameter that it is flattened from, the last one fastest.
+    axes: for each axis of the first matrix, the spans of the parameter that are flattened into it.
     """
 
     lattice: Mapping[int, tuple[int, int]]
@@ -273,10 +267,10 @@ class EqualMatrices:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Equal tiles of one axis of a block.
+    """Tiles of equal length along one axis of a matrix. A block is one tile along each axis of its matrix.
 
     first: number of the first tile.
-    boxes: the boxes of the first tile: (first index in the tile, {axis of the parameter: (start, length)}).
+    boxes: the boxes of the first tile, as (first index in the tile, {axis of the parameter: (start, length)}).
     lattice: by axis of the parameter, (number of tiles, distance from one tile to the next) along it.
     """
 
@@ -286,8 +280,10 @@ class Tiles:
 
 
 def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
-    """Return runs of equal tiles along an axis of length d, as (first grid index, number of tiles, start, tile
-    length)."""
+    """Return runs of equal tiles that cover an axis of length d. The last tile may be shorter than `size`.
+
+    A run is (number of its first tile, number of tiles, index of its first entry, length of a tile).
+    """
     full = d // size
     runs = [(0, full, 0, size)] if full else []
     return [*runs, (full, 1, full * size, d - full * size)] if d % size else runs
@@ -296,8 +292,7 @@ def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
 def divided_grids(
     shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers], size: int | None
 ) -> Iterator[BlockGrid]:
-    """Yield the grids of the blocks of every matrix of a parameter. Each matrix is merged by `merge` and cut into
-    blocks of `size`, as a parameter of its shape is.
+    """Yield the grids of the blocks of a parameter whose matrices are sections, heads, or stored transposed.
 
     Keys number the blocks by section, then by matrix in a section, then row-major in a matrix.
 
@@ -321,10 +316,10 @@ def divided_grids(
 
 
 def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
-    """Yield for each section its matrices, which are equal and evenly spaced.
+    """Yield the matrices of each section, which are equal and evenly spaced.
 
-    Axes are numbered as in the parameter. If the matrices have groups, the axis that is divided into sections counts as
-    two axes: groups, and entries of a group.
+    If the matrices have groups, the axis that is divided into sections counts as two axes: the groups, and the entries
+    of a group.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -348,7 +343,7 @@ def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[T
     """Yield the tiles along one axis of the blocks. Equal tiles that are evenly spaced along one axis of the parameter
     are yielded together, as one `Tiles`.
 
-    spans: spans of the parameter that the axis is flattened from.
+    spans: spans of the parameter that are flattened into the axis.
     side: length of a tile. The last tile may be shorter.
     equal: the matrices that are cut.
     """
@@ -372,14 +367,14 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return the grid of the blocks that have the chosen tiles along their axes, in all of the equal matrices.
+    """Return the grid of the blocks that are products of the chosen tiles, in all of the equal matrices.
 
     factored: shape of the parameter, with one axis divided into groups if the matrices have groups.
     equal: the matrices that are cut.
-    joined: for each axis of a block, the spans of the parameter that it is flattened from.
+    joined: for each axis of a block, the spans of the parameter that are flattened into it.
     chosen: the tiles along each axis of a block.
     tiles: number of tiles along each axis of a matrix.
-    before: number of keys and number of matrices that earlier sections have used.
+    before: number of blocks and number of matrices in earlier sections.
     """
     order = len(factored)
     lattice = dict(equal.lattice)
@@ -400,10 +395,10 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the piece of the first block that has the given box along each axis of the block.
+    """Return the piece of the first block that is the product of boxes of tiles.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, one of the `boxes` of its tiles.
+    boxes: for each axis of the block, one item of `Tiles.boxes`.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)
@@ -411,14 +406,12 @@ def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]
 
 
 def _along(axis: int, count: Numbers) -> NDArray[np.int64]:
-    """Return the indices 0, 1, ... along one axis of a grid of shape `count`, in a shape that broadcasts over this grid
-    of blocks.
-    """
+    """Return the indices 0, 1, ... along one axis of a grid, in a shape that broadcasts over its shape `count`."""
     return np.arange(count[axis]).reshape(*(-1 if k == axis else 1 for k in range(len(count))))
 
 
 ONE_TENSOR = Matrices()
-"""The view of a parameter as one tensor."""
+"""The matrices of a parameter that is not divided: the parameter as one tensor."""
 
 
 class Blocking(Component):
@@ -469,10 +462,8 @@ class Blocking(Component):
         return hash((self.size, self.merge, self.merge_from, self.min_axes))
 
     def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
-        """Return the grids of equal blocks that cover a parameter of that shape. Each matrix of the parameter is cut
-        separately.
-
-        An empty parameter has no grids.
+        """Return the grids of equal blocks that cover a parameter of that shape; none for an empty parameter. Each
+        matrix of the parameter is cut separately.
         """
         return _grids(self, tuple(shape), matrices)
 

@@ -1,10 +1,9 @@
 """Sums over the blocks of parameters, for `context.parameter_sum`, also if the blocks are in several stacks.
 
-The chain of a stack is a plain function. If all blocks of its parameters are in the stack, a sum is an `index_add`.
-Stacks that share parameters run concurrently, each in a greenlet of this thread. When a stack needs a sum, it switches
-to the caller. When every stack has reached its sum, the caller adds the numbers of all stacks and switches back.
-Threads would need locks for that. With generators, every function between the step and the sum would have to be a
-generator.
+If all blocks of a parameter are in one stack, the sum is an `index_add`. Stacks that share parameters run concurrently,
+each in a greenlet of this thread. When a stack needs a sum, the stack switches to the caller. When every stack has
+reached its sum, the caller adds the numbers of all stacks and switches back. Threads would need locks. With generators,
+every function between the step and the sum would have to be a generator.
 
 A context manager must not be open across a sum: other stacks run before the sum returns.
 """
@@ -32,12 +31,12 @@ ParameterSum = Callable[[Tensor], Tensor]
 
 
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
-    """Run a computation on each of the stacks that share parameters, and return the results.
+    """Run the computations of stacks that share parameters, and return their results.
 
-    Numbers are added in the order of stacks and rows. An exception in one run ends all runs. Raises ContractError
-    unless all stacks compute the same number of sums.
+    Numbers are added in the order of stacks and rows. An exception in one computation ends all of them. Raises
+    ContractError unless all stacks compute the same number of sums.
 
-    runs: the computation of each stack, which receives the function that computes its sums.
+    runs: the computation of each stack. It receives a function that computes sums over parameters.
     param_ids: for each stack `[N]`, the number of the parameter that each block belongs to.
     """
     if len(runs) == 1:

@@ -34,14 +34,14 @@ and requests them again, and a step takes 1.1 times as long. A device runs faste
 
 
 ALIGNMENT = 16
-"""Alignment of a stack's address, in bytes. At other addresses products of small matrices may add in another order. MKL
-with AVX-512 does so in float32 for sides of at most 11.
+"""Alignment of a stack's address, in bytes. At other addresses products of small matrices may add in another order, as
+MKL with AVX-512 does in float32 for sides of at most 11.
 """
 
 
 JOINED = 1 << 12
-"""Largest parameter, in entries, that a CPU copies into a stack to check its gradient and to write its update. For
-larger ones the copies take longer than the calls of kernels that they save (measured).
+"""Largest parameter, in entries, that a CPU copies into a stack to check its gradient and to write its update. Copying
+larger parameters takes longer than the kernel calls that it saves (measured).
 """
 
 
@@ -151,10 +151,10 @@ class Stack:
         return out
 
     def scatter(self, rows: Tensor, buffers: Mapping[int, Tensor]) -> None:
-        """Write blocks `[N, *block]` into buffers.
+        """Write blocks into buffers.
 
-        rows: the blocks.
-        buffers: tensors of the merged shape of their parameters, by position.
+        rows: the blocks, `[N, *block]`.
+        buffers: by position of a parameter, a tensor of its size in the shape `BlockGrid.merged`.
         """
         targets = [view for param_id, grid in self.grids for view in grid.in_parameter(buffers[param_id])]
         split = zip(self._split(rows), self.grids, strict=True)
@@ -189,8 +189,8 @@ class SideMatrix:
     """A matrix over the inputs, or over the outputs, of one parameter.
 
     value: `[n, n]`, or `[*batch, n, n]`.
-    index: a view in the shape of the parameter. For each entry of the parameter it has the number of the entry's input
-        (or output), counted over all matrices of the parameter. In `value` as `[B n, n]` this is the number of a row.
+    index: a view in the shape of the parameter, with the number of the input (or output) of each entry. The number is
+        counted over all matrices of the parameter, so that it is the number of a row of `value` as `[B n, n]`.
     side: inputs or outputs.
     """
 
@@ -212,8 +212,9 @@ class SideMatrix:
         return cls(value, side_index(shape, matrices, side, value.device), side)
 
     def blocks(self, own: Tensor) -> Tensor:
-        """Return for each of k blocks the rows and columns of the matrix that belong to the block, `[k, c, c]`. own:
-        the entries of `index` for the blocks' inputs or outputs, `[k, c]`.
+        """Return for each of k blocks the matrix over its c inputs or outputs, `[k, c, c]`.
+
+        own: the entries of `index` for the inputs or outputs of each block, `[k, c]`.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]

@@ -1,10 +1,11 @@
 """Views: rules that say which entries of a parameter form a matrix.
 
 A parameter is divided into matrices by its view before it is cut into blocks. Two parameters whose product is one
-matrix, such as the factors of LoRA, are a pair. Each factor has the name of its partner. The second half of the file
-finds what the modules of a model say about their parameters: convolutions, fused projections, heads, experts. Modules
-are recognised by their structure and the names of their attributes, never by the names of classes. No library of models
-is imported.
+matrix, such as the factors of LoRA, are a pair.
+
+The second half of the file derives facts about parameters from the modules of a model: convolutions, fused projections,
+heads, experts. Modules are recognised by their structure and the names of their attributes, never by the names of
+classes. No library of models is imported.
 
 Legend of attention: h heads of queries, g of keys and values, d the length of a head.
 """
@@ -67,10 +68,11 @@ def named_factor(name: str | None) -> Factor | None:
 
 
 def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the matrices `[p_i, r]` of N positions as one tensor `[N, p, r]`, with p the largest p_i. Shorter matrices
-    are filled up with zeros.
+    """Return N matrices `[p_i, r]` as one tensor `[N, p, r]`, with p the largest p_i. Shorter matrices are filled up
+    with zeros.
 
-    matrices: the matrices, by position.
+    matrices: matrices, by position of their parameter.
+    positions: positions of the N parameters.
     """
     tensors = [matrices[position] for position in positions]
     longest = max(len(tensor) for tensor in tensors)
@@ -81,8 +83,9 @@ def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype
 
 
 KERNEL = 16
-"""Longest axis of a convolution's kernel, if the module is not known. A tensor whose axes after the second are at most
-this long counts as the weight of a convolution. Kernels of 7 to 13 are in use, and matrices in batches are larger.
+"""Longest axis of a convolution's kernel. If the module of a tensor is not known, and its axes after the second are at
+most this long, it counts as the weight of a convolution. Kernels of 7 to 13 are in use, and matrices in batches are
+larger.
 """
 
 
@@ -91,8 +94,9 @@ class View(Component, ABC, family="view"):
 
     @abstractmethod
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
-        """Return the matrices of a parameter of that shape. Called at construction, for each parameter. Raises
-        ValueError if the rule does not fit the parameter.
+        """Return the matrices of a parameter of that shape. Called at construction, for each parameter.
+
+        Raises ValueError if the rule does not fit the parameter.
 
         shape: shape of the full parameter, before it is sharded or cut into blocks.
         facts: facts about the parameter that follow from the modules of the model.
@@ -400,11 +404,10 @@ def weight_of(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def own_parameter(module: object, name: str) -> nn.Parameter | None:
-    """Return the parameter of a module under a name, or the one from which a parametrization or an older hook computes
-    it.
+    """Return the parameter of a module called `name`, or the parameter from which a parametrization or an older hook
+    computes it. Return None if there is none.
 
-    If a parametrization has several parameters, the largest is returned: with weight_norm the directions. Return None
-    if there is no such parameter.
+    If a parametrization has several parameters, the largest is returned; for weight_norm these are the directions.
     """
     if not isinstance(module, nn.Module):
         return None
@@ -438,9 +441,8 @@ group.
 
 
 def attention_matrices(module: nn.Module) -> FoundMatrices:
-    """Yield the matrices of the projections of an attention module. For other modules yield nothing.
-
-    Projections onto queries, keys and values have heads. The projection of the output is one matrix.
+    """Yield the matrices of an attention module's projections onto queries, keys and values. For other modules yield
+    nothing.
     """
     if isinstance(module, nn.MultiheadAttention):
         yield from _multihead_attention(module)
@@ -618,10 +620,10 @@ def _published(path: str, module: nn.Module) -> FoundMatrices:
 
 
 def _reached(module: nn.Module, name: object) -> object:
-    """Return the attribute of a module at a dotted path, or, if a parametrization computes it, the parameter that it is
-    computed from; None if there is neither.
+    """Return the attribute of a module at the dotted path `name`; None if there is none. If a parametrization computes
+    the attribute, return the parameter from which it is computed.
 
-    Attributes are read by getattr, because wrapped modules pass attribute access on to the module inside.
+    Attributes are read by getattr, because wrappers of modules forward attributes of the module inside.
     """
     found: object = module
     *path, last = str(name).split(".")
@@ -640,10 +642,9 @@ def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
 
 
 def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
-    """Return the `id`s of the parameters that are convolved with their inputs.
+    """Return the `id` of each parameter that counts as the weight of a convolution.
 
-    These are all parameters of convolutions. In other modules they are the tensors of four or more axes with small
-    kernels.
+    Parameters of convolutions count, and so do tensors of other modules with four or more axes and small kernels.
     """
     found = set()
     for path, module in modules.items():

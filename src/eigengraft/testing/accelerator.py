@@ -12,15 +12,15 @@ that a device would have.
 
 With the simulated accelerator, a test suite without a GPU can check that steps stay on the device. Numbers are those of
 the CPU, bit for bit, if the code takes the same branches. Like CUDA, the device refuses operations that mix devices.
-The host waits for values, for sizes that depend on values, and for copies from or to pageable memory. Copies on a
-second stream of the kind "cuda" run as late as the waits of the code allow. Time, the rounding of CUDA's kernels and
-the cost of fragmented memory are not simulated. Delayed refreshes are computed when they are due, because other threads
-have no stream.
+The host waits for values, for sizes that depend on values, and for copies from or to pageable memory. Time, the
+rounding of CUDA's kernels and the cost of fragmented memory are not simulated. Delayed refreshes are computed when they
+are due, because other threads have no stream.
 
 With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
-the block. This kind has no backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind
-has backward, hooks and autocast, stays registered, and must be entered before the first backward of a process. Both
-kinds use names that are private to torch; `missing_names` returns the names that this version of torch lacks.
+the block. A copy on a second stream runs only when the code waits for it. This kind has no backward, so gradients must
+be assigned. The kind "sim" uses torch's PrivateUse1. This kind has backward, hooks and autocast, stays registered, and
+must be entered before the first backward of a process. Both kinds use names that are private to torch; `missing_names`
+returns the names that this version of torch lacks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class SimulatedTensor(torch.Tensor):
 
         Args:
             host: a CPU tensor that requires no gradient.
-            shares: a tensor on the device whose memory `host` is a view of; None if the memory may be new.
+            shares: a tensor on the device, if `host` is a view of its memory; else None.
         """
         device = _entered()
         make: Any = torch.Tensor._make_wrapper_subclass
@@ -228,15 +228,15 @@ class _Memory:
 
 
 class _Stream:
-    """A replacement of `torch.cuda.Stream`. Copies on a stream other than the first one run as late as possible.
+    """A replacement of `torch.cuda.Stream`. A copy on a stream other than the first one runs as late as possible.
 
-    A copy runs when the host, or another stream, waits for an event that was recorded after the copy. Code that forgets
-    to wait therefore reads old numbers. All other work runs at once.
+    Such a copy runs when the host, or another stream, waits for an event that was recorded after the copy. Code that
+    forgets to wait therefore reads old numbers. All other work runs at once.
     """
 
     present = local()
-    """Thread-local object. Its attribute `stream` is the present stream of the thread, and is missing if this is the
-    first stream.
+    """Thread-local object whose attribute `stream` is the present stream of the thread. Without the attribute, the
+    first stream is present.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -307,7 +307,7 @@ class _Event:
 
 
 def _cuda_answers() -> dict[str, Any]:
-    """Return the replacements of attributes of `torch.cuda` while the device is entered, by name."""
+    """Return, by name, the objects that replace attributes of `torch.cuda` while the device is entered."""
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}
@@ -338,7 +338,7 @@ class _Device(TorchDispatchMode):
                 stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # with these settings `model.to` keeps parameter objects, and modes see the copy in `torch.tensor`
+            # with these settings `model.to` keeps parameter objects, and modes see the copy that `torch.tensor` makes
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)

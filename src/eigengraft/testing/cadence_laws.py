@@ -15,7 +15,7 @@ from eigengraft.step_context import StepContext
 from .laws import Law, require, the_declaration_survives
 
 _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
-"""Phases of the blocks of a stack. Two phases are equal, and two are close to each other."""
+"""Phases of the blocks to try. Two phases are equal, and two are close to each other."""
 _REFRESHES = 12
 """Number of intervals to try. In this many intervals, a random cadence refreshes a block 1 to 36 times, except in 1 of
 10^5 runs."""
@@ -46,26 +46,26 @@ class CadenceCase:
         return self.steps or self.cadence.first_due(1) + max(24, round(_REFRESHES * self.cadence.interval))
 
     def context(self, steps: Iterable[int], rows: slice = slice(None)) -> StepContext:
-        """Return the context of some rows, in which parameters are numbered from 0.
+        """Return the context of a slice of the stack.
 
-        steps: step of each block.
+        steps: step of each block of the stack.
         """
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         updates = np.array(list(steps), dtype=np.int64)[rows]
         return StepContext(updates, np.array(_PHASES)[rows], np.arange(len(updates)), seeds=seeds[rows])
 
     def due(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> dict[int, bool]:
-        """Return {row: True if its first refresh} for the rows that are due.
+        """Return {row: True if this is its first refresh} for the rows of a slice that are due.
 
-        steps: step of each block.
+        steps: step of each block of the stack.
         earliest: first step at which a refresh may be due.
-        rows: slice of the stack whose spans are computed.
+        rows: the slice of the stack.
         """
         spans = self.cadence.due(self.context(steps, rows), earliest)
         return {row: first for start, stop, first in spans for row in range(start, stop)}
 
     def history(self, earliest: int) -> Iterator[tuple[int, dict[int, bool]]]:
-        """Yield (step, {row: True if its first refresh}) of blocks that are updated together."""
+        """Yield (step, result of `due`) for a stack whose blocks are all at the same step."""
         for step in range(earliest, self.last + 1):
             yield step, self.due([step] * len(_PHASES), earliest)
 
@@ -124,8 +124,9 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
-    """No block is due at a step for which `possible(step)` is False. Ranks and programs rely on `possible` before a
-    stack exists."""
+    """No block is due at a step for which `possible(step)` is False. Ranks and programs plan with `possible`, before
+    any stack exists.
+    """
     for earliest in (0, 1):
         for step, found in case.history(earliest):
             possible = case.cadence.possible(step, earliest)

@@ -23,8 +23,9 @@ from eigengraft.component import Component
 from .accelerator import tensors_in
 
 WATCHED_BLOCKS = 11
-"""Number of blocks of a stack whose operations are watched: a length that no axis of the tried blocks has, so that an
-axis of this length is the stack axis."""
+"""Number of blocks of a stack whose operations are watched. No axis of a block has this length, so that an axis of this
+length is the stack axis.
+"""
 _ALONG = {"cumsum", "cumprod", "logcumsumexp", "cummax", "_softmax", "_log_softmax", "sort", "flip", "roll"}
 """Operations that keep the shape and mix the entries along the axes that they receive as their last arguments."""
 
@@ -58,28 +59,26 @@ class RandomStates(NamedTuple):
         return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
 
     def drawn_from(self) -> str | None:
-        """Return, as text, a generator whose state has changed since these states were recorded; None if none has
-        changed.
-        """
+        """Return the name of a generator whose state has changed since these states were recorded; None if none has."""
         now = RandomStates.now()
         names = ("torch's global generator", "NumPy's global generator", "the global generator of Python's `random`")
         return next((name for name, old, new in zip(names, self, now, strict=True) if old != new), None)
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records operations of a component, as "operation at file:line in function", each kind in the order of the calls.
+    """Records operations of a component, in the order of the calls, as "operation at file:line in function".
 
     global_draws: draws of random numbers from torch's global generator.
     draws: draws from other generators.
     mixes: operations whose result for a block depends on other blocks of the stack.
-    places: operations that number the blocks of the stack or take them one by one.
+    places: operations that number the blocks of the stack, or split the stack into its blocks.
     writes: in-place operations on the watched inputs, with the name of the input.
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Prepare a watch; operations are recorded inside `with`.
 
-        component: the component; lines of its own class are named, if there are any.
+        component: the component. Records name a line of its class, if the class is among the callers.
         blocks: length of the stack axis; 0: operations that mix blocks are not recorded.
         inputs: tensors that must not be written to, by name.
         """
@@ -110,9 +109,9 @@ class OperationWatch(TorchDispatchMode):
     def _record(self, found: list[str], operation: str) -> None:
         """Add an operation and the line of the component that caused it.
 
-        Operations of the law itself are left out. Mixes inside functions of this library are left out too if a
-        component of another package calls them. For example, `finite_blocks` returns the same for a block in every
-        stack.
+        Operations of the law itself are left out. Operations that mix blocks are also left out if a function of this
+        library runs them for a component of another package. The result of such a function, for example of
+        `finite_blocks`, does not depend on other blocks.
         """
         calls = list(_calls())
         if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):
@@ -138,9 +137,9 @@ class OperationWatch(TorchDispatchMode):
 
 
 def global_draw(component: Component, generator: str, run: Callable[[], object]) -> str:
-    """Return a text about the use of a global generator, with the line of a draw and the remedy.
+    """Return the text of an error about the use of a global generator, with the line of a draw and the remedy.
 
-    generator: the generator, as text.
+    generator: name of the generator.
     run: function that repeats the draw.
     """
     found: list[str] = []

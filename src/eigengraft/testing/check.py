@@ -98,8 +98,9 @@ def check_solver(
             checked.
         rotates: for a root solver, True to check that (U A U^T)^-e = U A^-e U^T. For a polar solver, False to skip the
             law P(U X V^T) = U P(X) V^T. None: the law is checked for polar solvers alone.
-        tolerance: relative tolerance of the two laws of a root solver; 1e-5 for solvers that stop at a tolerance.
-        converges: for a basis solver, False if repeated refreshes of one matrix do not converge to its eigenvectors.
+        tolerance: for a root solver, relative tolerance of the laws of `degree` and `rotates`; use 1e-5 for solvers
+            that stop at a tolerance.
+        converges: for a basis solver, False if repeated refreshes with one matrix do not converge to its eigenvectors.
 
     Returns:
         A report of the laws that hold and of the laws that do not apply.

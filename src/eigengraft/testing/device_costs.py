@@ -101,5 +101,5 @@ def traffic(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def is_mask(indices: Tensor) -> bool:
-    """Return True if an index selects entries by True and False."""
+    """Return True if an index is a mask, which selects entries by True and False."""
     return indices.dtype in (torch.bool, torch.uint8)

@@ -65,8 +65,8 @@ class Law(Generic[AnyCase]):
     def require(self, case: AnyCase) -> None:
         """Raise a LawError that names the case and this law if the law is broken.
 
-        Raises a GlobalDrawError instead if the component draws from a global generator: other violations follow from
-        the draw.
+        Raises a GlobalDrawError instead if the component draws from a global generator, because a draw may be the cause
+        of the broken law.
         """
         states = RandomStates.now()
         broken = self._broken(case)
@@ -121,8 +121,8 @@ class LawReport:
 def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     """Check laws on a case and return a report.
 
-    One LawError names all laws that are broken, the first decisive one alone, or the global generator that was drawn
-    from.
+    Raises one LawError, which names all broken laws. If a decisive law is broken, or the component draws from a global
+    generator, the error names nothing else.
     """
     held, skipped, broken = [], {}, []
     for law in sorted(laws, key=lambda law: not law.decisive):

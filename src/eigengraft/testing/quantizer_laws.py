@@ -101,8 +101,8 @@ def shape_and_dtype_come_back(case: QuantizerCase) -> None:
 
 
 def nothing_given_is_written_to(case: QuantizerCase) -> None:
-    """Encoding changes neither the given numbers nor the tensors of the last encoding. Decoding does not change
-    tensors.
+    """`encode` changes neither the numbers nor the tensors `before` that it receives. `decode` changes no tensor that
+    it receives.
     """
     slot, x = case.example()
     copy, before = x.clone(), case.quantizer.encode(x.flip(0))
@@ -147,9 +147,7 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """A zero matrix in a stack is decoded as zero, if it is stored first and if it replaces another matrix, with and
-    without random numbers.
-    """
+    """A zero matrix in a stack is decoded as zero, with and without random numbers, also in place of another matrix."""
     slot, x = case.example()
     zero = x.clone()
     zero[2] = 0.0

@@ -147,8 +147,8 @@ def the_peak_is_the_learning_rate(case: ScheduleCase) -> None:
 
 
 def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
-    """The factor of a step is the same if the steps are computed in another order. A run that continues from a
-    checkpoint does not compute the factors of earlier steps.
+    """The factor of a step is the same if factors are computed in another order. This matters for a run that continues
+    from a checkpoint, because it does not compute the factors of earlier steps.
     """
     steps = range(case.steps)
     once = [case.schedule.factor(step, case.steps) for step in steps]

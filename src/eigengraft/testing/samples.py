@@ -17,7 +17,7 @@ TRAJECTORY_STEPS = 12
 
 
 def standard_normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return standard normal numbers."""
+    """Return a tensor of standard normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return x.to(torch.get_default_device(), dtype)

@@ -20,8 +20,9 @@ from .samples import definite, rotation, standard_normal
 ROUNDING = 1e-10
 """Relative tolerance in float64 for results that differ by up to some thousand rounding errors."""
 EQUAL = 1e-5
-"""Relative tolerance in float64 for solvers with the same result in exact arithmetic. Iterations stop at an error of
-1e-6, and their ridge is in units of an estimate of the largest eigenvalue."""
+"""Relative tolerance in float64 for results of solvers that are equal in exact arithmetic. Results differ because
+iterations stop at an error of 1e-6, and because a ridge is in units of an estimate of the largest eigenvalue.
+"""
 EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 AnySolver = RootSolver | BasisSolver | PolarSolver
 
@@ -35,9 +36,9 @@ class SolverCase:
         this law does not apply.
     rotates: for root solvers, True if (U A U^T)^-e = U A^-e U^T holds; for polar solvers, False if P(U X V^T) = U P(X)
         V^T does not hold. None: the law applies to polar solvers alone.
-    tolerance: for root solvers, relative tolerance of these two laws. An iteration that stops at a tolerance may need
-        one more step after other rounding errors.
-    converges: for basis solvers, True if repeated refreshes of one matrix converge to its eigenvectors.
+    tolerance: for root solvers, relative tolerance of the laws of `degree` and `rotates`. It must be larger for an
+        iteration that stops at a tolerance, because rounding errors may change its number of steps.
+    converges: for basis solvers, True if repeated refreshes with one matrix converge to its eigenvectors.
     cosine: for polar solvers, the smallest accepted cosine between the result and U V^T.
     """
 
@@ -63,10 +64,10 @@ def usual_exponent(solver: RootSolver) -> Fraction:
 
 
 def solve(solver: AnySolver, a: Tensor) -> Tensor:
-    """Return the result of a solver for a stack of matrices, from the initial state.
+    """Return the result of a solver for a stack of matrices.
 
-    A basis solver is called a second time, for another matrix and with the basis of the first call. The result of the
-    second call is returned.
+    A basis solver is called twice. The second call receives another matrix and the basis of the first call, and its
+    result is returned.
     """
     if isinstance(solver, PolarSolver):
         return solver.polar(a)
@@ -247,7 +248,7 @@ def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
 
 
 def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
-    """After 200 refreshes of one matrix A, Q^T A Q is diagonal and has the leading eigenvalues of A.
+    """After 200 refreshes with one matrix A, Q^T A Q is diagonal and has the leading eigenvalues of A.
 
     Adjacent eigenvalues have the ratio 1.5, so that each step divides the entries off the diagonal by about 1.5.
     """
@@ -298,9 +299,9 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
 def a_root_undoes_its_matrix(case: SolverCase) -> None:
     """A^-e A^e = I up to the ridge and the residual of the solver.
 
-    The tolerance is the larger of 1e-2, which allows residuals below the solver's `max_error`, and 60 eps. A ridge of
-    eps is in units of the size of A, which is up to 60 times the smallest eigenvalue of A. An exponent that a solver
-    does not support is refused with a message.
+    The tolerance is the larger of 1e-2, which allows for the residual, and 60 eps, which allows for the ridge. The
+    ridge is eps times the size of A, which is at most 60 times the smallest eigenvalue of A. Exponents that a solver
+    does not support are refused with a message.
     """
     a, solver = definite(), _root(case)
     values, q = torch.linalg.eigh(a)

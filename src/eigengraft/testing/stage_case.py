@@ -42,7 +42,8 @@ class StageBench:
     """A stage with the state of N blocks of one shape.
 
     counts: `[N]`, number of gradients that each block has received.
-    lagging, spans: True if a stage is lagged, or needs sums over all blocks of a parameter.
+    lagging: True if the stage, or a stage inside it, is lagged.
+    spans: True if the stage, or a stage inside it, needs sums over all blocks of a parameter.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class StageBench:
         """Allocate the state.
 
         quantizer: storage of every slot that the quantizer can store; None: no slot is quantized.
-        path: path of the chain in state keys and error messages.
+        path: path of the stage's chain in state keys and error messages.
         """
         self.stage: Any = stage
         self.block, self.blocks, self.dtype, self.quantizer, self.path = block, blocks, dtype, quantizer, path
@@ -108,9 +109,7 @@ class StageBench:
     def start(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Callable[[], Tensor], StepContext]:
-        """Prepare a step, and return (function that runs the step, context of the step). The arguments are those of
-        `step`.
-        """
+        """Return (function that runs a step, context of the step). The arguments are those of `step`."""
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.encoded, watch=self.watch)
@@ -215,8 +214,8 @@ class StageCase:
     degree: the number d for which scaling all gradients by c scales the direction by c^d, or a function that returns d
         for the number of axes of a block. None: this law does not apply.
     rotates: True if gradients U G V^T give directions U D V^T.
-    singular: True if the stage computes bases or roots of singular statistics. Numbers in the null space of these
-        statistics are rounding errors, so that laws that compare two computations do not apply.
+    singular: True if the stage computes bases or roots of singular statistics. Laws that compare two computations then
+        do not apply, because numbers in the null space of such a statistic are rounding errors.
     steps: length of a trajectory.
     """
 
@@ -248,9 +247,9 @@ class StageCase:
         return {}
 
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
-        """Return (directions of three blocks for `gradients`, from fresh state; the bench after the last step).
+        """Return (directions, bench after the last step) of a run of three blocks on `gradients`, from fresh state.
 
-        The trajectory is computed once for each shape and dtype. All laws receive the same bench, and must not step it.
+        The run is computed once for each shape and dtype. All laws receive the same bench, and must not step it.
         """
         out, _, bench = self._trajectory(block, dtype)
         return out, bench

@@ -78,8 +78,8 @@ def _stack_cause(case: StageCase, block: tuple[int, ...]) -> str:
 
 
 def blocks_without_a_gradient_wait(case: StageCase) -> None:
-    """A block that is left out of a step keeps its state. Rows are selected by index, and each block has its own step
-    number.
+    """A block that is left out of a step keeps its state and its step number. Blocks at different steps have the same
+    directions as each block alone.
     """
     chosen = [torch.tensor(rows) for rows in ([0, 1, 2], [0, 2], [1], [2, 1], [0, 1, 2], [0], [0, 1], [1, 2])]
     for block in case.blocks:
@@ -103,7 +103,7 @@ _DROPPED = (
 def masked_rows_change_nothing(case: StageCase) -> None:
     """A row whose gradient is not finite keeps its state bit for bit, and other rows are not affected.
 
-    The second half of a trajectory is tried, and the first step, in which every cadence has a refresh.
+    The law is tried in the first step, in which every cadence has a refresh, and in the second half of a trajectory.
     """
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
@@ -136,8 +136,7 @@ def inputs_are_never_written_to(case: StageCase) -> None:
 
 
 def numbers_stay_finite(case: StageCase) -> None:
-    """Direction and state are finite for zero, huge, tiny, rank-deficient and suddenly different gradients in one
-    stack."""
+    """Direction and state are finite for a stack of zero, huge, tiny, rank-deficient and changing gradients."""
     for block in case.blocks:
         given = {name: some[: case.steps] for name, some in difficult(block)}
         stack = case.bench(block, 3 * len(given), torch.float32)
@@ -169,8 +168,9 @@ def a_zero_gradient_moves_nothing(case: StageCase) -> None:
 
 
 def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
-    """Gradients times c give directions times c^degree. The last step is compared, in which roots and bases are no
-    longer the identity."""
+    """Gradients times c give directions times c^degree. The last step of a run is compared, because roots and bases are
+    the identity in early steps.
+    """
     scales = (2.0**-10, 2.0**10)
     for block in case.blocks:
         with on(block):
@@ -193,7 +193,7 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
 
 
 def traits_follow_from_no_shape(case: StageCase) -> None:
-    """The traits that may not depend on the shape are the same for the empty shape and for every block."""
+    """Traits that must not depend on the shape of the block are the same for the shape () and for every block."""
     for block in case.blocks:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):

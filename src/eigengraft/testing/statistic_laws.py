@@ -27,9 +27,9 @@ from .stage_case import Degree, on
 STATISTIC_BLOCKS = ((6, 3), (5,), (3, 2, 4))
 """Shapes of the blocks to try: matrices, vectors and tensors."""
 _STEPS = 5
-"""Number of observations: enough for running means, and fewer than axes have entries, so that factors are singular."""
+"""Number of gradients that a law observes."""
 _LEAST = 1e-3
-"""Least eigenvalue of a factor in the powers that other axes read, in units of the mean eigenvalue."""
+"""Lower limit of the eigenvalues of a factor in `FactorBench.powers`, in units of the mean eigenvalue."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class FactorBench:
         return StepContext(np.full(n, self.step), np.zeros(n), ids, device, self.seeds, found)
 
     def powers(self, context: StepContext, axis: int, exponent: Fraction) -> Power:
-        """Return the power of the factor of another axis, computed from the eigenvalues of the factor."""
+        """Return a power of the factor of an axis, by an eigendecomposition, for contributions to other axes."""
         a = self.statistic.estimate(self.state, axis, context, behind=1)
         unit, known = mean_eigenvalue(a), has_data(a)
         values, q = torch.linalg.eigh((a if a.ndim == 3 else torch.diag_embed(a)) / unit[:, None, None])
@@ -110,7 +110,7 @@ class FactorBench:
         return Power(half, half, unit, values.pow(float(exponent) + 1).sum(-1), known)
 
     def contributions(self, gradient: Tensor) -> list[Contribution]:
-        """Return the contributions of a gradient `[N, *block]`, which are not accumulated."""
+        """Return the contributions of a gradient `[N, *block]` to the factors, without adding them."""
         self.step += 1
         context = self.context()
         return self.statistic.contributions(self.state, gradient, self.axes, partial(self.powers, context), context)
@@ -130,8 +130,9 @@ class FactorBench:
 
 
 def contributions_have_their_shape(case: StatisticCase) -> None:
-    """`contribution` returns a `Contribution` with y and z `[N, d, rest]`, or y `[N, d, d]`, in the dtype of the
-    gradient."""
+    """`contribution` returns a `Contribution` with y and z `[N, d, rest]`, or with y `[N, d, d]`. Its tensors have the
+    dtype of the gradient.
+    """
     for block in case.tried:
         for dtype in (torch.float32, torch.float64):
             bench = FactorBench(case.statistic, block, dtype=dtype)

@@ -23,7 +23,7 @@ _BATCHES = 50
 
 @dataclass(frozen=True)
 class TaskCase:
-    """A task under test, which should be small, because its data are read."""
+    """A task under test. It should be small, because its data are read."""
 
     task: Task
 

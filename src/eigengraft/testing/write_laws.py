@@ -1,7 +1,7 @@
 """The laws of averagings and constraints, which act on whole parameters after the chain.
 
-Averagings and constraints are tried without an optimizer: on n parameters with their slots, with one update of each
-parameter in a step.
+Averagings and constraints are tried without an optimizer, on a few parameters with their slots. Each step has one
+update of each parameter.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class AveragingBench:
     ) -> None:
         """Allocate the iterates.
 
-        chosen: parameters of the bench, by their place in `PARAMETER_SHAPES`.
+        chosen: slice of `PARAMETER_SHAPES`, the shapes of the bench's parameters.
         size: factor of the updates.
-        apart: True for parameters that are at different steps.
+        apart: True if parameters begin at different steps.
         """
         self.averaging, self.dtype, self.size = averaging, dtype, size
         self.places = range(len(PARAMETER_SHAPES))[chosen]
@@ -173,8 +173,8 @@ def iterates_have_the_shape_of_their_parameter(case: AveragingCase) -> None:
 
 
 def the_update_is_applied_once_a_step(case: AveragingCase) -> None:
-    """`step` calls the given function `update` once, on the base iterates. `update` also applies weight decay and
-    constraints.
+    """`step` calls the function `update` that it receives once, on the base iterates. `update` also applies weight
+    decay and constraints.
     """
     for dtype in _DTYPES:
         bench = AveragingBench(case.averaging, dtype)
@@ -334,7 +334,7 @@ class ConstraintBench:
     ) -> None:
         """Allocate the slots.
 
-        chosen: parameters of the bench, by their place in `PARAMETER_SHAPES`.
+        chosen: slice of `PARAMETER_SHAPES`, the shapes of the bench's parameters.
         shard: function that returns a rank's shard of a parameter.
         size: factor of parameters and updates.
         """
@@ -488,8 +488,8 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
 
 
 def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
-    """A shardable constraint gives the same parameters if it is applied to two shards of each parameter and sums are
-    added.
+    """A shardable constraint gives the same parameters if it is applied to two shards of each parameter, and sums over
+    both shards are used.
     """
     whole = ConstraintBench(case.constraint).run()
     for by_rows in (True, False):
