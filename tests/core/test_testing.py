@@ -30,7 +30,8 @@ from eigengraft.preconditioners.roots.base import Basis
 from eigengraft.quantization import Int8, Quantizer
 from eigengraft.slots import Encoded, Uniform
 from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage, check_task
-from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
+from eigengraft.testing.laws import Case
+from eigengraft.testing.task_laws import TASK_LAWS
 
 from ..refusals import check_said, refused
 from ..trajectories import normal
@@ -491,7 +492,7 @@ def test_tasks_that_break_a_law_are_told_which(method: str, monkeypatch: pytest.
     """A small task of which one method is another one."""
     function, says, name = TASK_FAULTS[method]
     (law,) = [law for law in TASK_LAWS if law.name == name]
-    case = TaskCase(Digits(width=4, batch_size=16))
+    case = Case[Any](Digits(width=4, batch_size=16))
     law.require(case)
     monkeypatch.setattr(Digits, method, function)
     with refused(LawError, "task.digits", *says, name):

@@ -28,8 +28,8 @@ from eigengraft.experiments.training.schedule import (
     PowerDecay,
     WarmupStableDecay,
 )
-from eigengraft.testing.laws import Law
-from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
+from eigengraft.testing.laws import Case, Law
+from eigengraft.testing.task_laws import TASK_LAWS
 
 from ..processes import run
 from ..refusals import refused
@@ -43,8 +43,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("law", TASK_LAWS, ids=str)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.kind}-{getattr(task, 'model', 'gpt')}")
-def test_a_law_of_tasks(law: Law[TaskCase], task: Task) -> None:
-    law.require(TaskCase(task))
+def test_a_law_of_tasks(law: Law[Case[Task]], task: Task) -> None:
+    law.require(Case(task))
 
 
 def test_targets_are_the_bytes_that_follow_the_inputs(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from eigengraft import Optimizer, StepContext
 from eigengraft.component import families, validated
-from eigengraft.testing.laws import Law
+from eigengraft.testing.laws import Case, Law
 from eigengraft.testing.quantizer_laws import QUANTIZER_LAWS, QuantizerCase
-from eigengraft.testing.rule_laws import VIEW_LAWS, WEIGHT_DECAY_LAWS, ViewCase, WeightDecayCase
+from eigengraft.testing.rule_laws import VIEW_LAWS, WEIGHT_DECAY_LAWS, ViewCase
 from eigengraft.testing.samples import definite
 from eigengraft.testing.solver_laws import (
     BASIS_LAWS,
@@ -25,7 +25,7 @@ from eigengraft.testing.solver_laws import (
     usual_exponent,
 )
 from eigengraft.testing.statistic_laws import STATISTIC_LAWS, StatisticCase
-from eigengraft.testing.write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, AveragingCase, ConstraintCase
+from eigengraft.testing.write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, ConstraintCase
 
 from ..trajectories import normal
 from .quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
@@ -87,10 +87,10 @@ ESTIMATES = ("power_iteration",)
 CASES: tuple[tuple[str, Any, Callable[[Row], Any]], ...] = (
     ("statistic", STATISTIC_LAWS, statistic),
     ("eigenvalue_bound", BOUND_LAWS, lambda row: BoundCase(make("eigenvalue_bound", row), row.kind in ESTIMATES)),
-    ("averaging", AVERAGING_LAWS, lambda row: AveragingCase(make("averaging", row))),
+    ("averaging", AVERAGING_LAWS, lambda row: Case(make("averaging", row))),
     ("constraint", CONSTRAINT_LAWS, lambda row: ConstraintCase(make("constraint", row))),
     ("view", VIEW_LAWS, lambda row: ViewCase(make("view", row))),
-    ("weight_decay", WEIGHT_DECAY_LAWS, lambda row: WeightDecayCase(make("weight_decay", row))),
+    ("weight_decay", WEIGHT_DECAY_LAWS, lambda row: Case(make("weight_decay", row))),
 )
 """Families, with their laws and the case of a row."""
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.preconditioners import Cadence
 from eigengraft.step_context import StepContext
 
-from .laws import Law, require, the_declaration_survives
+from .laws import Case, Law, require, the_declaration_survives
 
 _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
 """Phases of the blocks to try. Two phases are equal, and two are close to each other."""
@@ -22,28 +21,18 @@ _REFRESHES = 12
 
 
 @dataclass(frozen=True)
-class CadenceCase:
+class CadenceCase(Case[Cadence]):
     """A cadence under test.
 
-    cadence: the cadence to check.
     steps: number of updates of the blocks to try; 0 for twelve intervals of the cadence.
     """
 
-    cadence: Cadence
     steps: int = 0
-
-    @property
-    def component(self) -> Component:
-        return self.cadence
-
-    @property
-    def who(self) -> str:
-        return f"cadence.{getattr(self.cadence, 'kind', '?')}"
 
     @property
     def last(self) -> int:
         """Number of the last update to try."""
-        return self.steps or self.cadence.first_due(1) + max(24, round(_REFRESHES * self.cadence.interval))
+        return self.steps or self.component.first_due(1) + max(24, round(_REFRESHES * self.component.interval))
 
     def context(self, steps: Iterable[int], rows: slice = slice(None)) -> StepContext:
         """Return the context of a slice of the stack.
@@ -61,7 +50,7 @@ class CadenceCase:
         earliest: first step at which a refresh may be due.
         rows: the slice of the stack.
         """
-        spans = self.cadence.due(self.context(steps, rows), earliest)
+        spans = self.component.due(self.context(steps, rows), earliest)
         return {row: first for start, stop, first in spans for row in range(start, stop)}
 
     def history(self, earliest: int) -> Iterator[tuple[int, dict[int, bool]]]:
@@ -75,7 +64,7 @@ def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
     n = len(_PHASES)
     for step in range(1, case.last + 1):
         for rows in (slice(None), slice(3, 6)):
-            found: object = case.cadence.due_again(case.context([step] * n, rows))
+            found: object = case.component.due_again(case.context([step] * n, rows))
             count = len(range(n)[rows])
             fine = isinstance(found, (bool, np.bool_)) or (
                 isinstance(found, np.ndarray) and (found.dtype, found.shape) == (np.bool_, (count,))
@@ -95,7 +84,7 @@ def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
     first time.
     """
     for earliest in (0, 1):
-        start: object = case.cadence.first_due(earliest)
+        start: object = case.component.first_due(earliest)
         fine = isinstance(start, int) and start >= earliest
         require(fine, f"first_due({earliest}): a step from {earliest} on is required, got {start!r}")
 
@@ -104,8 +93,8 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
     """With a `period`, blocks are due at the same steps of each period. Without a period, they are due as often as
     `interval` says, up to a factor of three.
     """
-    period, interval = case.cadence.period, case.cadence.interval
-    places = None if period is None else case.cadence.steps_due(np.array(_PHASES)).tolist()
+    period, interval = case.component.period, case.component.interval
+    places = None if period is None else case.component.steps_due(np.array(_PHASES)).tolist()
     times: list[list[int]] = [[] for _ in _PHASES]
     for step, found in case.history(1):
         for row in found:
@@ -129,7 +118,7 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
     """
     for earliest in (0, 1):
         for step, found in case.history(earliest):
-            possible = case.cadence.possible(step, earliest)
+            possible = case.component.possible(step, earliest)
             require(possible or not found, f"possible({step}, {earliest}) is False, got blocks {sorted(found)} due")
 
 

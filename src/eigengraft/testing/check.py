@@ -20,7 +20,7 @@ from eigengraft.preconditioners import (
 from eigengraft.quantization import Quantizer
 
 from .cadence_laws import CADENCE_LAWS, CadenceCase
-from .laws import LawReport, check
+from .laws import Case, LawReport, check
 from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
 from .rule_laws import (
     RUN,
@@ -30,7 +30,6 @@ from .rule_laws import (
     WEIGHT_DECAY_LAWS,
     ScheduleCase,
     ViewCase,
-    WeightDecayCase,
 )
 from .solver_laws import (
     BASIS_LAWS,
@@ -45,7 +44,7 @@ from .solver_laws import (
 from .stage_case import BLOCKS, Degree, StageCase
 from .stage_laws import STAGE_LAWS
 from .statistic_laws import STATISTIC_BLOCKS, STATISTIC_LAWS, StatisticCase
-from .write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, AveragingCase, ConstraintCase
+from .write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, ConstraintCase
 
 if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Task
@@ -209,7 +208,7 @@ def check_averaging(averaging: Averaging) -> LawReport:
         TypeError: `averaging` is not an instance of Averaging.
     """
     _require_instance(averaging, Averaging, "check_averaging")
-    return check(AveragingCase(averaging), AVERAGING_LAWS)
+    return check(Case(averaging), AVERAGING_LAWS)
 
 
 def check_constraint(constraint: Constraint) -> LawReport:
@@ -243,7 +242,7 @@ def check_weight_decay(decay: WeightDecay) -> LawReport:
         TypeError: `decay` is not an instance of WeightDecay.
     """
     _require_instance(decay, WeightDecay, "check_weight_decay")
-    return check(WeightDecayCase(decay), WEIGHT_DECAY_LAWS)
+    return check(Case(decay), WEIGHT_DECAY_LAWS)
 
 
 def check_view(view: View, shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES) -> LawReport:
@@ -299,10 +298,10 @@ def check_task(task: Task) -> LawReport:
     """
     from eigengraft.experiments.tasks import Task
 
-    from .task_laws import TASK_LAWS, TaskCase
+    from .task_laws import TASK_LAWS
 
     _require_instance(task, Task, "check_task")
-    return check(TaskCase(task), TASK_LAWS)
+    return check(Case(task), TASK_LAWS)
 
 
 def _require_instance(value: object, kinds: type | tuple[type, ...], who: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -25,20 +25,22 @@ class GlobalDrawError(LawError):
     """Error about a component that draws from a global generator of random numbers."""
 
 
-class Case(Protocol):
-    """A component under test, and the properties that are declared for it.
+C = TypeVar("C", bound=Component)
 
-    who: name of the component in error messages.
-    """
+
+@dataclass(frozen=True)
+class Case(Generic[C]):
+    """A component under test. Subclasses add properties that are declared for the component."""
+
+    component: C
 
     @property
-    def who(self) -> str: ...
+    def who(self) -> str:
+        """Name of the component in error messages."""
+        return f"{self.component.family_name}.{getattr(self.component, 'kind', '?')}"
 
-    @property
-    def component(self) -> Component: ...
 
-
-AnyCase = TypeVar("AnyCase", bound=Case)
+AnyCase = TypeVar("AnyCase", bound=Case[Any])
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def require_close(
         raise LawError(problem + cause())
 
 
-def the_declaration_survives(case: Case) -> None:
+def the_declaration_survives(case: Case[Any]) -> None:
     """A component that is written as plain data and read again is the same, and its fields cannot be changed."""
     component = case.component
     family = families()[str(component.family_name)]

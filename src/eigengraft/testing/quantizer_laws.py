@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Encoded, Role, Slot, Uniform
 
 from .accelerator import accelerator
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
 from .device_laws import require_no_waits, without_accelerator
-from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
 from .samples import standard_normal
 
 _FLOAT32 = torch.float32
@@ -23,47 +22,33 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class QuantizerCase:
+class QuantizerCase(Case[Quantizer]):
     """A quantizer under test.
 
-    quantizer: the quantizer to check.
     size: order d of the matrices `[d, d]` to try, which must be larger for a quantizer that refuses small slots.
     """
 
-    quantizer: Quantizer
     size: int = 9
-
-    @property
-    def component(self) -> Component:
-        return self.quantizer
-
-    @property
-    def who(self) -> str:
-        return f"quantizer.{getattr(self.quantizer, 'kind', '?')}"
 
     def example(self, blocks: int = 4) -> tuple[Slot, Tensor]:
         """Return a slot that the quantizer can store, and a float32 stack `[blocks, d, d]` of such matrices."""
-        return example(self.quantizer, blocks, self.size)
-
-
-def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[Slot, Tensor]:
-    """Return a slot that the quantizer can store, and a float32 stack `[blocks, d, d]` of such matrices."""
-    x = standard_normal(blocks, d, 2 * d, seed=seed)
-    matrices: dict[Role, Callable[[], Tensor]] = {
-        "statistic": lambda: x @ x.mT / d,
-        "basis": lambda: torch.linalg.qr(x[..., :d]).Q,
-        "second_moment": lambda: x[..., :d].square(),
-    }
-    problem = None
-    for role, make in matrices.items():
-        slot = Slot((d, d), role=role)
-        problem = quantizer.unsupported(slot)
-        if problem is None:
-            return slot, make().float()
-    raise LawError(
-        f"the quantizer must store a statistic, a basis or a second moment of shape {(d, d)}, but refuses each of them "
-        f"(the last because: {problem}); raise `size` if matrices are too small"
-    )
+        d = self.size
+        x = standard_normal(blocks, d, 2 * d, seed=0)
+        matrices: dict[Role, Callable[[], Tensor]] = {
+            "statistic": lambda: x @ x.mT / d,
+            "basis": lambda: torch.linalg.qr(x[..., :d]).Q,
+            "second_moment": lambda: x[..., :d].square(),
+        }
+        problem = None
+        for role, make in matrices.items():
+            slot = Slot((d, d), role=role)
+            problem = self.component.unsupported(slot)
+            if problem is None:
+                return slot, make().float()
+        raise LawError(
+            f"the quantizer must store a statistic, a basis or a second moment of shape {(d, d)}, but refuses each of "
+            f"them (the last because: {problem}); raise `size` if matrices are too small"
+        )
 
 
 def _nearly_one(like: Tensor, purpose: str) -> Tensor:
@@ -73,10 +58,10 @@ def _nearly_one(like: Tensor, purpose: str) -> Tensor:
 def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
     """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the numbers."""
     _, x = case.example()
-    found: object = case.quantizer.encode(x)
+    found: object = case.component.encode(x)
     problem = f"encode(): a mapping {{name: tensor}} is required, got {type(found).__name__}"
     require(isinstance(found, Mapping), problem)
-    one, two = case.quantizer.encode(x), case.quantizer.encode(x.flip(0) * 3, case.quantizer.encode(x))
+    one, two = case.component.encode(x), case.component.encode(x.flip(0) * 3, case.component.encode(x))
     require(len(one) > 0, "at least one part is required, got none")
     for name, part in one.items():
         fine = type(part) is Tensor and part.ndim > 0 and len(part) == len(x)
@@ -91,9 +76,9 @@ def shape_and_dtype_come_back(case: QuantizerCase) -> None:
     """Decoded tensors have the requested dtype, the shape of the slot, and memory of their own."""
     slot, x = case.example()
     for dtype in _DTYPES:
-        parts = case.quantizer.encode(x.to(dtype))
+        parts = case.component.encode(x.to(dtype))
         before = _copies(parts)
-        y = case.quantizer.decode(parts, slot, dtype)
+        y = case.component.decode(parts, slot, dtype)
         want, got = (dtype, tuple(x.shape)), (y.dtype, tuple(y.shape))
         require(got == want, f"a tensor of (dtype, shape) {want} is required, got {got}")
         y.fill_(7.0)
@@ -105,15 +90,15 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
     it receives.
     """
     slot, x = case.example()
-    copy, before = x.clone(), case.quantizer.encode(x.flip(0))
+    copy, before = x.clone(), case.component.encode(x.flip(0))
     old = _copies(before)
-    parts = case.quantizer.encode(x, before, _nearly_one)
+    parts = case.component.encode(x, before, _nearly_one)
     if not torch.equal(x, copy):
-        cause = write_cause(case.quantizer, {"x": x}, lambda: case.quantizer.encode(x, before, _nearly_one))
+        cause = write_cause(case.component, {"x": x}, lambda: case.component.encode(x, before, _nearly_one))
         raise LawError(f"encode() must not change its input x, but changed it{cause}")
     require(_same(before, old), "untouched parts `before` are required of encode(), got changed ones")
     new = _copies(parts)
-    case.quantizer.decode(parts, slot, _FLOAT32)
+    case.component.decode(parts, slot, _FLOAT32)
     require(_same(parts, new), "untouched parts are required of decode(), got changed ones")
 
 
@@ -121,7 +106,7 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
     """The encoding depends on the numbers alone, and not on the strides of the tensor."""
     _, x = case.example()
     strided = torch.stack((x, -x), -1)[..., 0]
-    one, two, three = case.quantizer.encode(x), case.quantizer.encode(x.clone()), case.quantizer.encode(strided)
+    one, two, three = case.component.encode(x), case.component.encode(x.clone()), case.component.encode(strided)
     require(_same(one, two), "the same parts for the same numbers are required, got others")
     require(_same(one, three), "the same parts for strided numbers are required, got others")
 
@@ -131,18 +116,18 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
     products and eigenvectors.
     """
     slot, x = case.example()
-    stacked = case.quantizer.encode(x)
-    everything = case.quantizer.decode(stacked, slot, _FLOAT32)
+    stacked = case.component.encode(x)
+    everything = case.component.decode(stacked, slot, _FLOAT32)
 
     def cause() -> str:
         _, many = case.example(WATCHED_BLOCKS)
-        return stack_cause(case.quantizer, lambda: case.quantizer.decode(case.quantizer.encode(many), slot, _FLOAT32))
+        return stack_cause(case.component, lambda: case.component.decode(case.component.encode(many), slot, _FLOAT32))
 
     for i in range(len(x)):
         row = {name: part[i : i + 1] for name, part in stacked.items()}
-        decoded = case.quantizer.decode(row, slot, _FLOAT32)[0]
+        decoded = case.component.decode(row, slot, _FLOAT32)[0]
         require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone as in its stack", cause)
-        alone = case.quantizer.decode(case.quantizer.encode(x[i : i + 1]), slot, _FLOAT32)[0]
+        alone = case.component.decode(case.component.encode(x[i : i + 1]), slot, _FLOAT32)[0]
         require_close(alone, everything[i], 1e-5, f"block {i} encoded alone as in its stack", cause)
 
 
@@ -153,8 +138,8 @@ def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
     zero[2] = 0.0
     uniforms: tuple[Uniform | None, ...] = (None, _nearly_one)
     for uniform in uniforms:
-        for before in (None, case.quantizer.encode(x)):
-            y = case.quantizer.decode(case.quantizer.encode(zero, before, uniform), slot, _FLOAT32)
+        for before in (None, case.component.encode(x)):
+            y = case.component.decode(case.component.encode(zero, before, uniform), slot, _FLOAT32)
             require(y.isfinite().all(), "finite numbers are required, got nan or inf")
             require(not y[2].any(), f"zeros for a block of zeros are required, got up to {float(y[2].abs().max()):.2g}")
             beside = bool(y[[0, 1, 3]].flatten(1).any(1).all())
@@ -170,13 +155,13 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
         for i, j in ((3, 3), (5, 2)):
             bad = x.clone()
             bad[1, i, j] = bad[1, j, i] = value
-            for before in (None, case.quantizer.encode(x.flip(0))):
+            for before in (None, case.component.encode(x.flip(0))):
                 good, spoiled = (
-                    case.quantizer.decode(case.quantizer.encode(y, before), slot, _FLOAT32) for y in (x, bad)
+                    case.component.decode(case.component.encode(y, before), slot, _FLOAT32) for y in (x, bad)
                 )
                 same = torch.equal(good[[0, 2, 3]], spoiled[[0, 2, 3]])
                 require(same, f"blocks beside one with {value} as without it are required, got others")
-                kept = torch.zeros_like(x) if before is None else case.quantizer.decode(before, slot, _FLOAT32)
+                kept = torch.zeros_like(x) if before is None else case.component.decode(before, slot, _FLOAT32)
                 seen = not bool(spoiled[1].isfinite().all()) or torch.equal(spoiled[1], kept[1])
                 require(seen, f"a block with {value} that comes back so, or as it was, is required, got other numbers")
 
@@ -184,7 +169,7 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
 def numbers_come_back_nearly(case: QuantizerCase) -> None:
     """The relative error of a decoded matrix is at most 1/2 in the Frobenius norm, for any format."""
     slot, x = case.example()
-    y = case.quantizer.decode(case.quantizer.encode(x), slot, _FLOAT32)
+    y = case.component.decode(case.component.encode(x), slot, _FLOAT32)
     error = float(((y - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).max())
     require(error <= 0.5, f"a relative error of at most 0.5 is required, got {error:.2g}")
 
@@ -194,11 +179,11 @@ def codes_stay_on_the_device(case: QuantizerCase) -> None:
     with accelerator("cuda") as run:
         slot, host = case.example()
         x = host.to(run.device)
-        parts = case.quantizer.encode(x)
-        case.quantizer.decode(parts, slot, _FLOAT32)  # may copy codebooks
+        parts = case.component.encode(x)
+        case.component.decode(parts, slot, _FLOAT32)  # may copy codebooks
         with accelerator("cuda") as counts:
-            parts = case.quantizer.encode(x, parts, _nearly_one)
-            case.quantizer.decode(parts, slot, _FLOAT32)
+            parts = case.component.encode(x, parts, _nearly_one)
+            case.component.decode(parts, slot, _FLOAT32)
         require_no_waits(counts, "in encode() and decode()", "numbers such as a largest entry stay tensors")
 
 

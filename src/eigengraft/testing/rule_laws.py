@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from eigengraft.blocking.views import Factor, Matrices, ModuleFacts, View, ViewChoice
-from eigengraft.component import Component
 from eigengraft.optimizers.write.write import WeightDecay
 
 from .accelerator import accelerator
 from .device_laws import require_no_waits, without_accelerator
-from .laws import Law, LawError, require, the_declaration_survives
+from .laws import Case, Law, LawError, require, the_declaration_survives
 
 if TYPE_CHECKING:
     from eigengraft.experiments.training.schedule import LearningRateSchedule
@@ -35,23 +34,13 @@ _PEAK = 0.1
 
 
 @dataclass(frozen=True)
-class ViewCase:
+class ViewCase(Case[View]):
     """A view under test.
 
-    view: the view to check.
     shapes: shapes of the parameters to try. The view must accept one of them.
     """
 
-    view: View
     shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES
-
-    @property
-    def component(self) -> Component:
-        return self.view
-
-    @property
-    def who(self) -> str:
-        return f"view.{getattr(self.view, 'kind', '?')}"
 
     def accepted(self) -> list[tuple[tuple[int, ...], ViewChoice]]:
         """Return the accepted shapes with their choices. Raises LawError if there are none."""
@@ -59,7 +48,7 @@ class ViewCase:
         for shape in self.shapes:
             for facts in _FACTS:
                 try:
-                    found.append((shape, self.view.of(shape, facts)))
+                    found.append((shape, self.component.of(shape, facts)))
                 except ValueError as error:
                     refused = str(error)
                 except Exception as error:
@@ -109,32 +98,23 @@ VIEW_LAWS: tuple[Law[ViewCase], ...] = (
 
 
 @dataclass(frozen=True)
-class ScheduleCase:
+class ScheduleCase(Case[Any]):
     """A schedule of the learning rate under test.
 
-    schedule: the schedule to check.
     steps: number of steps of the run.
     """
 
-    schedule: LearningRateSchedule
+    component: LearningRateSchedule
     steps: int = RUN
-
-    @property
-    def component(self) -> Component:
-        return self.schedule
-
-    @property
-    def who(self) -> str:
-        return f"schedule.{getattr(self.schedule, 'kind', '?')}"
 
 
 def factors_are_numbers_from_zero_to_one(case: ScheduleCase) -> None:
     """Every factor is a finite float in [0, 1]."""
     for step in range(case.steps + 1):
-        t = (step - case.schedule.warmup_steps) / (case.steps - case.schedule.warmup_steps)
+        t = (step - case.component.warmup_steps) / (case.steps - case.component.warmup_steps)
         if t < 0:
             continue
-        found: object = case.schedule.decay(t)
+        found: object = case.component.decay(t)
         fine = isinstance(found, (int, float)) and math.isfinite(found) and 0 <= found <= 1
         hint = "decay(t) is a factor on the learning rate, not a rate; t in [0, 1] is a fraction of the run, not a step"
         require(fine, f"decay({t:g}): a float in [0, 1] is required, got {found!r} ({hint})")
@@ -142,7 +122,7 @@ def factors_are_numbers_from_zero_to_one(case: ScheduleCase) -> None:
 
 def the_peak_is_the_learning_rate(case: ScheduleCase) -> None:
     """The largest factor of a run is 1, so that the `lr` of an experiment is its peak. The tolerance is 1e-6."""
-    peak = max(case.schedule.factor(step, case.steps) for step in range(case.steps))
+    peak = max(case.component.factor(step, case.steps) for step in range(case.steps))
     require(abs(peak - 1) <= 1e-6, f"a largest factor of 1 in a run of {case.steps} steps is required, got {peak:.6g}")
 
 
@@ -151,8 +131,8 @@ def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
     from a checkpoint, because it does not compute the factors of earlier steps.
     """
     steps = range(case.steps)
-    once = [case.schedule.factor(step, case.steps) for step in steps]
-    again = [case.schedule.factor(step, case.steps) for step in reversed(steps)][::-1]
+    once = [case.component.factor(step, case.steps) for step in steps]
+    again = [case.component.factor(step, case.steps) for step in reversed(steps)][::-1]
     different = next((step for step in steps if once[step] != again[step]), None)
     problem = f"decay(): the same factor at step {different} whenever it is asked for is required, got others"
     require(different is None, f"{problem}; is there a count of calls?")
@@ -166,34 +146,19 @@ SCHEDULE_LAWS: tuple[Law[ScheduleCase], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class WeightDecayCase:
-    """A rule of weight decay under test."""
-
-    decay: WeightDecay
-
-    @property
-    def component(self) -> Component:
-        return self.decay
-
-    @property
-    def who(self) -> str:
-        return f"weight_decay.{getattr(self.decay, 'kind', '?')}"
-
-
-def alpha_is_a_number_at_every_rate(case: WeightDecayCase) -> None:
+def alpha_is_a_number_at_every_rate(case: Case[WeightDecay]) -> None:
     """`alpha` returns a finite number >= 0 for every learning rate, also for 0. It returns 0 for a rate of weight decay
     of 0.
     """
     for lr in _RATES:
         for rate in (0.0, 0.1):
-            found: object = case.decay.alpha(rate, lr, _PEAK)
+            found: object = case.component.alpha(rate, lr, _PEAK)
             fine = isinstance(found, (int, float)) and math.isfinite(found) and found >= 0
             require(fine, f"alpha({rate}, lr={lr}, peak_lr={_PEAK}): a number >= 0 is required, got {found!r}")
             require(rate or not found, f"alpha: 0 is required for rate 0 at lr {lr}, got {found}")
 
 
-def a_learning_rate_on_the_device_is_not_read(case: WeightDecayCase) -> None:
+def a_learning_rate_on_the_device_is_not_read(case: Case[WeightDecay]) -> None:
     """`alpha` returns the same number for a learning rate that is a tensor on a device as for a float, and the host
     does not wait.
     """
@@ -201,15 +166,15 @@ def a_learning_rate_on_the_device_is_not_read(case: WeightDecayCase) -> None:
         for lr in _RATES[:2]:
             given = torch.tensor(lr, dtype=torch.float64).to(run.device)
             with accelerator("cuda") as counts:
-                found = case.decay.alpha(0.1, given, _PEAK)
+                found = case.component.alpha(0.1, given, _PEAK)
             require_no_waits(counts, "in alpha()", "lr may be a tensor on the device, and alpha a tensor then")
             value = float(found.cpu()) if isinstance(found, Tensor) else found
-            wanted = float(case.decay.alpha(0.1, lr, _PEAK))
+            wanted = float(case.component.alpha(0.1, lr, _PEAK))
             fine = math.isclose(value, wanted, rel_tol=1e-6)
             require(fine, f"alpha at lr {lr} as a tensor: {wanted:g}, as for the float, is required, got {value:g}")
 
 
-WEIGHT_DECAY_LAWS: tuple[Law[WeightDecayCase], ...] = (
+WEIGHT_DECAY_LAWS: tuple[Law[Case[WeightDecay]], ...] = (
     Law(the_declaration_survives),
     Law(alpha_is_a_number_at_every_rate, decisive=True),
     Law(a_learning_rate_on_the_device_is_not_read, without_accelerator),

@@ -10,11 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.preconditioners import Basis, BasisSolver, EigenvalueBound, PolarSolver, Root, RootSolver
 
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
-from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
 from .samples import definite, rotation, standard_normal
 
 ROUNDING = 1e-10
@@ -28,10 +27,9 @@ AnySolver = RootSolver | BasisSolver | PolarSolver
 
 
 @dataclass(frozen=True)
-class SolverCase:
+class SolverCase(Case[AnySolver]):
     """A solver and the properties that it declares.
 
-    solver: the solver to check.
     degree: for root solvers, -1 if (c A)^-e = c^-e A^-e holds, which is not the case with an absolute ridge; None if
         this law does not apply.
     rotates: for root solvers, True if (U A U^T)^-e = U A^-e U^T holds; for polar solvers, False if P(U X V^T) = U P(X)
@@ -42,20 +40,11 @@ class SolverCase:
     cosine: for polar solvers, the smallest accepted cosine between the result and U V^T.
     """
 
-    solver: AnySolver
     degree: float | None = None
     rotates: bool | None = None
     tolerance: float = ROUNDING
     converges: bool = True
     cosine: float = 0.9
-
-    @property
-    def component(self) -> Component:
-        return self.solver
-
-    @property
-    def who(self) -> str:
-        return f"{self.solver.family_name}.{getattr(self.solver, 'kind', '?')}"
 
 
 def usual_exponent(solver: RootSolver) -> Fraction:
@@ -91,20 +80,20 @@ def cold(solver: BasisSolver, a: Tensor) -> Tensor:
 def a_stack_is_solved_as_its_matrices(case: SolverCase) -> None:
     """A matrix in a stack has the same result as the matrix alone."""
     a = definite()
-    stacked = solve(case.solver, a)
+    stacked = solve(case.component, a)
 
     def cause() -> str:
         many = definite(WATCHED_BLOCKS)
-        return stack_cause(case.solver, lambda: solve(case.solver, many))
+        return stack_cause(case.component, lambda: solve(case.component, many))
 
     for i in range(len(a)):
-        alone = solve(case.solver, a[i : i + 1])
+        alone = solve(case.component, a[i : i + 1])
         require_close(stacked[i : i + 1], alone, ROUNDING, f"matrix {i} of 4 as alone,", cause)
 
 
 def results_have_their_type_and_shape(case: SolverCase) -> None:
     """A root solver returns a `Root`, a basis solver a `Basis`, and a polar solver a tensor, for a stack `[N, ...]`."""
-    solver, a = case.solver, definite()
+    solver, a = case.component, definite()
     if isinstance(solver, PolarSolver):
         for shape in ((6, 4), (4, 6)):
             found: object = solver.polar(standard_normal(3, *shape, seed=1))
@@ -133,15 +122,15 @@ def arguments_are_not_written_to(case: SolverCase) -> None:
     """The matrix, and the basis that a basis solver starts from, hold the same bits after the call as before it."""
     a = definite()
     given = {"the matrix": a}
-    run: Callable[[], object] = partial(solve, case.solver, a)
-    if isinstance(case.solver, BasisSolver):
-        given["q"] = cold(case.solver, a).contiguous()
-        run = partial(case.solver.basis, a, given["q"], False)
+    run: Callable[[], object] = partial(solve, case.component, a)
+    if isinstance(case.component, BasisSolver):
+        given["q"] = cold(case.component, a).contiguous()
+        run = partial(case.component.basis, a, given["q"], False)
     before = {name: tensor.clone() for name, tensor in given.items()}
     run()
     for name, tensor in given.items():
         if not torch.equal(tensor, before[name]):
-            cause = write_cause(case.solver, given, run)
+            cause = write_cause(case.component, given, run)
             raise LawError(f"the solver must not change {name}, but changed it{cause}")
 
 
@@ -149,8 +138,8 @@ def results_keep_dtype_and_device(case: SolverCase) -> None:
     """In float32 and float64 the result has the dtype, device and shape of the matrix."""
     for dtype in (torch.float32, torch.float64):
         a = definite(dtype=dtype)
-        out = solve(case.solver, a)
-        columns = case.solver.columns(6) if isinstance(case.solver, BasisSolver) else 6
+        out = solve(case.component, a)
+        columns = case.component.columns(6) if isinstance(case.component, BasisSolver) else 6
         want, got = (dtype, a.device, (4, 6, columns)), (out.dtype, out.device, tuple(out.shape))
         require(got == want, f"a result of (dtype, device, shape) {want} is required, got {got}")
 
@@ -159,9 +148,9 @@ def strided_and_expanded_stacks_are_taken(case: SolverCase) -> None:
     """The same numbers give the same result, for any strides."""
     a = definite()
     strided, expanded = torch.stack([a, -a], dim=-1)[..., 0], a[:1].expand(3, -1, -1)
-    require_close(solve(case.solver, strided), solve(case.solver, a), ROUNDING, "a strided stack as a dense one")
-    alone = solve(case.solver, a[:1])
-    require_close(solve(case.solver, expanded)[1:2], alone, ROUNDING, "an expanded stack as its only matrix")
+    require_close(solve(case.component, strided), solve(case.component, a), ROUNDING, "a strided stack as a dense one")
+    alone = solve(case.component, a[:1])
+    require_close(solve(case.component, expanded)[1:2], alone, ROUNDING, "an expanded stack as its only matrix")
 
 
 def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None:
@@ -171,10 +160,10 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
     spoiled[1] = torch.nan
 
     def solved(matrices: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(case.solver, RootSolver):
-            return case.solver.root(matrices, usual_exponent(case.solver))[:2]
-        assert isinstance(case.solver, BasisSolver)
-        q, _, ok = case.solver.basis(matrices, cold(case.solver, matrices), True)
+        if isinstance(case.component, RootSolver):
+            return case.component.root(matrices, usual_exponent(case.component))[:2]
+        assert isinstance(case.component, BasisSolver)
+        q, _, ok = case.component.basis(matrices, cold(case.component, matrices), True)
         return q, ok
 
     theirs, _ = solved(a)
@@ -193,10 +182,10 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
 
 def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
     """Return the solvers that declare by `equal_to` that they have the same result as the checked solver."""
-    if isinstance(case.solver, PolarSolver):
+    if isinstance(case.component, PolarSolver):
         return []
-    members = [member for member in case.solver.members.values() if issubclass(member, (RootSolver, BasisSolver))]
-    found = (member.equal_to(case.solver, torch.float64) for member in members)
+    members = [member for member in case.component.members.values() if issubclass(member, (RootSolver, BasisSolver))]
+    found = (member.equal_to(case.component, torch.float64) for member in members)
     return [solver for solver in found if solver is not None]
 
 
@@ -207,7 +196,9 @@ def equal_solvers_compute_the_same(case: SolverCase) -> None:
     a = definite()
     for solver in _equals(case):
         name = getattr(solver, "kind", type(solver).__name__)
-        require_close(solve(solver, a), solve(case.solver, a), EQUAL, f"{name}, which calls itself equal, gives that")
+        require_close(
+            solve(solver, a), solve(case.component, a), EQUAL, f"{name}, which calls itself equal, gives that"
+        )
 
 
 def _has_equals(case: SolverCase) -> str | None:
@@ -215,7 +206,7 @@ def _has_equals(case: SolverCase) -> str | None:
 
 
 def _matrices(case: SolverCase) -> str | None:
-    return "polar factors have no `ok`" if isinstance(case.solver, PolarSolver) else None
+    return "polar factors have no `ok`" if isinstance(case.component, PolarSolver) else None
 
 
 SOLVER_LAWS: tuple[Law[SolverCase], ...] = (
@@ -234,17 +225,17 @@ SOLVER_LAWS: tuple[Law[SolverCase], ...] = (
 
 
 def _basis(case: SolverCase) -> BasisSolver:
-    assert isinstance(case.solver, BasisSolver)
-    return case.solver
+    assert isinstance(case.component, BasisSolver)
+    return case.component
 
 
 def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
     """Q^T Q = I for each basis Q, and the basis of c A equals the basis of A for numbers c > 0."""
     a = definite()
-    q = solve(case.solver, a)
+    q = solve(case.component, a)
     eye = torch.eye(q.shape[-1], dtype=torch.float64).expand(4, -1, -1)
     require_close(q.mT @ q, eye, 1e-13, "Q^T Q = I")
-    require_close(solve(case.solver, a * 2.0**40), q, 1e-9, "the basis of 2^40 A as that of A")
+    require_close(solve(case.component, a * 2.0**40), q, 1e-9, "the basis of 2^40 A as that of A")
 
 
 def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
@@ -276,8 +267,8 @@ BASIS_LAWS: tuple[Law[SolverCase], ...] = (
 
 
 def _root(case: SolverCase) -> RootSolver:
-    assert isinstance(case.solver, RootSolver)
-    return case.solver
+    assert isinstance(case.component, RootSolver)
+    return case.component
 
 
 _ABSOLUTE_RIDGE = " (with an absolute ridge: give no `degree`, or multiply the ridge by the size of A)"
@@ -329,7 +320,7 @@ def roots_come_with_a_report(case: SolverCase) -> None:
             x = getattr(root, name)
             got = f"{x.dtype} of shape {list(x.shape)}"
             require((x.shape, x.dtype) == ((4,), want), f"{name}: {want} of shape [4] is required, got {got}")
-        limit, worst = getattr(case.solver, "max_error", 1), float(root.residual.max())
+        limit, worst = getattr(case.component, "max_error", 1), float(root.residual.max())
         require(worst < limit, f"a residual below {limit} is required, got {worst:.2g}")
         require(root.definite.all(), f"definite roots are required, got definite = {root.definite.tolist()}")
 
@@ -371,15 +362,15 @@ def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCa
     """
     for shape in ((6, 4), (4, 6), (5, 5), (1, 7), (7, 1)):
         x, u, v = standard_normal(3, *shape, seed=sum(shape)), rotation(shape[0], 1), rotation(shape[1], 2)
-        polar, where = solve(case.solver, x), f"for matrices {shape}"
+        polar, where = solve(case.component, x), f"for matrices {shape}"
         if case.rotates is not False:
             require_close(
-                solve(case.solver, u @ x @ v.T), u @ polar @ v.T, ROUNDING, f"P(U X V^T) = U P(X) V^T {where}"
+                solve(case.component, u @ x @ v.T), u @ polar @ v.T, ROUNDING, f"P(U X V^T) = U P(X) V^T {where}"
             )
         if case.rotates is not False or x.shape[1] != x.shape[2]:
-            require_close(solve(case.solver, x.mT), polar.mT, ROUNDING, f"P(X^T) = P(X)^T {where}")
-        require_close(solve(case.solver, -x), -polar, ROUNDING, f"P(-X) = -P(X) {where}")
-        require_close(solve(case.solver, x * 2.0**30), polar, ROUNDING, f"P(2^30 X) = P(X) {where}")
+            require_close(solve(case.component, x.mT), polar.mT, ROUNDING, f"P(X^T) = P(X)^T {where}")
+        require_close(solve(case.component, -x), -polar, ROUNDING, f"P(-X) = -P(X) {where}")
+        require_close(solve(case.component, x * 2.0**30), polar, ROUNDING, f"P(2^30 X) = P(X) {where}")
         left, _, right = torch.linalg.svd(x, full_matrices=False)
         cosine = float((left @ right * polar).sum() / (left @ right).norm() / polar.norm())
         require(cosine >= case.cosine, f"a cosine with U V^T of {case.cosine} {where} is required, got {cosine:.3g}")
@@ -390,11 +381,11 @@ def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
     x = standard_normal(1, 5, 4, seed=1).float()
     difficult = {"zero": x * 0, "tiny": x * 1e-30, "huge": x * 1e30, "denormal": x * 1e-42}
     for name, given in {**difficult, "rank one": x[..., :1] * x[:, :1]}.items():
-        polar = solve(case.solver, given)
+        polar = solve(case.component, given)
         require(polar.isfinite().all(), f"finite numbers for a matrix that is {name} are required, got nan or inf")
         norm = float(torch.linalg.matrix_norm(polar, ord=2).max())
         require(norm <= 1.5, f"a spectral norm of at most 1.5 for a matrix that is {name} is required, got {norm:.3g}")
-    if solve(case.solver, x * 0).any():
+    if solve(case.component, x * 0).any():
         raise LawError("the result for a zero matrix must be zero, but has other numbers")
 
 
@@ -408,23 +399,13 @@ POLAR_LAWS: tuple[Law[SolverCase], ...] = (
 
 
 @dataclass(frozen=True)
-class BoundCase:
+class BoundCase(Case[EigenvalueBound]):
     """A bound of the largest eigenvalue, or an estimate of it.
 
-    bound: the bound to check.
     estimate: True for an estimate, which may be below the eigenvalue.
     """
 
-    bound: EigenvalueBound
     estimate: bool = False
-
-    @property
-    def component(self) -> Component:
-        return self.bound
-
-    @property
-    def who(self) -> str:
-        return f"eigenvalue_bound.{getattr(self.bound, 'kind', '?')}"
 
 
 def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
@@ -432,22 +413,24 @@ def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
     for dtype in (torch.float32, torch.float64):
         a = _scaled(definite(dtype=dtype))
         before = a.clone()
-        found: object = case.bound.of_scaled(a)
+        found: object = case.component.of_scaled(a)
         got = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         fine = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (dtype, (4,))
         require(fine, f"of_scaled(): {dtype} of shape [4] for 4 matrices is required, got {got}")
         if not torch.equal(a, before):
-            cause = write_cause(case.bound, {"the matrix": a}, partial(case.bound.of_scaled, a))
+            cause = write_cause(case.component, {"the matrix": a}, partial(case.component.of_scaled, a))
             raise LawError(f"of_scaled() must not change the matrix, but changed it{cause}")
 
 
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
     """A matrix in a stack gets the bound that it gets alone."""
     a, many = definite(), definite(WATCHED_BLOCKS)
-    together = case.bound.upper(a)
+    together = case.component.upper(a)
     for i in range(len(a)):
-        cause = partial(stack_cause, case.bound, partial(case.bound.upper, many))
-        require_close(case.bound.upper(a[i : i + 1]), together[i : i + 1], 1e-6, f"matrix {i} of 4 as alone,", cause)
+        cause = partial(stack_cause, case.component, partial(case.component.upper, many))
+        require_close(
+            case.component.upper(a[i : i + 1]), together[i : i + 1], 1e-6, f"matrix {i} of 4 as alone,", cause
+        )
 
 
 def bounds_scale_with_the_matrix(case: BoundCase) -> None:
@@ -455,12 +438,12 @@ def bounds_scale_with_the_matrix(case: BoundCase) -> None:
     of matrices gives an empty result.
     """
     a = definite(dtype=torch.float32)
-    upper = case.bound.upper(a)
+    upper = case.component.upper(a)
     for scale in (1e-30, 1e30):
-        require_close(case.bound.upper(a * scale) / scale, upper, 1e-5, f"upper({scale:g} A) as {scale:g} upper(A)")
-    zero = case.bound.upper(torch.zeros_like(a)).tolist()
+        require_close(case.component.upper(a * scale) / scale, upper, 1e-5, f"upper({scale:g} A) as {scale:g} upper(A)")
+    zero = case.component.upper(torch.zeros_like(a)).tolist()
     require(not any(zero), f"bounds of 0 are required for zero matrices, got {zero}")
-    none = list(case.bound.upper(a[:0]).shape)
+    none = list(case.component.upper(a[:0]).shape)
     require(none == [0], f"bounds of shape [0] are required for no matrices, got {none}")
 
 
@@ -469,7 +452,7 @@ def bounds_are_not_below_the_eigenvalue(case: BoundCase) -> None:
     eigenvalue.
     """
     for name, a in (("random", definite()), ("rank one", definite()[..., :1] @ definite()[..., :1].mT)):
-        largest, upper, d = torch.linalg.eigvalsh(a)[:, -1], case.bound.upper(a), a.shape[-1]
+        largest, upper, d = torch.linalg.eigvalsh(a)[:, -1], case.component.upper(a), a.shape[-1]
         ratios = (upper / largest).tolist()
         low = min(ratios) >= 1 - 2 * d * torch.finfo(torch.float64).eps
         require(low, f"at least the largest eigenvalue is required for {name} matrices, got {min(ratios):.6g} times it")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
-from eigengraft.component import Component
 from eigengraft.errors import ContractError
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
@@ -22,7 +21,7 @@ from eigengraft.signals import known_signals, requested
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import StepContext
 
-from .laws import LawError, require
+from .laws import Case, LawError, require
 from .samples import TRAJECTORY_STEPS, gradients, signals_of
 
 
@@ -206,10 +205,9 @@ Degree = float | Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class StageCase:
+class StageCase(Case[Stage]):
     """A stage and its properties.
 
-    stage: the stage to check.
     blocks: shapes of the blocks to try.
     degree: the number d for which scaling all gradients by c scales the direction by c^d, or a function that returns d
         for the number of axes of a block. None: this law does not apply.
@@ -219,7 +217,6 @@ class StageCase:
     steps: length of a trajectory.
     """
 
-    stage: Stage
     blocks: tuple[tuple[int, ...], ...] = BLOCKS
     degree: Degree | None = None
     rotates: bool = False
@@ -227,16 +224,12 @@ class StageCase:
     steps: int = TRAJECTORY_STEPS
 
     @property
-    def component(self) -> Component:
-        return self.stage
-
-    @property
     def who(self) -> str:
-        return f"update.{self.stage.label}"
+        return f"update.{self.component.label}"
 
     def bench(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> StageBench:
         """Return a bench with fresh state."""
-        return StageBench(self.stage, block, blocks, dtype)
+        return StageBench(self.component, block, blocks, dtype)
 
     def gradients(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
         """Return standard normal gradients `[steps, blocks, *block]`."""

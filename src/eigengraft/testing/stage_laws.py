@@ -41,15 +41,15 @@ def the_contract_is_kept(case: StageCase) -> None:
     for block in case.blocks:
         for quantizer in (None, Float32(min_elements=1)) if block == case.blocks[0] else (None,):
             with on(block):
-                bench = StageBench(case.stage, block, 3, torch.float32, quantizer).checked()
+                bench = StageBench(case.component, block, 3, torch.float32, quantizer).checked()
                 for t, gradient in enumerate(case.gradients(block, dtype=torch.float32)):
                     direction = standard_normal(*gradient.shape, seed=t).float() if t % 2 else gradient
                     try:
                         bench.step(gradient, direction)
                     except ContractError as error:
                         inputs = {"the direction": direction, "the gradient": gradient}
-                        run = partial(_steps, StageBench(case.stage, block, 3, torch.float32), gradient, direction)
-                        raise ContractError(f"{error}{write_cause(case.stage, inputs, run)}") from error.__cause__
+                        run = partial(_steps, StageBench(case.component, block, 3, torch.float32), gradient, direction)
+                        raise ContractError(f"{error}{write_cause(case.component, inputs, run)}") from error.__cause__
                 if quantizer is None:
                     bench.require_used()
                     bench.require_written()
@@ -74,7 +74,7 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
 
 def _stack_cause(case: StageCase, block: tuple[int, ...]) -> str:
     bench = case.bench(block, WATCHED_BLOCKS)
-    return stack_cause(case.stage, lambda: bench.run(case.gradients(block, WATCHED_BLOCKS)))
+    return stack_cause(case.component, lambda: bench.run(case.gradients(block, WATCHED_BLOCKS)))
 
 
 def blocks_without_a_gradient_wait(case: StageCase) -> None:
@@ -197,7 +197,7 @@ def traits_follow_from_no_shape(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):
-                known, own = (getattr(case.stage.cached_traits(some), fact) for some in ((), block))
+                known, own = (getattr(case.component.cached_traits(some), fact) for some in ((), block))
                 require(known == own, f"traits(()).{fact}: {own!r} is required, as of every block, got {known!r}")
 
 
@@ -227,7 +227,7 @@ def a_declared_moment_is_adams(case: StageCase) -> None:
     """A stage whose traits declare a moment of Adam computes Adam's formula, because the engine may run torch's fused
     kernel in its place."""
     for block in case.blocks:
-        if (moment := case.stage.cached_traits(block).moment) is None:
+        if (moment := case.component.cached_traits(block).moment) is None:
             continue
         with on(block, f"whose traits declare {moment}"):
             bench, first = case.bench(block), isinstance(moment, FirstMoment)
@@ -264,7 +264,7 @@ def _rotates(case: StageCase) -> str | None:
 
 
 def _mixes(case: StageCase) -> str | None:
-    traits = case.stage.cached_traits()
+    traits = case.component.cached_traits()
     if traits.signals:
         return "it asks for signals, whose entries have places"
     return None if traits.entrywise else "it does not say that it is entry-wise"
@@ -304,7 +304,7 @@ def storage_makes_no_difference(case: StageCase) -> None:
     """State that is encoded and decoded without loss gives the same bits as state that is not encoded, in float32."""
     for block in case.blocks:
         with on(block):
-            coder = StageBench(case.stage, block, 3, torch.float32, Float32(min_elements=1))
+            coder = StageBench(case.component, block, 3, torch.float32, Float32(min_elements=1))
             plain, coded = (
                 case.trajectory(block, torch.float32)[0],
                 coder.run(case.gradients(block, dtype=torch.float32)),
@@ -321,7 +321,7 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
             size = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.tensors.values())
             parameter = nn.Parameter(torch.zeros(block, dtype=torch.float64))
             optimizer = Optimizer(
-                [parameter], {"update": [case.stage], "routes": [], "view": "whole", "total_steps": 1}
+                [parameter], {"update": [case.component], "routes": [], "view": "whole", "total_steps": 1}
             )
             (route,) = optimizer.routing_table()
             step = 8  # the int64 count of steps
@@ -334,7 +334,7 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
     for block in ((6, 6), (8,)):
         with on(block):
             blocking = {"size": 2}
-            declared = {"update": [case.stage], "routes": [], "blocking": blocking, "total_steps": case.steps}
+            declared = {"update": [case.component], "routes": [], "blocking": blocking, "total_steps": case.steps}
             given = case.gradients(block, 2, torch.float32)
             parameters = [nn.Parameter(standard_normal(*block, seed=i).float()) for i in range(2)]
             optimizer = Optimizer(parameters, declared, lr=0.1)
@@ -352,7 +352,7 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
 
 def measures_are_of_each_block_alone(case: StageCase) -> None:
     """Measures are numbers `[N]`, the same for a block in a stack and for the block alone, and state is not changed."""
-    for block in case.blocks if type(case.stage).measures is not Stage.measures else ():
+    for block in case.blocks if type(case.component).measures is not Stage.measures else ():
         with on(block):
             stack = case.trajectory(block)[1].copy()
             before, together = (
@@ -380,7 +380,7 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
 
 def unpaired(case: object) -> str | None:
     """Return the reason why laws with a single parameter do not apply to a case, or None if such laws apply."""
-    asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.stage,)))
+    asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.component,)))
     return "a pair of parameters is required" if asks else None
 
 
@@ -407,8 +407,8 @@ def _half(signal: Signal, parameter: Tensor) -> Tensor | float:
 
 
 def _no_moment(case: StageCase) -> str | None:
-    declared = any(case.stage.cached_traits(block).moment is not None for block in case.blocks)
-    if declared and any(True for _ in schedules(case.stage)):
+    declared = any(case.component.cached_traits(block).moment is not None for block in case.blocks)
+    if declared and any(True for _ in schedules(case.component)):
         return "a number of it is scheduled"
     return None if declared else "its traits declare no moment of Adam"
 
@@ -420,7 +420,7 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
     """
     block = case.blocks[0]
     with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:
-        bench = StageBench(case.stage, block, 3, torch.float32)
+        bench = StageBench(case.component, block, 3, torch.float32)
         for number, gradient in enumerate(case.gradients(block, dtype=torch.float32), start=1):
             step, context = bench.start(gradient)
             with accelerator("cuda") as counts:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.preconditioners import Statistic
 from eigengraft.preconditioners.statistics import Contribution, Power, has_data, mean_eigenvalue
 from eigengraft.signals import known_signals
@@ -20,7 +19,7 @@ from eigengraft.step_context import StepContext
 from .accelerator import accelerator
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
 from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
-from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
 from .samples import difficult, gradients, signals_of
 from .stage_case import Degree, on
 
@@ -33,31 +32,21 @@ _LEAST = 1e-3
 
 
 @dataclass(frozen=True)
-class StatisticCase:
+class StatisticCase(Case[Statistic]):
     """A statistic and the properties that it declares.
 
-    statistic: the statistic to check.
     blocks: shapes of the blocks to try.
     degree: d if scaling all gradients by c scales the factors by c^d, a number or a function of the number of axes of
         the block; None: the law does not apply.
     """
 
-    statistic: Statistic
     blocks: tuple[tuple[int, ...], ...] = STATISTIC_BLOCKS
     degree: Degree | None = None
 
     @property
-    def component(self) -> Component:
-        return self.statistic
-
-    @property
-    def who(self) -> str:
-        return f"statistic.{getattr(self.statistic, 'kind', '?')}"
-
-    @property
     def tried(self) -> tuple[tuple[int, ...], ...]:
         """The blocks, as matrices if the statistic observes the inputs of layers."""
-        whole = self.statistic.of_inputs
+        whole = self.component.of_inputs
         return tuple((*b[:-2], b[-2] * b[-1]) if whole and len(b) > 2 else b for b in self.blocks)
 
     def given(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -135,7 +124,7 @@ def contributions_have_their_shape(case: StatisticCase) -> None:
     """
     for block in case.tried:
         for dtype in (torch.float32, torch.float64):
-            bench = FactorBench(case.statistic, block, dtype=dtype)
+            bench = FactorBench(case.component, block, dtype=dtype)
             given = case.given(block, dtype=dtype)[0]
             found: object = bench.contributions(given)
             with on(block):
@@ -174,10 +163,10 @@ def the_gradient_is_not_written_to(case: StatisticCase) -> None:
     """The observed tensor holds the same bits after the observation as before it."""
     for block in case.tried:
         given = case.given(block)
-        before, bench = given.clone(), FactorBench(case.statistic, block)
+        before, bench = given.clone(), FactorBench(case.component, block)
         bench.observe(given)
         if not torch.equal(given, before):
-            cause = write_cause(case.statistic, {"the gradient": given}, partial(bench.observe, given))
+            cause = write_cause(case.component, {"the gradient": given}, partial(bench.observe, given))
             raise LawError(f"contribution() must not change the gradient, but changed it{cause}")
 
 
@@ -185,14 +174,14 @@ def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
     """The factors of a block in a stack are the factors of the block alone."""
     for block in case.tried:
         given = case.given(block)
-        together = FactorBench(case.statistic, block).observe(given).estimates()
+        together = FactorBench(case.component, block).observe(given).estimates()
 
         def cause(block: tuple[int, ...] = block) -> str:
             many = case.given(block, WATCHED_BLOCKS)
-            return stack_cause(case.statistic, lambda: _many(case, block).observe(many))
+            return stack_cause(case.component, lambda: _many(case, block).observe(many))
 
         for row in range(given.shape[1]):
-            alone = FactorBench(case.statistic, block, 1, first=row).observe(given[:, row : row + 1]).estimates()
+            alone = FactorBench(case.component, block, 1, first=row).observe(given[:, row : row + 1]).estimates()
             for axis, factor in alone.items():
                 with on(block):
                     what = f"the factor of axis {axis} of block {row} alone as in a stack of 3,"
@@ -200,13 +189,13 @@ def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
 
 
 def _many(case: StatisticCase, block: tuple[int, ...]) -> FactorBench:
-    return FactorBench(case.statistic, block, WATCHED_BLOCKS)
+    return FactorBench(case.component, block, WATCHED_BLOCKS)
 
 
 def factors_are_symmetric_and_semidefinite(case: StatisticCase) -> None:
     """Every factor is a symmetric matrix without negative eigenvalues. The tolerance is 1e-5, for float32."""
     for block in case.tried:
-        for axis, a in FactorBench(case.statistic, block, dtype=torch.float32).observe(
+        for axis, a in FactorBench(case.component, block, dtype=torch.float32).observe(
             case.given(block, dtype=torch.float32)
         ).estimates().items():  # fmt: skip
             matrix = a if a.ndim == 3 else torch.diag_embed(a)
@@ -225,7 +214,7 @@ def factors_keep_dtype_and_device(case: StatisticCase) -> None:
     """Factors keep dtype, device and shape, in float32 and float64."""
     for block in case.tried:
         for dtype in (torch.float32, torch.float64):
-            bench = FactorBench(case.statistic, block, dtype=dtype)
+            bench = FactorBench(case.component, block, dtype=dtype)
             before = {key: (tensor.dtype, tensor.shape) for key, tensor in bench.tensors.items()}
             bench.observe(case.given(block, dtype=dtype))
             after = {key: (tensor.dtype, tensor.shape) for key, tensor in bench.tensors.items()}
@@ -237,7 +226,7 @@ def factors_stay_finite(case: StatisticCase) -> None:
     """Factors are finite for zero, huge, tiny and rank-deficient gradients, in float32."""
     for block in case.tried:
         for name, given in difficult(block):
-            found = FactorBench(case.statistic, block, dtype=torch.float32).observe(given[:_STEPS]).estimates()
+            found = FactorBench(case.component, block, dtype=torch.float32).observe(given[:_STEPS]).estimates()
             for axis, factor in found.items():
                 with on(block, f"gradients: {name}"):
                     require(factor.isfinite().all(), f"a finite factor of axis {axis} is required, got nan or inf")
@@ -251,13 +240,13 @@ def observations_stay_on_the_device(case: StatisticCase) -> None:
     """
     block = case.tried[0]
     with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:
-        bench = FactorBench(case.statistic, block, dtype=torch.float32)
+        bench = FactorBench(case.component, block, dtype=torch.float32)
         for gradient in case.given(block, dtype=torch.float32).to(run.device):
             bench.step += 1
             context = bench.context()
             _ = context.step, context.seed
             with accelerator("cuda") as counts:
-                case.statistic.observe(bench.state, gradient, context, bench.axes, partial(bench.powers, context))
+                case.component.observe(bench.state, gradient, context, bench.axes, partial(bench.powers, context))
             if bench.step > WARM_UP_STEPS:
                 remedy = "`context.step`, `context.seed` and `context.tensor(...)` are on the device"
                 require_no_waits(counts, f"in step {bench.step}", remedy)
@@ -266,7 +255,7 @@ def observations_stay_on_the_device(case: StatisticCase) -> None:
 def factors_are_all_the_memory(case: StatisticCase) -> None:
     """The same gradients give the same factors again: a statistic has no memory beside its factors."""
     for block in case.tried:
-        one, two = (FactorBench(case.statistic, block).observe(case.given(block)).estimates() for _ in range(2))
+        one, two = (FactorBench(case.component, block).observe(case.given(block)).estimates() for _ in range(2))
         with on(block):
             same = all(torch.equal(one[axis], two[axis]) for axis in one)
             require(same, "the same factors from the same gradients are required, got others; is there other memory?")
@@ -278,8 +267,8 @@ def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
         degree = case.degree(len(block)) if callable(case.degree) else case.degree
         assert degree is not None
         given = case.given(block, dtype=torch.float32)
-        plain = FactorBench(case.statistic, block, dtype=torch.float32).observe(given).estimates()
-        scaled = FactorBench(case.statistic, block, dtype=torch.float32).observe(given * 2.0**8).estimates()
+        plain = FactorBench(case.component, block, dtype=torch.float32).observe(given).estimates()
+        scaled = FactorBench(case.component, block, dtype=torch.float32).observe(given * 2.0**8).estimates()
         for axis, factor in plain.items():
             what = f"a factor of axis {axis} that scales by the power {degree:g} of the gradients' scale,"
             with on(block):
@@ -291,7 +280,7 @@ def _no_degree(case: StatisticCase) -> str | None:
 
 
 def _on_device(case: StatisticCase) -> str | None:
-    reads = "its powers of other factors are computed by the law" if case.statistic.needs_power is not None else None
+    reads = "its powers of other factors are computed by the law" if case.component.needs_power is not None else None
     return reads or without_accelerator(case)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component
-
-from .laws import Law, require, the_declaration_survives
+from .laws import Case, Law, require, the_declaration_survives
 
 if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Batch, Task
@@ -21,24 +18,9 @@ _BATCHES = 50
 """Number of training batches to check: enough to contain most rows of a small data set."""
 
 
-@dataclass(frozen=True)
-class TaskCase:
-    """A task under test. It should be small, because its data are read."""
-
-    task: Task
-
-    @property
-    def component(self) -> Component:
-        return self.task
-
-    @property
-    def who(self) -> str:
-        return f"task.{getattr(self.task, 'kind', '?')}"
-
-
-def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
+def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     """Batches are equal when the data are read again; other seeds and steps give other batches."""
-    first, second = case.task.load(), case.task.load()
+    first, second = case.component.load(), case.component.load()
     for step in (7, 0, 500):
         same = _equal(first.batch(3, step), second.batch(3, step))
         require(same, f"the same batch of seed 3 and step {step} from data read twice is required, got another")
@@ -48,11 +30,11 @@ def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
     require(not torch.equal(one, first.batch(3, 8).inputs), "another batch for another step is required, got the same")
 
 
-def the_data_are_finite(case: TaskCase) -> None:
+def the_data_are_finite(case: Case[Task]) -> None:
     """All numbers of the first training batches, of examples in memory, and of the validation batches are finite."""
     from eigengraft.experiments.tasks import Examples, data_fault, validation_fault
 
-    data = case.task.load()
+    data = case.component.load()
     whole = data_fault(data.train) if isinstance(data, Examples) else ""
     require(not whole, f"finite numbers are required in the training data, got {whole}")
     for step in range(_BATCHES):
@@ -62,48 +44,48 @@ def the_data_are_finite(case: TaskCase) -> None:
     require(not fault, f"finite numbers are required for validation, got {fault}")
 
 
-def the_data_have_a_fingerprint(case: TaskCase) -> None:
+def the_data_have_a_fingerprint(case: Case[Task]) -> None:
     """The fingerprint is the same each time the data are read, and contains the sha256 of the data."""
-    one, two = case.task.load().fingerprint, case.task.load().fingerprint
+    one, two = case.component.load().fingerprint, case.component.load().fingerprint
     require(one == two, f"the same fingerprint whenever the data are read is required, got {one} and {two}")
     require(len(one.sha256) == 64, f"sha256: 64 hexadecimal digits are required, got '{one.sha256}'")
 
 
-def initial_weights_depend_on_the_seed_alone(case: TaskCase) -> None:
+def initial_weights_depend_on_the_seed_alone(case: Case[Task]) -> None:
     """Equal seeds give equal weights, in any state of torch's global generator, and other seeds give other weights."""
-    first = case.task.new_model(1).state_dict()
+    first = case.component.new_model(1).state_dict()
     with torch.random.fork_rng(devices=[]):
         torch.rand(5)
-        again = case.task.new_model(1).state_dict()
+        again = case.component.new_model(1).state_dict()
     same = all(torch.equal(first[name], value) for name, value in again.items())
     require(same, "the same weights from the same seed are required, got others")
-    others = case.task.new_model(2).state_dict()
+    others = case.component.new_model(2).state_dict()
     differ = any(not torch.equal(first[name], value) for name, value in others.items())
     require(differ, "other weights from another seed are required, got the same (does build() set a seed?)")
 
 
-def the_loss_is_a_mean_over_targets(case: TaskCase) -> None:
+def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
     """The loss of a batch is the mean of the losses of its two halves, weighted by numbers of targets.
 
     The tolerance is 1e-4, for float32.
     """
-    inputs, targets = case.task.load().batch(0, 0)
-    model, half = case.task.new_model(0).eval(), len(inputs) // 2
+    inputs, targets = case.component.load().batch(0, 0)
+    model, half = case.component.new_model(0).eval(), len(inputs) // 2
     require(half > 0, f"batches of two rows or more are required, got {len(inputs)}")
     with torch.no_grad():
         outputs = model(inputs)
-        whole, total = float(case.task.loss(outputs, targets)), 0.0
+        whole, total = float(case.component.loss(outputs, targets)), 0.0
         for rows in (slice(None, half), slice(half, None)):
-            total += float(case.task.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
+            total += float(case.component.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
     fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
     require(fine, f"a loss that is the mean over targets, {total:.6g} by parts, is required, got {whole:.6g}")
 
 
-def the_loss_is_a_number_with_gradients(case: TaskCase) -> None:
+def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
     """The loss is one finite number, and every trainable parameter gets a finite gradient."""
-    inputs, targets = case.task.load().batch(0, 0)
-    model = case.task.new_model(0)
-    loss = case.task.loss(model(inputs), targets)
+    inputs, targets = case.component.load().batch(0, 0)
+    model = case.component.new_model(0)
+    loss = case.component.loss(model(inputs), targets)
     fine = loss.ndim == 0 and bool(loss.isfinite())
     require(fine, f"a finite loss of shape [] is required, got {loss.tolist()} of shape {list(loss.shape)}")
     loss.backward()  # type: ignore[no-untyped-call]
@@ -113,35 +95,35 @@ def the_loss_is_a_number_with_gradients(case: TaskCase) -> None:
             require(fine, f"a finite gradient of {name} is required, got {'none' if parameter.grad is None else 'nan'}")
 
 
-def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
+def metrics_are_means_over_all_validation_targets(case: Case[Task]) -> None:
     """The metrics of `evaluate` are means of the task's loss in which every target has the same weight, for any sizes
     of batches. The tolerance is 1e-5, for float32.
     """
-    data, model = case.task.load(), case.task.new_model(0)
+    data, model = case.component.load(), case.component.new_model(0)
     total, hits, count = 0.0, 0, 0
     names = set()
     for inputs, targets in data.evaluation():
         with torch.no_grad():
             outputs: Tensor = model(inputs)
-        names.add(tuple(case.task.metrics(outputs, targets)))
-        total += float(case.task.loss(outputs.double(), targets)) * targets.numel()
-        hits += int((outputs.argmax(-1) == targets).sum()) if case.task.reports_accuracy else 0
+        names.add(tuple(case.component.metrics(outputs, targets)))
+        total += float(case.component.loss(outputs.double(), targets)) * targets.numel()
+        hits += int((outputs.argmax(-1) == targets).sum()) if case.component.reports_accuracy else 0
         count += targets.numel()
-    metrics = case.task.evaluate(model, data, _CPU)
-    mean = case.task.reported(total / count)
+    metrics = case.component.evaluate(model, data, _CPU)
+    mean = case.component.reported(total / count)
     fine = math.isclose(metrics.val_loss, mean, rel_tol=1e-5)
     require(fine, f"val_loss {mean:.6g}, the mean over all targets, is required, got {metrics.val_loss:.6g}")
-    accuracy = hits / count if case.task.reports_accuracy else None
+    accuracy = hits / count if case.component.reports_accuracy else None
     require(metrics.val_accuracy == accuracy, f"val_accuracy {accuracy} is required, got {metrics.val_accuracy}")
     require(len(names) == 1, f"the same further metrics of every validation batch are required, got {sorted(names)}")
     unreal = [name for name, value in metrics.others.items() if not math.isfinite(value)]
     require(not unreal, f"finite further metrics are required, got others for {unreal}")
 
 
-def evaluation_repeats_and_leaves_the_model_training(case: TaskCase) -> None:
+def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
     """Two evaluations of one model give the same metrics, and leave the model in training mode."""
-    data, model = case.task.load(), case.task.new_model(0)
-    one, two = case.task.evaluate(model, data, _CPU), case.task.evaluate(model, data, _CPU)
+    data, model = case.component.load(), case.component.new_model(0)
+    one, two = case.component.evaluate(model, data, _CPU), case.component.evaluate(model, data, _CPU)
     require(one == two, f"the same metrics from the same weights are required, got {one} and {two}")
     require(model.training, "a model that trains on after evaluate() is required, got one in eval mode")
 
@@ -150,7 +132,7 @@ def _equal(one: Batch, two: Batch) -> bool:
     return torch.equal(one.inputs, two.inputs) and torch.equal(one.targets, two.targets)
 
 
-TASK_LAWS: tuple[Law[TaskCase], ...] = (
+TASK_LAWS: tuple[Law[Case[Task]], ...] = (
     Law(the_declaration_survives),
     Law(batches_are_a_pure_function_of_seed_and_step),
     Law(the_data_are_finite),

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import run_stacks
-from eigengraft.component import Component
 from eigengraft.numerics import compute_dtype
 from eigengraft.optimizers.write.averaging import Averaging, IterateBatch
 from eigengraft.optimizers.write.constraints import Constraint, ConstraintContext, ParameterUpdate, Slots, Tensors
@@ -26,7 +25,7 @@ from eigengraft.slots import Slot
 from .accelerator import accelerator
 from .causes import write_cause
 from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
-from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
 from .samples import standard_normal
 
 PARAMETER_SHAPES = ((4, 3), (5,), (4, 2, 3))
@@ -91,21 +90,6 @@ class _CountedUpdate(ParameterUpdate):
 # Averagings.
 
 
-@dataclass(frozen=True)
-class AveragingCase:
-    """An averaging under test."""
-
-    averaging: Averaging
-
-    @property
-    def component(self) -> Component:
-        return self.averaging
-
-    @property
-    def who(self) -> str:
-        return f"averaging.{getattr(self.averaging, 'kind', '?')}"
-
-
 class AveragingBench:
     """An averaging with n parameters and their iterates, without an optimizer.
 
@@ -163,21 +147,21 @@ class AveragingBench:
         return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
 
 
-def iterates_have_the_shape_of_their_parameter(case: AveragingCase) -> None:
+def iterates_have_the_shape_of_their_parameter(case: Case[Averaging]) -> None:
     """Slots have the role `iterate`. Their shape is (), or ends with the axes of the parameter."""
     for low_precision in (False, True):
         for shape in PARAMETER_SHAPES:
-            for name, slot in case.averaging.slots(shape, low_precision).items():
+            for name, slot in case.component.slots(shape, low_precision).items():
                 _require_slot(name, slot, shape)
                 require(slot.role == "iterate", f"slots(): role 'iterate' is required of '{name}', got '{slot.role}'")
 
 
-def the_update_is_applied_once_a_step(case: AveragingCase) -> None:
+def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
     """`step` calls the function `update` that it receives once, on the base iterates. `update` also applies weight
     decay and constraints.
     """
     for dtype in _DTYPES:
-        bench = AveragingBench(case.averaging, dtype)
+        bench = AveragingBench(case.component, dtype)
         for number in range(1, _STEPS + 1):
             bench.step()
             count = len(bench.applied)
@@ -189,41 +173,41 @@ def the_update_is_applied_once_a_step(case: AveragingCase) -> None:
             )
 
 
-def evaluated_iterates_are_like_their_parameters(case: AveragingCase) -> None:
+def evaluated_iterates_are_like_their_parameters(case: Case[Averaging]) -> None:
     """`evaluated` returns a finite tensor of the parameter's shape for each parameter, and changes nothing."""
     for dtype in _DTYPES:
-        bench = AveragingBench(case.averaging, dtype)
+        bench = AveragingBench(case.component, dtype)
         for _ in range(_STEPS):
             bench.step()
             before = _copies(bench.everything())
-            found: Any = case.averaging.evaluated(bench.batch())
+            found: Any = case.component.evaluated(bench.batch())
             _require_tensors(found, bench.parameters, "evaluated()", dtype=False)
             for place, tensor in enumerate(found):
                 finite = bool(tensor.isfinite().all())
                 require(finite, f"evaluated(): finite numbers are required of parameter {place}, got nan or inf")
             if not all(map(torch.equal, before, bench.everything())):
                 inputs = {f"a parameter or slot {i}": tensor for i, tensor in enumerate(bench.everything())}
-                cause = write_cause(case.averaging, inputs, partial(case.averaging.evaluated, bench.batch()))
+                cause = write_cause(case.component, inputs, partial(case.component.evaluated, bench.batch()))
                 raise LawError(f"evaluated() must not change parameters or slots, but changed them{cause}")
 
 
-def parameters_are_averaged_one_by_one(case: AveragingCase) -> None:
+def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
     """Parameters that are averaged together, at different steps, have the same iterates as each of them alone."""
-    together = AveragingBench(case.averaging, apart=True).run(decay=_WEIGHT_DECAY)
-    evaluated = case.averaging.evaluated(together.batch())
+    together = AveragingBench(case.component, apart=True).run(decay=_WEIGHT_DECAY)
+    evaluated = case.component.evaluated(together.batch())
     for place in range(len(PARAMETER_SHAPES)):
-        alone = AveragingBench(case.averaging, chosen=slice(place, place + 1), apart=True).run(decay=_WEIGHT_DECAY)
+        alone = AveragingBench(case.component, chosen=slice(place, place + 1), apart=True).run(decay=_WEIGHT_DECAY)
         pairs = [(alone.parameters[0], together.parameters[place], "the trained iterate")]
-        pairs += [(case.averaging.evaluated(alone.batch())[0], evaluated[place], "the evaluated iterate")]
+        pairs += [(case.component.evaluated(alone.batch())[0], evaluated[place], "the evaluated iterate")]
         pairs += [(tensors[0], together.slots[name][place], f"slot '{name}'") for name, tensors in alone.slots.items()]
         for one, other, what in pairs:
             where = f"{what} of parameter {place} of 3 as alone (does step() use one number of `batch.steps` for all?)"
             require_close(one, other, 1e-12, where)
 
 
-def masked_parameters_change_nothing(case: AveragingCase) -> None:
+def masked_parameters_change_nothing(case: Case[Averaging]) -> None:
     """A parameter whose mask is False keeps its bits and those of its iterates, although its update contains nan."""
-    bench = AveragingBench(case.averaging).run(2)
+    bench = AveragingBench(case.component).run(2)
     before = _copies(bench.everything())
     keep = [torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))]
     bench.step(mask=keep)
@@ -233,18 +217,18 @@ def masked_parameters_change_nothing(case: AveragingCase) -> None:
         require(same, f"step(): {name} must not change where `batch.mask` is False, got other numbers")
 
 
-def dtypes_are_kept(case: AveragingCase) -> None:
+def dtypes_are_kept(case: Case[Averaging]) -> None:
     """Parameters and iterates keep dtype and shape, with parameters in float32, float64 and bfloat16."""
     for dtype in _DTYPES:
-        bench = AveragingBench(case.averaging, dtype)
+        bench = AveragingBench(case.component, dtype)
         before = _kinds(bench.everything())
         after = _kinds(bench.run().everything())
         require(after == before, f"parameters and slots of (dtype, shape) {before} are required, got {after}")
 
 
-def slots_are_all_the_memory(case: AveragingCase) -> None:
+def slots_are_all_the_memory(case: Case[Averaging]) -> None:
     """Training continues exactly from a copy of parameters and slots."""
-    one, two = AveragingBench(case.averaging).run(3), AveragingBench(case.averaging)
+    one, two = AveragingBench(case.component).run(3), AveragingBench(case.component)
     for target, source in zip(two.everything(), one.everything(), strict=True):
         target.copy_(source)
     two.steps[:], two.ran = one.steps, one.ran
@@ -254,15 +238,15 @@ def slots_are_all_the_memory(case: AveragingCase) -> None:
     require(same, "the same iterates from a copy of the slots are required, got others; is there other memory?")
 
 
-def without_updates_nothing_moves(case: AveragingCase) -> None:
+def without_updates_nothing_moves(case: Case[Averaging]) -> None:
     """While updates are 0 the evaluated iterate stays the parameter. The tolerance is 1e-6, because averages divide
     sums.
     """
-    bench = AveragingBench(case.averaging, size=0.0)
+    bench = AveragingBench(case.component, size=0.0)
     start = _copies(bench.parameters)
     for number in range(1, _STEPS + 1):
         bench.step()
-        found = case.averaging.evaluated(bench.batch())
+        found = case.component.evaluated(bench.batch())
         for place, before in enumerate(start):
             where = f"of parameter {place} after {number} updates of 0, the parameter as it began,"
             require_close(bench.parameters[place], before, 1e-6, f"the trained iterate {where}")
@@ -272,24 +256,24 @@ def without_updates_nothing_moves(case: AveragingCase) -> None:
 _BEGIN = " (do iterates begin at the parameter, in begin(), or does the sum of weights divide the mean?)"
 
 
-def steps_of_averages_stay_on_the_device(case: AveragingCase) -> None:
+def steps_of_averages_stay_on_the_device(case: Case[Averaging]) -> None:
     """The host does not wait for the device in a step, also if the learning rate is a tensor on the device."""
     with accelerator("cuda") as run, run.device:
-        lr, bench = torch.tensor(_LR, device=run.device), AveragingBench(case.averaging, torch.float32)
+        lr, bench = torch.tensor(_LR, device=run.device), AveragingBench(case.component, torch.float32)
         for number in range(1, _STEPS + 1):
             bench.steps += 1
             updates = [torch.ones_like(parameter) for parameter in bench.parameters]
             if number == 1:
-                case.averaging.begin(bench.batch(lr))
+                case.component.begin(bench.batch(lr))
             update = ParameterUpdate(updates, StepRates(lr, 0.0, Decoupled()))
             with accelerator("cuda") as counts:
-                case.averaging.step(bench.batch(lr), update)
+                case.component.step(bench.batch(lr), update)
             if number > WARM_UP_STEPS:
                 remedy = "`batch.lr` may be a tensor on the device; `batch.steps` is an array on the host"
                 require_no_waits(counts, f"in step {number}", remedy)
 
 
-AVERAGING_LAWS: tuple[Law[AveragingCase], ...] = (
+AVERAGING_LAWS: tuple[Law[Case[Averaging]], ...] = (
     Law(the_declaration_survives),
     Law(iterates_have_the_shape_of_their_parameter, decisive=True),
     Law(the_update_is_applied_once_a_step, decisive=True),
@@ -307,18 +291,12 @@ AVERAGING_LAWS: tuple[Law[AveragingCase], ...] = (
 
 
 @dataclass(frozen=True)
-class ConstraintCase:
+class ConstraintCase(Case[Constraint]):
     """A constraint under test."""
-
-    constraint: Constraint
-
-    @property
-    def component(self) -> Component:
-        return self.constraint
 
     @property
     def who(self) -> str:
-        return f"constraints.{self.constraint.label}"
+        return f"constraints.{self.component.label}"
 
 
 class ConstraintBench:
@@ -394,7 +372,7 @@ class ConstraintBench:
 def slots_have_the_shape_of_their_parameter(case: ConstraintCase) -> None:
     """The shape of a slot is (), or ends with the axes of the parameter."""
     for shape in PARAMETER_SHAPES:
-        for name, slot in case.constraint.slots(shape).items():
+        for name, slot in case.component.slots(shape).items():
             _require_slot(name, slot, shape)
 
 
@@ -403,7 +381,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
     tensors that they receive.
     """
     for dtype in _DTYPES:
-        bench = ConstraintBench(case.constraint, dtype)
+        bench = ConstraintBench(case.component, dtype)
         w, u = (
             [p.to(bench.compute) for p in bench.parameters],
             [bench.update(place) for place in range(len(PARAMETER_SHAPES))],
@@ -412,13 +390,13 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
         context = bench.context()
         hooks: dict[str, tuple[Callable[[], object], dict[str, list[Tensor]]]] = {
             "begin": (
-                partial(case.constraint.begin, bench.slots, w, context), {"parameters": w},
+                partial(case.component.begin, bench.slots, w, context), {"parameters": w},
             ),
             "adjust": (
-                partial(case.constraint.adjust, bench.slots, w, u, context), {"parameters": w, "updates": u},
+                partial(case.component.adjust, bench.slots, w, u, context), {"parameters": w, "updates": u},
             ),
             "retract": (
-                partial(case.constraint.retract, bench.slots, w, u, after, context),
+                partial(case.component.retract, bench.slots, w, u, after, context),
                 {"parameters": w, "updates": u, "moved": after},
             ),
         }  # fmt: skip
@@ -427,7 +405,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
             found = hook()
             for key, tensors in given.items():
                 if not all(map(torch.equal, tensors, before[key])):
-                    cause = write_cause(case.constraint, {f"`{key}[{i}]`": x for i, x in enumerate(tensors)}, hook)
+                    cause = write_cause(case.component, {f"`{key}[{i}]`": x for i, x in enumerate(tensors)}, hook)
                     raise LawError(f"{name}() must not change tensors of `{key}`, but changed them{cause}")
             if name != "begin":
                 _require_tensors(found, u, f"{name}()")
@@ -435,9 +413,9 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
 
 def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
     """Parameters that are constrained together have the same values as each of them alone."""
-    together = ConstraintBench(case.constraint).run()
+    together = ConstraintBench(case.component).run()
     for place in range(len(PARAMETER_SHAPES)):
-        alone = ConstraintBench(case.constraint, chosen=slice(place, place + 1)).run()
+        alone = ConstraintBench(case.component, chosen=slice(place, place + 1)).run()
         where = f"parameter {place} of 3 as alone (does a norm or sum run over all parameters?)"
         require_close(alone.parameters[0], together.parameters[place], 1e-12, where)
 
@@ -445,7 +423,7 @@ def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
 def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
     """A parameter whose mask is False keeps its bits and those of its slots."""
     for dtype in _DTYPES:
-        bench = ConstraintBench(case.constraint, dtype).run(2)
+        bench = ConstraintBench(case.component, dtype).run(2)
         before = _copies(bench.everything())
         bench.step(mask=[torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))])
         names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
@@ -457,7 +435,7 @@ def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
 def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
     """Parameters and slots keep dtype and shape, with parameters in float32, float64 and bfloat16."""
     for dtype in _DTYPES:
-        bench = ConstraintBench(case.constraint, dtype)
+        bench = ConstraintBench(case.component, dtype)
         before = _kinds(bench.everything())
         after = _kinds(bench.run().everything())
         require(after == before, f"parameters and slots of (dtype, shape) {before} are required, got {after}")
@@ -466,7 +444,7 @@ def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
 def parameters_stay_finite(case: ConstraintCase) -> None:
     """Parameters are finite after steps from zero, tiny and huge parameters with updates of equal size, in float32."""
     for name, size in (("zero", 0.0), ("tiny", 1e-30), ("huge", 1e12)):
-        bench = ConstraintBench(case.constraint, torch.float32, size=size).run(3)
+        bench = ConstraintBench(case.component, torch.float32, size=size).run(3)
         for place, tensor in enumerate(bench.everything()):
             finite = bool(tensor.isfinite().all())
             what = f"parameter {place}" if place < len(PARAMETER_SHAPES) else f"slot {place // len(PARAMETER_SHAPES)}"
@@ -477,7 +455,7 @@ def parameters_stay_finite(case: ConstraintCase) -> None:
 
 def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
     """Training continues exactly from a copy of parameters and slots."""
-    one, two = ConstraintBench(case.constraint).run(3), ConstraintBench(case.constraint)
+    one, two = ConstraintBench(case.component).run(3), ConstraintBench(case.component)
     for target, source in zip(two.everything(), one.everything(), strict=True):
         target.copy_(source)
     two.steps = one.steps
@@ -491,12 +469,12 @@ def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
     """A shardable constraint gives the same parameters if it is applied to two shards of each parameter, and sums over
     both shards are used.
     """
-    whole = ConstraintBench(case.constraint).run()
+    whole = ConstraintBench(case.component).run()
     for by_rows in (True, False):
-        if not case.constraint.shardable(by_rows):
+        if not case.component.shardable(by_rows):
             continue
         cuts = [partial(_half, rows=by_rows, second=second) for second in (False, True)]
-        benches = [ConstraintBench(case.constraint, shard=cut) for cut in cuts]
+        benches = [ConstraintBench(case.component, shard=cut) for cut in cuts]
         ids = [np.arange(len(PARAMETER_SHAPES)) for _ in benches]
         run_stacks([partial(bench.run, _STEPS) for bench in benches], ids)
         for cut, bench in zip(cuts, benches, strict=True):
@@ -520,21 +498,21 @@ def writes_stay_on_the_device(case: ConstraintCase) -> None:
     device.
     """
     with accelerator("cuda") as run, run.device:
-        lr, bench = torch.tensor(_LR, device=run.device), ConstraintBench(case.constraint, torch.float32)
+        lr, bench = torch.tensor(_LR, device=run.device), ConstraintBench(case.component, torch.float32)
         for number in range(1, _STEPS + 1):
             w, u = bench.parameters, [torch.ones_like(parameter) for parameter in bench.parameters]
             context = bench.context(lr)
             if number == 1:
-                case.constraint.begin(bench.slots, w, context)
+                case.component.begin(bench.slots, w, context)
             with accelerator("cuda") as counts:
-                adjusted = case.constraint.adjust(bench.slots, w, u, context)
-                case.constraint.retract(bench.slots, w, adjusted, w, context)
+                adjusted = case.component.adjust(bench.slots, w, u, context)
+                case.component.retract(bench.slots, w, adjusted, w, context)
             if number > WARM_UP_STEPS:
                 require_no_waits(counts, f"in step {number}", "`context.lr` may be a tensor on the device")
 
 
 def _whole(case: ConstraintCase) -> str | None:
-    return None if case.constraint.shardable(True) else "shardable() returns False"
+    return None if case.component.shardable(True) else "shardable() returns False"
 
 
 CONSTRAINT_LAWS: tuple[Law[ConstraintCase], ...] = (
