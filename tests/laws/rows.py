@@ -66,7 +66,7 @@ class Row:
         steps = BRIEF if settled_after(stage) < BRIEF else TRAJECTORY_STEPS
         return StageCase(stage, self.blocks, self.degree, bool(self.rotates), self.singular, steps)
 
-    def solver(self, family: str) -> SolverCase:
+    def solver(self, family: str) -> SolverCase[Any]:
         """The case of a row about a solver of that family."""
         kinds = {kind.family_name: kind for kind in (RootSolver, BasisSolver, PolarSolver)}
         made: Any = validated(kinds[family], dict(self.make))  # type: ignore[type-abstract]

@@ -60,7 +60,7 @@ SOLVERS = [
 
 
 @pytest.mark.parametrize(("law", "family", "row"), SOLVERS)
-def test_a_law_of_solvers(law: Law[SolverCase], family: str, row: Row) -> None:
+def test_a_law_of_solvers(law: Law[SolverCase[Any]], family: str, row: Row) -> None:
     law.require(row.solver(family))
 
 

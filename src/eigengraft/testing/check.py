@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from eigengraft.blocking.views import View
 from eigengraft.optimizers.write.averaging import Averaging
@@ -20,7 +21,7 @@ from eigengraft.preconditioners import (
 from eigengraft.quantization import Quantizer
 
 from .cadence_laws import CADENCE_LAWS, CadenceCase
-from .laws import Case, LawReport, check
+from .laws import AnyCase, Case, Law, LawReport, check
 from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
 from .rule_laws import (
     RUN,
@@ -77,8 +78,7 @@ def check_stage(
         LawError: laws are broken. The message names all broken laws, or the first broken rule of the contract.
         TypeError: `stage` is not an instance of Stage.
     """
-    _require_instance(stage, Stage, "check_stage")
-    return check(StageCase(stage, blocks, degree, rotates, singular), STAGE_LAWS)
+    return _check("check_stage", Stage, StageCase(stage, blocks, degree, rotates, singular), STAGE_LAWS)
 
 
 def check_solver(
@@ -108,10 +108,11 @@ def check_solver(
         LawError: laws are broken. The message names all broken laws.
         TypeError: `solver` is not an instance of a solver.
     """
-    _require_instance(solver, (RootSolver, BasisSolver, PolarSolver), "check_solver")
-    bases_or_polar = BASIS_LAWS if isinstance(solver, BasisSolver) else POLAR_LAWS
-    own = ROOT_LAWS if isinstance(solver, RootSolver) else bases_or_polar
-    return check(SolverCase(solver, degree, rotates, tolerance, converges), (*SOLVER_LAWS, *own))
+    kinds: dict[type, tuple[Law[SolverCase[Any]], ...]]
+    kinds = {RootSolver: ROOT_LAWS, BasisSolver: BASIS_LAWS, PolarSolver: POLAR_LAWS}
+    own = (law for kind, laws in kinds.items() if isinstance(solver, kind) for law in laws)
+    case = SolverCase[Any](solver, degree, rotates, tolerance, converges)
+    return _check("check_solver", tuple(kinds), case, (*SOLVER_LAWS, *own))
 
 
 def check_eigenvalue_bound(bound: EigenvalueBound, *, estimate: bool = False) -> LawReport:
@@ -128,8 +129,7 @@ def check_eigenvalue_bound(bound: EigenvalueBound, *, estimate: bool = False) ->
         LawError: laws are broken. The message names all of them.
         TypeError: `bound` is not an instance of EigenvalueBound.
     """
-    _require_instance(bound, EigenvalueBound, "check_eigenvalue_bound")
-    return check(BoundCase(bound, estimate), BOUND_LAWS)
+    return _check("check_eigenvalue_bound", EigenvalueBound, BoundCase(bound, estimate), BOUND_LAWS)
 
 
 def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
@@ -147,8 +147,7 @@ def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
         LawError: laws are broken. The message names all broken laws.
         TypeError: `quantizer` is not an instance of Quantizer.
     """
-    _require_instance(quantizer, Quantizer, "check_quantizer")
-    return check(QuantizerCase(quantizer, size), QUANTIZER_LAWS)
+    return _check("check_quantizer", Quantizer, QuantizerCase(quantizer, size), QUANTIZER_LAWS)
 
 
 def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
@@ -165,8 +164,7 @@ def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
         LawError: laws are broken. The message names all of them, or says that `due_again` does not return bools.
         TypeError: `cadence` is not an instance of Cadence.
     """
-    _require_instance(cadence, Cadence, "check_cadence")
-    return check(CadenceCase(cadence, steps), CADENCE_LAWS)
+    return _check("check_cadence", Cadence, CadenceCase(cadence, steps), CADENCE_LAWS)
 
 
 def check_statistic(
@@ -190,8 +188,7 @@ def check_statistic(
         LawError: laws are broken. The message names all of them, or the first wrong contribution.
         TypeError: `statistic` is not an instance of Statistic.
     """
-    _require_instance(statistic, Statistic, "check_statistic")
-    return check(StatisticCase(statistic, blocks, degree), STATISTIC_LAWS)
+    return _check("check_statistic", Statistic, StatisticCase(statistic, blocks, degree), STATISTIC_LAWS)
 
 
 def check_averaging(averaging: Averaging) -> LawReport:
@@ -207,8 +204,7 @@ def check_averaging(averaging: Averaging) -> LawReport:
         LawError: laws are broken. The message names all of them, or the first broken rule of the contract.
         TypeError: `averaging` is not an instance of Averaging.
     """
-    _require_instance(averaging, Averaging, "check_averaging")
-    return check(Case(averaging), AVERAGING_LAWS)
+    return _check("check_averaging", Averaging, Case(averaging), AVERAGING_LAWS)
 
 
 def check_constraint(constraint: Constraint) -> LawReport:
@@ -224,8 +220,7 @@ def check_constraint(constraint: Constraint) -> LawReport:
         LawError: laws are broken. The message names all of them, or the first broken rule of the contract.
         TypeError: `constraint` is not an instance of Constraint.
     """
-    _require_instance(constraint, Constraint, "check_constraint")
-    return check(ConstraintCase(constraint), CONSTRAINT_LAWS)
+    return _check("check_constraint", Constraint, ConstraintCase(constraint), CONSTRAINT_LAWS)
 
 
 def check_weight_decay(decay: WeightDecay) -> LawReport:
@@ -241,8 +236,7 @@ def check_weight_decay(decay: WeightDecay) -> LawReport:
         LawError: laws are broken. The message names all of them.
         TypeError: `decay` is not an instance of WeightDecay.
     """
-    _require_instance(decay, WeightDecay, "check_weight_decay")
-    return check(Case(decay), WEIGHT_DECAY_LAWS)
+    return _check("check_weight_decay", WeightDecay, Case(decay), WEIGHT_DECAY_LAWS)
 
 
 def check_view(view: View, shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES) -> LawReport:
@@ -259,8 +253,7 @@ def check_view(view: View, shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES) ->
         LawError: laws are broken. The message names all of them.
         TypeError: `view` is not an instance of View.
     """
-    _require_instance(view, View, "check_view")
-    return check(ViewCase(view, shapes), VIEW_LAWS)
+    return _check("check_view", View, ViewCase(view, shapes), VIEW_LAWS)
 
 
 def check_schedule(schedule: LearningRateSchedule, steps: int = RUN) -> LawReport:
@@ -279,8 +272,7 @@ def check_schedule(schedule: LearningRateSchedule, steps: int = RUN) -> LawRepor
     """
     from eigengraft.experiments.training.schedule import LearningRateSchedule
 
-    _require_instance(schedule, LearningRateSchedule, "check_schedule")
-    return check(ScheduleCase(schedule, steps), SCHEDULE_LAWS)
+    return _check("check_schedule", LearningRateSchedule, ScheduleCase(schedule, steps), SCHEDULE_LAWS)
 
 
 def check_task(task: Task) -> LawReport:
@@ -300,12 +292,13 @@ def check_task(task: Task) -> LawReport:
 
     from .task_laws import TASK_LAWS
 
-    _require_instance(task, Task, "check_task")
-    return check(Case(task), TASK_LAWS)
+    return _check("check_task", Task, Case(task), TASK_LAWS)
 
 
-def _require_instance(value: object, kinds: type | tuple[type, ...], who: str) -> None:
+def _check(who: str, kinds: type | tuple[type, ...], case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
+    value = case.component
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
         got = f"the class {value.__name__}; pass an instance" if isinstance(value, type) else repr(value)
         raise TypeError(f"{who}: an instance of {names} is required, got {got}")
+    return check(case, laws)

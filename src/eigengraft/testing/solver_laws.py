@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 AnySolver = RootSolver | BasisSolver | PolarSolver
 
 
+S = TypeVar("S", bound=AnySolver)
+
+
 @dataclass(frozen=True)
-class SolverCase(Case[AnySolver]):
+class SolverCase(Case[S]):
     """A solver and the properties that it declares.
 
     degree: for root solvers, -1 if (c A)^-e = c^-e A^-e holds, which is not the case with an absolute ridge; None if
@@ -77,7 +81,7 @@ def cold(solver: BasisSolver, a: Tensor) -> Tensor:
     return torch.eye(d, solver.columns(d), dtype=a.dtype).expand(len(a), -1, -1)
 
 
-def a_stack_is_solved_as_its_matrices(case: SolverCase) -> None:
+def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
     """A matrix in a stack has the same result as the matrix alone."""
     a = definite()
     stacked = solve(case.component, a)
@@ -91,7 +95,7 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase) -> None:
         require_close(stacked[i : i + 1], alone, ROUNDING, f"matrix {i} of 4 as alone,", cause)
 
 
-def results_have_their_type_and_shape(case: SolverCase) -> None:
+def results_have_their_type_and_shape(case: SolverCase[AnySolver]) -> None:
     """A root solver returns a `Root`, a basis solver a `Basis`, and a polar solver a tensor, for a stack `[N, ...]`."""
     solver, a = case.component, definite()
     if isinstance(solver, PolarSolver):
@@ -118,7 +122,7 @@ def results_have_their_type_and_shape(case: SolverCase) -> None:
     require(fine, f"{name}: ok of shape [4] in torch.bool is required, got {list(ok.shape)} in {ok.dtype}")
 
 
-def arguments_are_not_written_to(case: SolverCase) -> None:
+def arguments_are_not_written_to(case: SolverCase[AnySolver]) -> None:
     """The matrix, and the basis that a basis solver starts from, hold the same bits after the call as before it."""
     a = definite()
     given = {"the matrix": a}
@@ -134,7 +138,7 @@ def arguments_are_not_written_to(case: SolverCase) -> None:
             raise LawError(f"the solver must not change {name}, but changed it{cause}")
 
 
-def results_keep_dtype_and_device(case: SolverCase) -> None:
+def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
     """In float32 and float64 the result has the dtype, device and shape of the matrix."""
     for dtype in (torch.float32, torch.float64):
         a = definite(dtype=dtype)
@@ -144,7 +148,7 @@ def results_keep_dtype_and_device(case: SolverCase) -> None:
         require(got == want, f"a result of (dtype, device, shape) {want} is required, got {got}")
 
 
-def strided_and_expanded_stacks_are_taken(case: SolverCase) -> None:
+def strided_and_expanded_stacks_are_taken(case: SolverCase[AnySolver]) -> None:
     """The same numbers give the same result, for any strides."""
     a = definite()
     strided, expanded = torch.stack([a, -a], dim=-1)[..., 0], a[:1].expand(3, -1, -1)
@@ -153,7 +157,7 @@ def strided_and_expanded_stacks_are_taken(case: SolverCase) -> None:
     require_close(solve(case.component, expanded)[1:2], alone, ROUNDING, "an expanded stack as its only matrix")
 
 
-def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None:
+def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolver]) -> None:
     """A matrix with nan is marked in `ok`. Nothing is raised, and other matrices keep their results."""
     a = definite(3)
     spoiled = a.clone()
@@ -180,7 +184,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
     require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a bad matrix as without it,")
 
 
-def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
+def _equals(case: SolverCase[AnySolver]) -> list[RootSolver | BasisSolver]:
     """Return the solvers that declare by `equal_to` that they have the same result as the checked solver."""
     if isinstance(case.component, PolarSolver):
         return []
@@ -189,7 +193,7 @@ def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
     return [solver for solver in found if solver is not None]
 
 
-def equal_solvers_compute_the_same(case: SolverCase) -> None:
+def equal_solvers_compute_the_same(case: SolverCase[AnySolver]) -> None:
     """Solvers that are equal by `equal_to` have the same results, up to rounding errors and the tolerance at which
     iterations stop.
     """
@@ -201,35 +205,25 @@ def equal_solvers_compute_the_same(case: SolverCase) -> None:
         )
 
 
-def _has_equals(case: SolverCase) -> str | None:
-    return None if _equals(case) else "no solver calls itself equal to it"
-
-
-def _matrices(case: SolverCase) -> str | None:
-    return "polar factors have no `ok`" if isinstance(case.component, PolarSolver) else None
-
-
-SOLVER_LAWS: tuple[Law[SolverCase], ...] = (
+SOLVER_LAWS: tuple[Law[SolverCase[Any]], ...] = (
     Law(the_declaration_survives),
     Law(results_have_their_type_and_shape, decisive=True),
     Law(arguments_are_not_written_to, decisive=True),
     Law(a_stack_is_solved_as_its_matrices),
     Law(results_keep_dtype_and_device),
     Law(strided_and_expanded_stacks_are_taken),
-    Law(bad_matrices_are_marked_and_leave_the_others_alone, _matrices),
-    Law(equal_solvers_compute_the_same, _has_equals),
+    Law(
+        bad_matrices_are_marked_and_leave_the_others_alone,
+        lambda case: "polar factors have no `ok`" if isinstance(case.component, PolarSolver) else None,
+    ),
+    Law(equal_solvers_compute_the_same, lambda case: None if _equals(case) else "no solver calls itself equal to it"),
 )
 
 
 # Laws of basis solvers.
 
 
-def _basis(case: SolverCase) -> BasisSolver:
-    assert isinstance(case.component, BasisSolver)
-    return case.component
-
-
-def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
+def bases_are_orthonormal_and_know_no_scale(case: SolverCase[BasisSolver]) -> None:
     """Q^T Q = I for each basis Q, and the basis of c A equals the basis of A for numbers c > 0."""
     a = definite()
     q = solve(case.component, a)
@@ -238,12 +232,12 @@ def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
     require_close(solve(case.component, a * 2.0**40), q, 1e-9, "the basis of 2^40 A as that of A")
 
 
-def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
+def bases_converge_to_the_eigenvectors(case: SolverCase[BasisSolver]) -> None:
     """After 200 refreshes with one matrix A, Q^T A Q is diagonal and has the leading eigenvalues of A.
 
     Adjacent eigenvalues have the ratio 1.5, so that each step divides the entries off the diagonal by about 1.5.
     """
-    values, solver = 1.5 ** torch.arange(6.0, dtype=torch.float64), _basis(case)
+    values, solver = 1.5 ** torch.arange(6.0, dtype=torch.float64), case.component
     a = (rotation(6, 1) @ torch.diag_embed(values) @ rotation(6, 1).T)[None]
     q = cold(solver, a)
     for refresh in range(200):
@@ -256,27 +250,18 @@ def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
     require_close(diagonal.sort().values, values[None, 6 - q.shape[-1] :], 1e-10, "the leading eigenvalues in Q^T A Q")
 
 
-def _converges(case: SolverCase) -> str | None:
-    return None if case.converges else "converges=False"
-
-
-BASIS_LAWS: tuple[Law[SolverCase], ...] = (
+BASIS_LAWS: tuple[Law[SolverCase[Any]], ...] = (
     Law(bases_are_orthonormal_and_know_no_scale),
-    Law(bases_converge_to_the_eigenvectors, _converges),
+    Law(bases_converge_to_the_eigenvectors, lambda case: None if case.converges else "converges=False"),
 )
-
-
-def _root(case: SolverCase) -> RootSolver:
-    assert isinstance(case.component, RootSolver)
-    return case.component
 
 
 _ABSOLUTE_RIDGE = " (with an absolute ridge: give no `degree`, or multiply the ridge by the size of A)"
 
 
-def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
+def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
     """(U A U^T)^-e = U A^-e U^T for orthogonal U, (c A)^-e = c^-e A^-e for numbers c > 0, and roots are symmetric."""
-    a, u, solver = definite(), rotation(6, 1), _root(case)
+    a, u, solver = definite(), rotation(6, 1), case.component
     root = solve(solver, a)
     require_close(root, root.mT, 1e-14, "a symmetric root")
     if case.rotates:
@@ -287,14 +272,14 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
         require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
-def a_root_undoes_its_matrix(case: SolverCase) -> None:
+def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
     """A^-e A^e = I up to the ridge and the residual of the solver.
 
     The tolerance is the larger of 1e-2, which allows for the residual, and 60 eps, which allows for the ridge. The
     ridge is eps times the size of A, which is at most 60 times the smallest eigenvalue of A. Exponents that a solver
     does not support are refused with a message.
     """
-    a, solver = definite(), _root(case)
+    a, solver = definite(), case.component
     values, q = torch.linalg.eigh(a)
     for exponent in (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1)):
         problem = solver.check(exponent)
@@ -311,11 +296,11 @@ def a_root_undoes_its_matrix(case: SolverCase) -> None:
         )
 
 
-def roots_come_with_a_report(case: SolverCase) -> None:
+def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
     """A result has iterations, residual and definiteness for each matrix. A definite matrix has a definite root with a
     small residual."""
     for dtype in (torch.float32, torch.float64):
-        root = _root(case).root(definite(dtype=dtype), usual_exponent(_root(case)))
+        root = case.component.root(definite(dtype=dtype), usual_exponent(case.component))
         for name, want in (("iterations", torch.int32), ("residual", dtype), ("definite", torch.bool)):
             x = getattr(root, name)
             got = f"{x.dtype} of shape {list(x.shape)}"
@@ -325,11 +310,11 @@ def roots_come_with_a_report(case: SolverCase) -> None:
         require(root.definite.all(), f"definite roots are required, got definite = {root.definite.tolist()}")
 
 
-def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
+def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     """Roots of diagonals a are (a + r)^-e, with the ridge r that a full matrix would have. The tolerance is the larger
     of 1e-10 and 60 eps, which allows for a relative ridge eps. Only a diagonal that is not finite is marked as failed.
     """
-    a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), _root(case)
+    a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), case.component
     exponent = usual_exponent(solver)
     root = solver.diagonal_root(a, exponent)
     fine = bool(root.ok.all()) and bool(root.definite.all()) and root.iterations.dtype == torch.int32
@@ -344,7 +329,7 @@ def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
     require(same, f"a row of nan rejected alone is required, got ok = {spoiled.ok.tolist()}")
 
 
-ROOT_LAWS: tuple[Law[SolverCase], ...] = (
+ROOT_LAWS: tuple[Law[SolverCase[Any]], ...] = (
     Law(roots_turn_and_scale_with_the_matrix),
     Law(a_root_undoes_its_matrix),
     Law(roots_come_with_a_report),
@@ -352,7 +337,7 @@ ROOT_LAWS: tuple[Law[SolverCase], ...] = (
 )
 
 
-def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCase) -> None:
+def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCase[AnySolver]) -> None:
     """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P(X) is close to the polar factor of
     X.
 
@@ -376,7 +361,7 @@ def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCa
         require(cosine >= case.cosine, f"a cosine with U V^T of {case.cosine} {where} is required, got {cosine:.3g}")
 
 
-def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
+def polar_factors_of_difficult_matrices_are_finite(case: SolverCase[AnySolver]) -> None:
     """Polar factors of zero, tiny, huge, denormal and rank-one matrices in float32 are finite. Zero gives zero."""
     x = standard_normal(1, 5, 4, seed=1).float()
     difficult = {"zero": x * 0, "tiny": x * 1e-30, "huge": x * 1e30, "denormal": x * 1e-42}
@@ -389,7 +374,7 @@ def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
         raise LawError("the result for a zero matrix must be zero, but has other numbers")
 
 
-POLAR_LAWS: tuple[Law[SolverCase], ...] = (
+POLAR_LAWS: tuple[Law[SolverCase[Any]], ...] = (
     Law(polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix),
     Law(polar_factors_of_difficult_matrices_are_finite),
 )
@@ -466,14 +451,10 @@ def _scaled(a: Tensor) -> Tensor:
     return a / a.abs().amax((-2, -1), keepdim=True)
 
 
-def _estimate(case: BoundCase) -> str | None:
-    return "estimate=True" if case.estimate else None
-
-
 BOUND_LAWS: tuple[Law[BoundCase], ...] = (
     Law(the_declaration_survives),
     Law(bounds_are_a_number_of_each_matrix, decisive=True),
     Law(bounds_of_a_stack_are_those_of_its_matrices),
     Law(bounds_scale_with_the_matrix),
-    Law(bounds_are_not_below_the_eigenvalue, _estimate),
+    Law(bounds_are_not_below_the_eigenvalue, lambda case: "estimate=True" if case.estimate else None),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -65,8 +65,14 @@ class StageBench:
         self.declared = {StateKey.join(where, name): slot for where, name, slot in slots}
         self.tensors, self.encoded = Recorder(), dict[str, EncodedSlot]()
         self.watch: Checks | None = None
-        for key in self.declared:
-            self._allocate(key)
+        for key, slot in self.declared.items():
+            value = slot.allocate(blocks, dtype, torch.get_default_device())
+            if quantizer is None or quantizer.unsupported(slot) is not None:
+                self.tensors[key] = value
+                continue
+            parts = quantizer.encode(value)
+            self.encoded[key] = EncodedSlot(slot, quantizer, tuple(parts), value.dtype)
+            self.tensors.update({StateKey.join(key, part): stored for part, stored in parts.items()})
         self.counts = np.zeros(blocks, dtype=np.int64)
         self.phases = np.arange(blocks) / blocks
         self.seeds = np.arange(blocks) * 7919 - 11
@@ -76,16 +82,6 @@ class StageBench:
         )
         asked = frozenset[str]().union(*map(requested, every))
         self.requested = {name: signal for name, signal in known_signals().items() if name in asked}
-
-    def _allocate(self, key: str) -> None:
-        slot = self.declared[key]
-        value = slot.allocate(self.blocks, self.dtype, torch.get_default_device())
-        if self.quantizer is None or self.quantizer.unsupported(slot) is not None:
-            self.tensors[key] = value
-            return
-        parts = self.quantizer.encode(value)
-        self.encoded[key] = EncodedSlot(slot, self.quantizer, tuple(parts), value.dtype)
-        self.tensors.update({StateKey.join(key, part): stored for part, stored in parts.items()})
 
     def checked(self) -> StageBench:
         """Switch checked mode on, and return this bench."""
@@ -141,18 +137,14 @@ class StageBench:
         return dict(self.stage.measures(state.scope(self.stage.label), context))
 
     def context(self, chosen: Any) -> StepContext:
-        """Return the context of the chosen blocks, with their own steps and every signal that the stage requests."""
-        steps = self.counts[chosen] - int(self.lagging)
-        device, signals = torch.get_default_device(), self._signals(chosen)
-        return StepContext(steps, self.phases[chosen], chosen, device, self.seeds[chosen], signals)
+        """Return the context of the chosen blocks, with their own steps and every signal that the stage requests.
 
-    def _signals(self, chosen: Any) -> dict[str, Tensor | float]:
-        """Return every signal that the stage requests, and 1 for every total of a slot.
-
-        The signal of a block does not depend on the other blocks of the stack.
+        The signal of a block does not depend on the other blocks of the stack. The total of a slot is 1.
         """
-        found = signals_of(self.requested.values(), self.block, self.seeds[chosen], self.dtype)
-        return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}
+        steps, seeds, device = self.counts[chosen] - int(self.lagging), self.seeds[chosen], torch.get_default_device()
+        signals = signals_of(self.requested.values(), self.block, seeds, self.dtype)
+        signals |= {key: 1.0 for key, slot in self.declared.items() if slot.total}
+        return StepContext(steps, self.phases[chosen], chosen, device, seeds, signals)
 
     def run(self, gradients: Tensor) -> Tensor:
         """Run one step for each of the gradients `[T, N, *block]`. Return the directions, in the same shape."""
@@ -161,26 +153,17 @@ class StageBench:
 
     def copy(self) -> StageBench:
         """Return a bench with a copy of the state, at the same step."""
-        copied = StageBench(self.stage, self.block, self.blocks, self.dtype, self.quantizer, self.path)
+        copied = self.renewed(range(self.blocks))
         for key, tensor in self.tensors.items():
             copied.tensors[key] = tensor.clone()
         copied.counts = self.counts.copy()
         return copied
 
-    def repeated(self, times: int) -> StageBench:
-        """Return a bench with new state that contains the blocks of this bench `times` times.
-
-        The new bench runs several sequences of gradients at once.
-        """
-        many = StageBench(self.stage, self.block, self.blocks * times, self.dtype, self.quantizer, self.path)
-        many.phases, many.seeds = np.tile(self.phases, times), np.tile(self.seeds, times)
-        return many
-
-    def only(self, block: int) -> StageBench:
-        """Return a bench with new state for one block of this bench."""
-        alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)
-        alone.phases, alone.seeds = self.phases[block : block + 1], self.seeds[block : block + 1]
-        return alone
+    def renewed(self, rows: Sequence[int]) -> StageBench:
+        """Return a bench with new state for blocks of this bench. A block may occur in `rows` several times."""
+        bench = StageBench(self.stage, self.block, len(rows), self.dtype, self.quantizer, self.path)
+        bench.phases, bench.seeds = self.phases[[*rows]], self.seeds[[*rows]]
+        return bench
 
     def require_written(self) -> None:
         """Raise a LawError if a slot was never assigned since checked mode was switched on."""

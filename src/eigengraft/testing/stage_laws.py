@@ -67,7 +67,7 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
         with on(block):
             given, (stacked, stack) = case.gradients(block), case.trajectory(block)
             for i in (0, 2):
-                alone = stack.only(i).run(given[:, i : i + 1])[:, 0]
+                alone = stack.renewed([i]).run(given[:, i : i + 1])[:, 0]
                 cause = partial(_stack_cause, case, block)
                 require_close(alone, stacked[:, i], 1e-10, f"block {i} alone as in a stack of 3", cause)
 
@@ -85,7 +85,7 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             stack = case.bench(block)
-            alone = [stack.only(i) for i in range(3)]
+            alone = [stack.renewed([i]) for i in range(3)]
             for gradient, rows in zip(case.gradients(block), chosen, strict=False):
                 if stack.lagging and len({bool(stack.counts[i] == 0) for i in rows}) > 1:
                     continue
@@ -176,7 +176,7 @@ def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
         with on(block):
             degree, (plain, bench) = case.degree_on(block), case.trajectory(block)
             given = torch.cat([case.gradients(block) * scale for scale in scales], 1)
-            both = bench.repeated(len(scales)).run(given)[-1]
+            both = bench.renewed([*range(bench.blocks)] * len(scales)).run(given)[-1]
         for scale, scaled in zip(scales, torch.split(both, bench.blocks), strict=True):
             with on(block, f"gradients times {scale:g}"):
                 what = f"a direction that scales by the power {degree:g} of the gradients' scale,"
@@ -253,14 +253,6 @@ def _odd(x: Tensor) -> str:
 
 def _comparable(case: StageCase) -> str | None:
     return "singular=True" if case.singular else None
-
-
-def _scales(case: StageCase) -> str | None:
-    return "no degree is given" if case.degree is None else None
-
-
-def _rotates(case: StageCase) -> str | None:
-    return None if case.rotates else "rotates=False"
 
 
 def _mixes(case: StageCase) -> str | None:
@@ -443,8 +435,8 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(inputs_are_never_written_to),
     Law(numbers_stay_finite),
     Law(a_zero_gradient_moves_nothing),
-    Law(scaling_all_gradients_scales_the_direction, _scales),
-    Law(rotating_all_gradients_rotates_the_direction, _rotates),
+    Law(scaling_all_gradients_scales_the_direction, lambda case: "no degree is given" if case.degree is None else None),
+    Law(rotating_all_gradients_rotates_the_direction, lambda case: None if case.rotates else "rotates=False"),
     Law(traits_follow_from_no_shape),
     Law(entries_are_updated_alone, _mixes),
     Law(a_declared_moment_is_adams, _no_moment),

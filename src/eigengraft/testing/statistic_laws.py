@@ -178,7 +178,8 @@ def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
 
         def cause(block: tuple[int, ...] = block) -> str:
             many = case.given(block, WATCHED_BLOCKS)
-            return stack_cause(case.component, lambda: _many(case, block).observe(many))
+            bench = FactorBench(case.component, block, WATCHED_BLOCKS)
+            return stack_cause(case.component, lambda: bench.observe(many))
 
         for row in range(given.shape[1]):
             alone = FactorBench(case.component, block, 1, first=row).observe(given[:, row : row + 1]).estimates()
@@ -188,16 +189,11 @@ def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
                     require_close(factor, together[axis][row : row + 1], 1e-10, what, cause)
 
 
-def _many(case: StatisticCase, block: tuple[int, ...]) -> FactorBench:
-    return FactorBench(case.component, block, WATCHED_BLOCKS)
-
-
 def factors_are_symmetric_and_semidefinite(case: StatisticCase) -> None:
     """Every factor is a symmetric matrix without negative eigenvalues. The tolerance is 1e-5, for float32."""
     for block in case.tried:
-        for axis, a in FactorBench(case.component, block, dtype=torch.float32).observe(
-            case.given(block, dtype=torch.float32)
-        ).estimates().items():  # fmt: skip
+        bench = FactorBench(case.component, block, dtype=torch.float32)
+        for axis, a in bench.observe(case.given(block, dtype=torch.float32)).estimates().items():
             matrix = a if a.ndim == 3 else torch.diag_embed(a)
             with on(block):
                 require_close(matrix, matrix.mT, 1e-5, f"a symmetric factor of axis {axis}")
@@ -275,10 +271,6 @@ def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
                 require_close(scaled[axis], factor * 2.0 ** (8 * degree), 1e-5, what)
 
 
-def _no_degree(case: StatisticCase) -> str | None:
-    return "no degree is given" if case.degree is None else None
-
-
 def _on_device(case: StatisticCase) -> str | None:
     reads = "its powers of other factors are computed by the law" if case.component.needs_power is not None else None
     return reads or without_accelerator(case)
@@ -294,5 +286,5 @@ STATISTIC_LAWS: tuple[Law[StatisticCase], ...] = (
     Law(factors_keep_dtype_and_device),
     Law(factors_stay_finite),
     Law(observations_stay_on_the_device, _on_device),
-    Law(scaling_all_gradients_scales_the_factors, _no_degree),
+    Law(scaling_all_gradients_scales_the_factors, lambda case: "no degree is given" if case.degree is None else None),
 )

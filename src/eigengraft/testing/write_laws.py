@@ -511,10 +511,6 @@ def writes_stay_on_the_device(case: ConstraintCase) -> None:
                 require_no_waits(counts, f"in step {number}", "`context.lr` may be a tensor on the device")
 
 
-def _whole(case: ConstraintCase) -> str | None:
-    return None if case.component.shardable(True) else "shardable() returns False"
-
-
 CONSTRAINT_LAWS: tuple[Law[ConstraintCase], ...] = (
     Law(the_declaration_survives),
     Law(slots_have_the_shape_of_their_parameter, decisive=True),
@@ -524,6 +520,9 @@ CONSTRAINT_LAWS: tuple[Law[ConstraintCase], ...] = (
     Law(masked_parameters_and_slots_change_nothing),
     Law(dtypes_and_shapes_are_kept),
     Law(parameters_stay_finite),
-    Law(shards_are_constrained_as_the_whole, _whole),
+    Law(
+        shards_are_constrained_as_the_whole,
+        lambda case: None if case.component.shardable(True) else "shardable() returns False",
+    ),
     Law(writes_stay_on_the_device, without_accelerator),
 )
