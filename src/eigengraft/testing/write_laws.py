@@ -6,7 +6,7 @@ update of each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,10 +34,11 @@ _STEPS = 6
 _LR = 0.1
 _WEIGHT_DECAY = 0.05
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_PLACES = range(len(PARAMETER_SHAPES))
 
 
-def _drawn(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[Tensor]:
-    return [standard_normal(*shape, seed=seed + place).to(dtype) for place, shape in enumerate(shapes)]
+def _drawn(place: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return standard_normal(*PARAMETER_SHAPES[place], seed=seed + place).to(dtype)
 
 
 def _require_slot(name: str, slot: object, shape: tuple[int, ...]) -> None:
@@ -76,6 +77,18 @@ def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: 
         require(fine, f"{what}: a tensor of {want} is required for parameter {place}, got {got}")
 
 
+class _Bench:
+    """Parameters with their slots, without an optimizer."""
+
+    def __init__(self, parameters: list[Tensor], slots: Sequence[Mapping[str, Slot]], dtype: torch.dtype) -> None:
+        self.parameters, device = parameters, torch.get_default_device()
+        self.slots: Slots = {name: [own[name].allocate(1, dtype, device)[0] for own in slots] for name in slots[0]}
+
+    def everything(self) -> list[Tensor]:
+        """Return the parameters and all their slots."""
+        return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
+
+
 @dataclass(frozen=True)
 class _CountedUpdate(ParameterUpdate):
     """An update that counts how often it is applied."""
@@ -90,7 +103,7 @@ class _CountedUpdate(ParameterUpdate):
 # Averagings.
 
 
-class AveragingBench:
+class AveragingBench(_Bench):
     """An averaging with n parameters and their iterates, without an optimizer.
 
     steps: `[n]`, number of updates of each parameter.
@@ -100,25 +113,20 @@ class AveragingBench:
         self,
         averaging: Averaging,
         dtype: torch.dtype = torch.float64,
-        chosen: slice = slice(None),
+        places: Sequence[int] = _PLACES,
         size: float = 1.0,
         apart: bool = False,
     ) -> None:
         """Allocate the iterates.
 
-        chosen: slice of `PARAMETER_SHAPES`, the shapes of the bench's parameters.
+        places: places of the parameters' shapes in `PARAMETER_SHAPES`.
         size: factor of the updates.
         apart: True if parameters begin at different steps.
         """
-        self.averaging, self.dtype, self.size = averaging, dtype, size
-        self.places = range(len(PARAMETER_SHAPES))[chosen]
-        self.parameters = [_drawn(PARAMETER_SHAPES, 1, dtype)[place] for place in self.places]
-        self.compute, device = compute_dtype(dtype), torch.get_default_device()
-        self.parameters = [tensor.to(device) for tensor in self.parameters]
-        rows = [averaging.slots(tuple(p.shape), dtype.itemsize == 2) for p in self.parameters]
-        names = rows[0].keys() if rows else ()
-        self.slots = {name: [row[name].allocate(1, self.compute, device)[0] for row in rows] for name in names}
-        self.steps = np.array(self.places if apart else [0] * len(self.places), dtype=np.int64)
+        self.averaging, self.places, self.size, self.compute = averaging, places, size, compute_dtype(dtype)
+        slots = [averaging.slots(PARAMETER_SHAPES[place], dtype.itemsize == 2) for place in places]
+        super().__init__([_drawn(place, 1, dtype) for place in places], slots, self.compute)
+        self.steps = np.array(places if apart else [0] * len(places), dtype=np.int64)
         self.ran, self.applied = 0, list[None]()
 
     def batch(self, lr: float | Tensor = _LR, mask: Sequence[Tensor] | None = None) -> IterateBatch:
@@ -131,8 +139,7 @@ class AveragingBench:
             self.averaging.begin(self.batch(lr, mask))
         self.steps += 1
         self.ran += 1
-        updates = [_drawn(PARAMETER_SHAPES, 10 * self.ran, self.compute)[place] * self.size for place in self.places]
-        updates = [update.to(p.device) for update, p in zip(updates, self.parameters, strict=True)]
+        updates = [_drawn(place, 10 * self.ran, self.compute) * self.size for place in self.places]
         rates = StepRates(lr, decay, Decoupled())
         self.averaging.step(self.batch(lr, mask), _CountedUpdate(updates, rates, mask, calls=self.applied))
 
@@ -141,10 +148,6 @@ class AveragingBench:
         for _ in range(steps):
             self.step(decay=decay)
         return self
-
-    def everything(self) -> list[Tensor]:
-        """Return the parameters and all their iterates."""
-        return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
 
 
 def iterates_have_the_shape_of_their_parameter(case: Case[Averaging]) -> None:
@@ -195,8 +198,8 @@ def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
     """Parameters that are averaged together, at different steps, have the same iterates as each of them alone."""
     together = AveragingBench(case.component, apart=True).run(decay=_WEIGHT_DECAY)
     evaluated = case.component.evaluated(together.batch())
-    for place in range(len(PARAMETER_SHAPES)):
-        alone = AveragingBench(case.component, chosen=slice(place, place + 1), apart=True).run(decay=_WEIGHT_DECAY)
+    for place in _PLACES:
+        alone = AveragingBench(case.component, places=[place], apart=True).run(decay=_WEIGHT_DECAY)
         pairs = [(alone.parameters[0], together.parameters[place], "the trained iterate")]
         pairs += [(case.component.evaluated(alone.batch())[0], evaluated[place], "the evaluated iterate")]
         pairs += [(tensors[0], together.slots[name][place], f"slot '{name}'") for name, tensors in alone.slots.items()]
@@ -209,7 +212,7 @@ def masked_parameters_change_nothing(case: Case[Averaging]) -> None:
     """A parameter whose mask is False keeps its bits and those of its iterates, although its update contains nan."""
     bench = AveragingBench(case.component).run(2)
     before = _copies(bench.everything())
-    keep = [torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))]
+    keep = [torch.tensor(place != 1) for place in _PLACES]
     bench.step(mask=keep)
     names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
     for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
@@ -299,43 +302,34 @@ class ConstraintCase(Case[Constraint]):
         return f"constraints.{self.component.label}"
 
 
-class ConstraintBench:
+class ConstraintBench(_Bench):
     """A constraint with n parameters and their slots, without an optimizer."""
 
     def __init__(
         self,
         constraint: Constraint,
         dtype: torch.dtype = torch.float64,
-        chosen: slice = slice(None),
+        places: Sequence[int] = _PLACES,
         shard: Callable[[Tensor], Tensor] = lambda x: x,
         size: float = 1.0,
     ) -> None:
         """Allocate the slots.
 
-        chosen: slice of `PARAMETER_SHAPES`, the shapes of the bench's parameters.
+        places: places of the parameters' shapes in `PARAMETER_SHAPES`.
         shard: function that returns a rank's shard of a parameter.
         size: factor of parameters and updates.
         """
-        self.constraint, self.shard, self.size = constraint, shard, size
-        self.places, self.compute = range(len(PARAMETER_SHAPES))[chosen], compute_dtype(dtype)
-        device = torch.get_default_device()
-        everything = _drawn(PARAMETER_SHAPES, 1, dtype)
-        self.parameters = [shard(everything[place] * size).to(device) for place in self.places]
-        rows = [constraint.slots(tuple(p.shape)) if constraint.keeps(dtype) else {} for p in self.parameters]
-        names = rows[0].keys() if rows else ()
-        self.slots: Slots = {n: [row[n].allocate(1, self.compute, device)[0] for row in rows] for n in names}
-        self.steps = 0
+        self.constraint, self.places, self.shard, self.size = constraint, places, shard, size
+        self.compute, self.steps = compute_dtype(dtype), 0
+        parameters = [shard(_drawn(place, 1, dtype) * size) for place in places]
+        slots = [constraint.slots(tuple(p.shape)) if constraint.keeps(dtype) else {} for p in parameters]
+        super().__init__(parameters, slots, self.compute)
 
     def context(self, lr: float | Tensor = _LR) -> ConstraintContext:
         """Return a context with the signals that the constraint requires."""
-        signals: dict[str, Sequence[Tensor | None]] = {}
-        for name in self.constraint.requires_some:
-            rows = [torch.linspace(50, 150, PARAMETER_SHAPES[place][0]) for place in self.places]
-            shaped = [
-                x.reshape(-1, *[1] * (len(PARAMETER_SHAPES[p]) - 1)) for x, p in zip(rows, self.places, strict=True)
-            ]
-            own = [x.expand(PARAMETER_SHAPES[place]) for x, place in zip(shaped, self.places, strict=True)]
-            signals[name] = [self.shard(x).to(p.device) for x, p in zip(own, self.parameters, strict=True)]
+        shapes = [PARAMETER_SHAPES[place] for place in self.places]
+        rows = [torch.linspace(50, 150, d).reshape(-1, *[1] * len(rest)).expand(d, *rest) for d, *rest in shapes]
+        signals = {name: [self.shard(x) for x in rows] for name in self.constraint.requires_some}
         return ConstraintContext(lr=lr, signals=signals)
 
     def step(
@@ -355,18 +349,13 @@ class ConstraintBench:
 
     def update(self, place: int) -> Tensor:
         """Return the update of a parameter at the present step."""
-        whole = _drawn(PARAMETER_SHAPES, 10 * self.steps + 10, self.compute)[self.places[place]] * self.size
-        return self.shard(whole).to(self.parameters[place].device)
+        return self.shard(_drawn(self.places[place], 10 * self.steps + 10, self.compute) * self.size)
 
     def run(self, steps: int = _STEPS, shard_sums: Callable[[Tensor], Tensor] | None = None) -> ConstraintBench:
         """Run several steps, and return this bench."""
         for _ in range(steps):
             self.step(shard_sums=shard_sums)
         return self
-
-    def everything(self) -> list[Tensor]:
-        """Return the parameters and all their slots."""
-        return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
 
 
 def slots_have_the_shape_of_their_parameter(case: ConstraintCase) -> None:
@@ -384,7 +373,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
         bench = ConstraintBench(case.component, dtype)
         w, u = (
             [p.to(bench.compute) for p in bench.parameters],
-            [bench.update(place) for place in range(len(PARAMETER_SHAPES))],
+            [bench.update(place) for place in _PLACES],
         )
         after = [x - _LR * y for x, y in zip(w, u, strict=True)]
         context = bench.context()
@@ -414,8 +403,8 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
 def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
     """Parameters that are constrained together have the same values as each of them alone."""
     together = ConstraintBench(case.component).run()
-    for place in range(len(PARAMETER_SHAPES)):
-        alone = ConstraintBench(case.component, chosen=slice(place, place + 1)).run()
+    for place in _PLACES:
+        alone = ConstraintBench(case.component, places=[place]).run()
         where = f"parameter {place} of 3 as alone (does a norm or sum run over all parameters?)"
         require_close(alone.parameters[0], together.parameters[place], 1e-12, where)
 
@@ -425,7 +414,7 @@ def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
     for dtype in _DTYPES:
         bench = ConstraintBench(case.component, dtype).run(2)
         before = _copies(bench.everything())
-        bench.step(mask=[torch.tensor(place != 1) for place in range(len(PARAMETER_SHAPES))])
+        bench.step(mask=[torch.tensor(place != 1) for place in _PLACES])
         names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
         for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
             same = torch.equal(bench.everything()[start + 1], before[start + 1])
@@ -475,7 +464,7 @@ def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
             continue
         cuts = [partial(_half, rows=by_rows, second=second) for second in (False, True)]
         benches = [ConstraintBench(case.component, shard=cut) for cut in cuts]
-        ids = [np.arange(len(PARAMETER_SHAPES)) for _ in benches]
+        ids = [np.arange(len(_PLACES)) for _ in benches]
         run_stacks([partial(bench.run, _STEPS) for bench in benches], ids)
         for cut, bench in zip(cuts, benches, strict=True):
             for place, tensor in enumerate(bench.parameters):
