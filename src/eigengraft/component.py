@@ -191,7 +191,7 @@ class Component(BaseModel, metaclass=ComponentType):
             try:
                 return handler(value)
             except ValidationError as error:
-                raise with_nearest(cls, cls.elsewhere, error) from None
+                raise with_nearest(cls, error) from None
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, Mapping) or "kind" not in value:
@@ -416,24 +416,23 @@ OTHER_NAMES = {
 """Names that other libraries and version 0.1 give to fields, and the names of the fields here."""
 
 
-def with_nearest(cls: type[BaseModel], elsewhere: Mapping[str, str], error: ValidationError) -> ValidationError:
+def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
     """Return the error with advice for each unknown field: where the field belongs, or which known one is meant.
 
     cls: the component that refused the fields.
-    elsewhere: advice by the name of a field; "." stands for every dotted path.
     """
     details: list[InitErrorDetails] = []
     for fault in error.errors(include_url=False):
         kind, message = fault["type"], fault["msg"]
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
-            kind, message = "unknown_field", f"unknown field{_advice(cls, elsewhere, str(fault['loc'][0]))}"
+            kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
     return ValidationError.from_exception_data(error.title, details)
 
 
-def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> str:
+def _advice(cls: type[Component], name: str) -> str:
     known = [field.alias or name for name, field in cls.model_fields.items()]
-    if where := elsewhere.get("." if "." in name else name):
+    if where := cls.elsewhere.get("." if "." in name else name):
         return f"; {where}"
     meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)
     return did_you_mean(name.lower(), known, first=meant) or f" (there are: {', '.join(known)})"

@@ -173,18 +173,13 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
     constraints: every constraint with its path. Constraints can request only signals of extent "outputs".
     """
     known, stages = known_signals(), list(stages)
-    for path, asks in stages:
-        for name in sorted(name for name in requested(asks) if name in known):
-            if known[name].extent == "outputs":
-                raise ValueError(
-                    f"{path}: a stage cannot request the signal '{name}', which is for constraints only; remove it"
-                )
-    for path, asks in constraints:
-        for name in sorted(name for name in requested(asks) if name in known):
-            if known[name].extent != "outputs":
-                raise ValueError(
-                    f"{path}: a constraint cannot request the signal '{name}', which is for stages only; remove it"
-                )
+    for own, others, members in (("stage", "constraints", stages), ("constraint", "stages", constraints)):
+        for path, asks in members:
+            for name in sorted(requested(asks) & known.keys()):
+                if (known[name].extent == "outputs") is (own == "stage"):
+                    raise ValueError(
+                        f"{path}: a {own} cannot request the signal '{name}', which is for {others} only; remove it"
+                    )
     for path, stage in [*stages, *constraints]:
         for name in sorted(requested(stage) - known.keys()):
             hint = did_you_mean(name, known)

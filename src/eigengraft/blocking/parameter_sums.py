@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from torch import Tensor
 
 from ..errors import ContractError
 from ..numerics import cached_tensors, kept_on_device
-
-if TYPE_CHECKING:
-    from greenlet import greenlet
 
 _T = TypeVar("_T")
 ParameterSum = Callable[[Tensor], Tensor]
@@ -58,15 +55,10 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
                 )
             found = [worker.switch(own) for worker, own in zip(workers, _sums(found, param_ids), strict=True)]
         return found
-    finally:
-        _end(workers)
-
-
-def _end(workers: Sequence[greenlet]) -> None:
-    """End the computations that still wait for a sum, after an exception in one of them."""
-    for worker in workers:
-        if worker and not worker.dead:
-            worker.throw()
+    finally:  # after an exception in one computation, the others still wait for a sum
+        for worker in workers:
+            if worker:
+                worker.throw()
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:

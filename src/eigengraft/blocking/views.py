@@ -295,17 +295,12 @@ class Batches(View):
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
         if len(shape) < 3:
             return ViewChoice(Matrices())
-        small = max(shape[2:]) <= KERNEL
-        if facts.convolution or (facts.convolution is None and small):
-            why = "convolution" if facts.convolution else f"convolution by shape, {_unknown(len(shape))}"
-            return ViewChoice(Matrices(), why, facts.convolution is not None or len(shape) > 3)
         known = facts.convolution is not None
-        why = f"{len(shape)}-d, {'not a convolution' if known else _unknown(len(shape))}"
+        if facts.convolution or (not known and max(shape[2:]) <= KERNEL):
+            why = "convolution" if known else "convolution by shape, whose module is not known"
+            return ViewChoice(Matrices(), why, known or len(shape) > 3)
+        why = f"{len(shape)}-d, {'not a convolution' if known else 'whose module is not known'}"
         return ViewChoice(Matrices(batch=len(shape) - 2), why, known or len(shape) == 3)
-
-
-def _unknown(order: int) -> str:
-    return "whose module is not known"
 
 
 class Modules(View):
@@ -491,14 +486,13 @@ def _latent(module: nn.Module, h: int) -> FoundMatrices:
 
 def _separate(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
     for names in SEPARATE:
-        weights = [weight_of(module, name) for name in names]
-        if any(weight is None for weight in weights):
+        weights = {name: weight for name in names if (weight := weight_of(module, name)) is not None}
+        if len(weights) < len(names):
             continue
-        for name, weight in zip(names, weights, strict=True):
-            assert weight is not None
+        for name, weight in weights.items():
             outputs = _outputs(module, name)
             rows = weight.shape[0 if outputs == "first" else 1]
-            length = d or (len(weights[0] if weights[0] is not None else ()) // h)
+            length = d or len(weights[names[0]]) // h
             if name == names[0] and d is not None and rows == 2 * h * d:
                 yield weight, Matrices(groups=h, sections=(d, d), heads=d), "queries and gates by head"
             elif length > 0:
@@ -663,9 +657,7 @@ def _gated_layer(module: nn.Module) -> FoundMatrices:
     """Yield the fused gates and values of a feed-forward layer, as in Phi 3 and ModernBERT."""
     for name, following in GATED_LAYERS:
         weight, after = weight_of(module, name), weight_of(module, following)
-        if weight is None or after is None:
-            continue
-        if weight.shape[0] == 2 * after.shape[1]:
+        if weight is not None and after is not None and weight.shape[0] == 2 * after.shape[1]:
             yield weight, Matrices(sections=(after.shape[1],) * 2), f"gates and values {name}"
 
 
