@@ -13,9 +13,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import is_dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -106,22 +106,16 @@ def _short_value(value: Any) -> Any:
 def public_module(cls: type[Any]) -> str:
     """Return the name of the outermost package that exports a class, or of the module that defines it.
 
-    A file that a recipe imports by its path is a module with a longer name. The name returned is that of the file.
+    The module of a file that a recipe imports by its path has a longer name. The name of the file is then returned.
     """
-    parts = cls.__module__.split(".")
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if len(parts) == 1 and file is not None and parts[0] != "__main__":
+    if "." not in cls.__module__ and file is not None and cls.__module__ != "__main__":
         return Path(file).stem
-    packages = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-    exporting = (name for name in packages if _exports(sys.modules.get(name), cls))
-    return next(exporting, cls.__module__)
-
-
-def _exports(module: ModuleType | None, cls: type[Any]) -> bool:
-    """Return True if a module has the class, or lists its name in `__all__`, as modules do that import on demand."""
-    return module is not None and (
-        vars(module).get(cls.__name__) is cls or cls.__name__ in vars(module).get("__all__", ())
-    )
+    for package in accumulate(cls.__module__.split("."), "{}.{}".format):
+        names = vars(sys.modules[package]) if package in sys.modules else {}
+        if names.get(cls.__name__) is cls or cls.__name__ in names.get("__all__", ()):  # `__all__`: imported on demand
+            return package
+    return cls.__module__
 
 
 def signature_of(signature: inspect.Signature, cls: type[BaseModel]) -> inspect.Signature:

@@ -389,8 +389,7 @@ class _Device(TorchDispatchMode):
         if copies and name == "copy_" and (stream := _Stream.current()) is not _Stream.first:
             stream.add(lambda: func(*plain_args, **plain_kwargs))
             return args[0]
-        found = _float_sums(plain_args) if _sums_in_float(func) else func(*plain_args, **plain_kwargs)
-        result = found
+        result = found = _computed(func, plain_args, plain_kwargs)
         if here or (target is None and name != "_local_scalar_dense"):
             shares = own[0] if own and func.is_view else None
             given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
@@ -451,13 +450,11 @@ def _on_host(x: Any) -> Any:
     return {key: _on_host(item) for key, item in x.items()} if isinstance(x, dict) else x
 
 
-def _sums_in_float(func: Any) -> bool:
-    """Return True for a matrix product in low precision with sums in float32, an operation that only CUDA has."""
-    return bool(func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype")
-
-
-def _float_sums(args: Any) -> Tensor:
-    return torch.bmm(args[0].float(), args[1].float()).to(args[2])
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the CPU. Only CUDA has products in low precision with sums in float32."""
+    if func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype":
+        return torch.bmm(args[0].float(), args[1].float()).to(args[2])
+    return func(*args, **kwargs)
 
 
 def tensors_in(x: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -178,11 +179,8 @@ def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callabl
 
 def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch:
     """Run a function under a watch, and return the watch. An exception ends the function, and is not passed on."""
-    try:
-        with watch:
-            run()
-    except Exception:
-        return watch
+    with suppress(Exception), watch:
+        run()
     return watch
 
 

@@ -25,14 +25,14 @@ class GlobalDrawError(LawError):
     """Error about a component that draws from a global generator of random numbers."""
 
 
-C = TypeVar("C", bound=Component)
+_C = TypeVar("_C", bound=Component)
 
 
 @dataclass(frozen=True)
-class Case(Generic[C]):
+class Case(Generic[_C]):
     """A component under test. Subclasses add properties that are declared for the component."""
 
-    component: C
+    component: _C
 
     @property
     def who(self) -> str:

@@ -27,11 +27,11 @@ EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 AnySolver = RootSolver | BasisSolver | PolarSolver
 
 
-S = TypeVar("S", bound=AnySolver)
+_S = TypeVar("_S", bound=AnySolver)
 
 
 @dataclass(frozen=True)
-class SolverCase(Case[S]):
+class SolverCase(Case[_S]):
     """A solver and the properties that it declares.
 
     degree: for root solvers, -1 if (c A)^-e = c^-e A^-e holds, which is not the case with an absolute ridge; None if
@@ -319,10 +319,8 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     root = solver.diagonal_root(a, exponent)
     fine = bool(root.ok.all()) and bool(root.definite.all()) and root.iterations.dtype == torch.int32
     require(fine, f"ok and definite roots with int32 iterations are required, got {root}")
-    error, bound = (
-        float((root.value * a ** float(exponent) - 1).abs().max()),
-        max(1e-10, 60 * getattr(solver, "eps", 0.0)),
-    )
+    error = float((root.value * a ** float(exponent) - 1).abs().max())
+    bound = max(1e-10, 60 * getattr(solver, "eps", 0.0))
     require(error <= bound, f"a^-{exponent} up to {bound:g} is required, got a relative error of {error:.2g}")
     spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
     same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)

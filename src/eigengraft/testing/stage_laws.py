@@ -297,11 +297,9 @@ def storage_makes_no_difference(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             coder = StageBench(case.component, block, 3, torch.float32, Float32(min_elements=1))
-            plain, coded = (
-                case.trajectory(block, torch.float32)[0],
-                coder.run(case.gradients(block, dtype=torch.float32)),
-            )
-            require(torch.equal(plain, coded), "the same directions from encoded state are required, got others")
+            coded = coder.run(case.gradients(block, dtype=torch.float32))
+            same = torch.equal(case.trajectory(block, torch.float32)[0], coded)
+            require(same, "the same directions from encoded state are required, got others")
 
 
 def state_is_reported_to_the_byte(case: StageCase) -> None:
@@ -347,10 +345,8 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
     for block in case.blocks if type(case.component).measures is not Stage.measures else ():
         with on(block):
             stack = case.trajectory(block)[1].copy()
-            before, together = (
-                {key: tensor.clone() for key, tensor in stack.tensors.items()},
-                stack.measures(slice(0, 3)),
-            )
+            before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
+            together = stack.measures(slice(0, 3))
             for name, values in together.items():
                 what = f"measures() '{name}': a tensor of shape [N] with N = 3 is required, got "
                 known = isinstance(values, Tensor)

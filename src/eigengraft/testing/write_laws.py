@@ -371,10 +371,8 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
     """
     for dtype in _DTYPES:
         bench = ConstraintBench(case.component, dtype)
-        w, u = (
-            [p.to(bench.compute) for p in bench.parameters],
-            [bench.update(place) for place in _PLACES],
-        )
+        w = [p.to(bench.compute) for p in bench.parameters]
+        u = [bench.update(place) for place in _PLACES]
         after = [x - _LR * y for x, y in zip(w, u, strict=True)]
         context = bench.context()
         hooks: dict[str, tuple[Callable[[], object], dict[str, list[Tensor]]]] = {
