@@ -449,7 +449,7 @@ def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
 def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
     """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names."""
     faults = error.errors()
-    # pydantic drops the wrong items of a tuple, and may then report it as too short; that fault is left out
+    # pydantic drops wrong items of a tuple, and may then also report the tuple as too short. This fault is left out.
     inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     return list(dict.fromkeys(_fault(detail, data, where) for detail in faults))

@@ -29,7 +29,7 @@ def name_some(names: Sequence[str], most: int) -> str:
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun, as "1 row" or "2 rows".
 
-    plural: the noun in plural; empty: the noun followed by an s.
+    plural: the plural of the noun; "": the noun followed by an s.
     """
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 

@@ -416,7 +416,7 @@ def number_like(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor to the host that may still be running. The host waits for a CUDA device in `wait` only."""
+    """A copy of a tensor to the host. The copy may be in progress: the host waits for a CUDA device only in `wait`."""
 
     def __init__(self, x: Tensor) -> None:
         self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
@@ -545,7 +545,7 @@ def _chosen(numbers: Tensor, indices: list[int]) -> Tensor:
 
 
 def in_dtypes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return n tensors in the dtypes of n others. Tensors of another dtype are copied, in few kernels."""
+    """Return each tensor in the dtype of its counterpart in `others`. Only tensors of another dtype are copied."""
     kept = [x.dtype is other.dtype for x, other in zip(tensors, others, strict=True)]
     if all(kept):
         return tensors

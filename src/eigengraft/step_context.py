@@ -42,10 +42,10 @@ class StepContext:
         rank.
     signals: the requested signals that were provided, and the totals of slots, by name.
     first: True during the first refresh of a block.
-    due: spans of the rows whose refresh takes effect in this step, by the id of the stage. The spans are computed once
-        for each stage and step.
-    asked: spans of the rows whose refresh is due in this step, by the id of the stage. With a delay the refresh takes
-        effect in a later step; without a delay `asked` equals `due`.
+    due: spans of rows whose refresh takes effect in this step, by the id of the stage. A span is (first row, row after
+        the last one, True if this is the first refresh of the rows).
+    asked: spans of rows whose refresh is due in this step, by the id of the stage. With a delay the refresh takes
+        effect in a later step. Without a delay `asked` equals `due`.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
     numbers: while a chain is traced, a function that returns the numbers that depend on the step, as 0-d tensors. None:
         the context computes these numbers itself.

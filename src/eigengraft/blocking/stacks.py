@@ -94,7 +94,7 @@ class Stack:
 
     @cached_property
     def positions(self) -> list[int]:
-        """The same numbers as `param_ids`, as a list."""
+        """`param_ids` as a list."""
         positions: list[int] = self.param_ids.tolist()
         return positions
 

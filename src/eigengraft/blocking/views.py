@@ -173,11 +173,11 @@ class Matrices(View):
         return self.batch if first else len(shape) - 1
 
     def parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the lengths of the sections in one group, or the length of the axis if there are no sections."""
+        """Return the lengths of the sections in one group. Without sections, this is the length of the axis alone."""
         return self.sections or (shape[self.axis(shape)],)
 
     def matrix_axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the axes of a parameter that a matrix is made of, outputs first."""
+        """Return the axes of a parameter that are axes of each matrix, outputs first."""
         axes = tuple(range(self.batch, len(shape)))
         return axes if self.outputs == "first" else (axes[-1], *axes[:-1])
 

@@ -42,7 +42,7 @@ RANDOM_NUMBERS: Mapping[str, str] = {
     "averaging": "`eigengraft.noise.words` of the bits of each entry and its step, as the constraint `rounding` does",
     "constraint": "`eigengraft.noise.words` of the bits of each entry and a slot with its step, as `rounding` does",
 }
-"""The source of random numbers of each family that may use them."""
+"""Sources of random numbers that members may use, as text for errors, by family."""
 
 
 class RandomStates(NamedTuple):
@@ -178,7 +178,7 @@ def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callabl
 
 
 def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch:
-    """Run a function under a watch, and return the watch. An exception ends the function, and is not passed on."""
+    """Run a function under a watch, and return the watch. Exceptions of the function are suppressed."""
     with suppress(Exception), watch:
         run()
     return watch
@@ -192,7 +192,7 @@ def _files(component: Component) -> frozenset[str]:
 
 
 class _Call(NamedTuple):
-    """A call on the stack: file, line, name of the function, and True if it is in a module of this library."""
+    """A call on Python's call stack: file, line, name of the function, and True for a function of this library."""
 
     file: str
     line: int

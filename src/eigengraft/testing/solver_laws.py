@@ -41,7 +41,7 @@ class SolverCase(Case[_S]):
     tolerance: for root solvers, relative tolerance of the laws of `degree` and `rotates`. It must be larger for an
         iteration that stops at a tolerance, because rounding errors may change its number of steps.
     converges: for basis solvers, True if repeated refreshes with one matrix converge to its eigenvectors.
-    cosine: for polar solvers, the smallest accepted cosine between the result and U V^T.
+    cosine: for polar solvers, the smallest accepted cosine between the result and the exact polar factor.
     """
 
     degree: float | None = None

@@ -64,7 +64,7 @@ def _kinds(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
 def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: bool = True) -> None:
     """Raise a LawError unless a method returned a tensor of the right shape for each parameter.
 
-    what: the method and its result.
+    what: name of the method, for the error.
     dtype: True if the dtypes must be those of `wanted`, too.
     """
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
