@@ -161,8 +161,7 @@ def per_block(values: Tensor, like: Tensor) -> Tensor:
 def finite_blocks(x: Tensor) -> Tensor:
     """Return bool `[N]`, True for blocks whose entries are all finite.
 
-    On a CPU the sum of all entries is computed first: if the sum is finite, no entry is inf or nan. Otherwise every
-    entry is checked.
+    On a CPU every entry is checked only if the sum of all entries is not finite.
     """
     if may_branch_on_values(x) and math.isfinite(float(x.sum())):
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)

@@ -301,8 +301,6 @@ _STORAGE_STREAM = 1 << 33
 class State:
     """The slots of one stage for the selected rows of a stack.
 
-    `scope` returns the state of a stage inside this one, `slice_rows` the state of a slice of the rows.
-
     tensors: the state tensors of the whole stack, by key.
     block: shape of the blocks that the stage sees.
     path: path of the stage.

@@ -189,15 +189,11 @@ class StepContext:
         return self.sums(x)
 
     def with_sums(self, sums: Callable[[Tensor], Tensor]) -> Self:
-        """Return a context of the same rows whose sums over parameters are computed by that function."""
-        return self._changed(sums=sums)
-
-    def _changed(self, **fields: object) -> Self:
-        """Return a context of the same rows with other fields. It shares the values that were already computed from the
-        steps.
+        """Return a copy of this context in which the function `sums` computes sums over parameters. The copy shares
+        values that were already computed from the steps.
         """
         changed = object.__new__(type(self))
-        changed.__dict__.update(self.__dict__, **fields)
+        changed.__dict__.update(self.__dict__, sums=sums)
         return changed
 
     def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:

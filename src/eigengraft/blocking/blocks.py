@@ -88,9 +88,6 @@ def boxes_of_run(
     if not lengths:
         yield 0, (), ()
         return
-    if len(lengths) == 1:
-        yield start, (start,), (stop,)
-        return
     inner = math.prod(lengths[1:])
     at = start
     while at < stop:

@@ -85,18 +85,15 @@ class Law(Generic[AnyCase]):
             self.check(case)
         except LawError as error:
             return LawError(f"{case.who}: {error}  [law: {self.name}]")
-        except ContractError as error:
-            found = LawError(f"{error}  [law: {self.name}]")
-            found.__cause__ = error
-            return found
         except Exception as error:
-            frame = extract_tb(error.__traceback__)[-1]
-            where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            found = LawError(
-                f"{case.who}: no exception is required, got {type(error).__name__}: {error}{notes}, "
-                f"raised at {where}  [law: {self.name}]"
-            )
+            problem = str(error)
+            if not isinstance(error, ContractError):
+                frame = extract_tb(error.__traceback__)[-1]
+                where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+                notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+                got = f"{type(error).__name__}: {error}{notes}, raised at {where}"
+                problem = f"{case.who}: no exception is required, got {got}"
+            found = LawError(f"{problem}  [law: {self.name}]")
             found.__cause__ = error
             return found
         return None
