@@ -120,9 +120,7 @@ class Component(BaseModel, metaclass=ComponentType):
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """(kind, field) that a bare number most likely stands for in this family. The error about a bare number suggests
-    it.
-    """
+    """(kind, field) that a bare number most likely stands for in this family, as a hint in errors."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Advice for errors about fields that users expect in this component but that belong elsewhere, by name of the
     field. The key "." stands for every dotted path.
@@ -417,7 +415,7 @@ OTHER_NAMES = {
 
 
 def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """Return the error with advice for each unknown field: where the field belongs, or which known one is meant.
+    """Return the error with advice for each unknown field: where the field belongs, or which known field is meant.
 
     cls: the component that refused the fields.
     """

@@ -75,8 +75,7 @@ def _entry(field: FieldText) -> str:
 def example_of(cls: type[BaseModel]) -> str:
     """Return an import and a call of the class as text. A class that has a kind is shown in YAML too.
 
-    The call has the required fields. If there are none, it has a field that has an example, or else a field with its
-    default.
+    The call has the required fields, or else a field that has an example, or else a field with its default.
     """
     examples = [
         (info, info.alias or name, info.examples[0]) for name, info in cls.model_fields.items() if info.examples

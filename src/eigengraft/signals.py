@@ -28,7 +28,7 @@ class Signal:
             the view `pairs` shows as `[q, r]`.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
-    by: name of the function that provides the signal, for errors. "": only `optimizer.provide` does.
+    by: name of the function that provides the signal, for errors. "": only `optimizer.provide` provides it.
     """
 
     name: str

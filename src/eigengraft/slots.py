@@ -38,7 +38,7 @@ class StateKey(NamedTuple):
     block: number of the block in the parameter; None: the tensor belongs to the parameter, and the text has no block.
     stage: dotted path of a stage or constraint, or "averaging"; "" for `step`, the count of gradients seen.
     slot: name of the slot.
-    part: name of the tensor, if a quantized slot is stored in several; "" for a slot that is not quantized.
+    part: name of the tensor among those of a quantized slot; "" for a slot that is not quantized.
 
     >>> StateKey.parse("0/update.shampoo/root.1/codes")
     StateKey(block=0, stage='update.shampoo', slot='root.1', part='codes')
@@ -112,8 +112,8 @@ class Slot:
         same axis.
     scale: factor of the initial identity.
     sensitive: True if the size of every update depends on the slot. Such a slot is never quantized because of its role.
-    decay: b, if the slot is a running mean or sum of squared gradients in its frame, whose weights fall by b with each
-        step. None: the slot is something else.
+    decay: b, if the slot is a running mean or sum of squared gradients in its frame, and each step multiplies the
+        weights of earlier gradients by b. None: the slot is something else.
     total: True if stages read `context.total`, the sum of the slot over all blocks of all parameters as the step began.
     step_size: True if the stage multiplies its direction by the slot, of shape (), as by a learning rate of its own.
         Decoupled weight decay is then multiplied by the slot too.
@@ -174,7 +174,7 @@ class Codec(Protocol):
         """Return the tensors `[N, ...]` that encode x `[N, *shape]`, by name.
 
         before: the tensors that the new tensors replace; None at the start.
-        uniform: random numbers for stochastic rounding; None: rounding is to nearest.
+        uniform: function that returns random numbers for stochastic rounding; None: rounding is to nearest.
         """
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:

@@ -47,8 +47,8 @@ class StepContext:
     asked: spans of rows whose refresh is due in this step, by the id of the stage. With a delay the refresh takes
         effect in a later step. Without a delay `asked` equals `due`.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
-    numbers: while a chain is traced, a function that returns the numbers that depend on the step, as 0-d tensors. None:
-        the context computes these numbers itself.
+    numbers: while a chain is traced, a function that receives a function of the step and returns its value as a 0-d
+        tensor. None: the context computes the value itself.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
     questions: conditions that `holds` received while a chain is traced.
     """

@@ -57,9 +57,9 @@ class Box:
 
 
 def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
-    """Yield pairs (axes of `shape`, axes of `merged`). Both sides of a pair have the same number of entries.
+    """Yield pairs of ranges of axes that hold the same entries, as (axes of `shape`, axes of `merged`).
 
-    One side of each pair is a single axis: either axes of `shape` were merged into one, or one axis was divided. An
+    One of the two ranges is a single axis, which was merged from the axes of the other range or divided into them. An
     axis of length 1 is in the pair of a neighbouring axis.
     """
     first, place = 0, 0
@@ -173,9 +173,10 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return for each piece a view `[*count, *lengths]` of x, which contains this piece of every block.
+        """Return for each piece a view of x that contains this piece of every block.
 
-        lengths: lengths of the piece along the axes in `joined`, in the order of `joined`.
+        The shape is `[*count, *lengths]`, with the lengths of the piece along the axes in `joined`, in their order.
+
         x: the parameter, or a tensor of its size, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)

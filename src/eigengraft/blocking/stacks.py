@@ -26,10 +26,10 @@ from .views import Matrices
 BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
 """Largest size of a stack's tensor, in bytes. A step needs memory for a few such tensors: decoded slots and products.
 
-On a CPU several of these tensors must fit into a cache, but with larger stacks there are fewer of them, which saves
-time in Python. Measured for mid-size models, a step with 2 MiB takes 0.96 times as long as with 1 MiB. A limit of 4 MiB
-saves another 2 %. But in a process that never frees a larger tensor, such as training, glibc then returns memory pages
-and requests them again, and a step takes 1.1 times as long. A device runs faster with fewer and larger kernels.
+On a CPU several of these tensors must fit into a cache, but fewer and larger stacks save time in Python. Measured for
+mid-size models, a step with 2 MiB takes 0.96 times as long as with 1 MiB. A limit of 4 MiB saves another 2 %. But in a
+process that never frees a larger tensor, such as training, a step with 4 MiB takes 1.1 times as long, because glibc
+returns memory pages and requests them again. A device runs faster with fewer and larger kernels.
 """
 
 

@@ -83,9 +83,8 @@ def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype
 
 
 KERNEL = 16
-"""Longest axis of a convolution's kernel. If the module of a tensor is not known, and its axes after the second are at
-most this long, it counts as the weight of a convolution. Kernels of 7 to 13 are in use, and matrices in batches are
-larger.
+"""Longest axis of a convolution's kernel. A tensor whose module is not known counts as the weight of a convolution if
+its axes after the second are at most this long. Kernels of 7 to 13 are in use, and matrices in batches are larger.
 """
 
 

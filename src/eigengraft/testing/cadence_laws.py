@@ -38,6 +38,7 @@ class CadenceCase(Case[Cadence]):
         """Return the context of a slice of the stack.
 
         steps: step of each block of the stack.
+        rows: the slice.
         """
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         updates = np.array(list(steps), dtype=np.int64)[rows]
@@ -48,7 +49,7 @@ class CadenceCase(Case[Cadence]):
 
         steps: step of each block of the stack.
         earliest: first step at which a refresh may be due.
-        rows: the slice of the stack.
+        rows: the slice.
         """
         spans = self.component.due(self.context(steps, rows), earliest)
         return {row: first for start, stop, first in spans for row in range(start, stop)}

@@ -136,7 +136,7 @@ def inputs_are_never_written_to(case: StageCase) -> None:
 
 
 def numbers_stay_finite(case: StageCase) -> None:
-    """Direction and state are finite for a stack of zero, huge, tiny, rank-deficient and changing gradients."""
+    """Direction and state are finite for gradients that are zero, huge, tiny or rank-deficient, or change abruptly."""
     for block in case.blocks:
         given = {name: some[: case.steps] for name, some in difficult(block)}
         stack = case.bench(block, 3 * len(given), torch.float32)

@@ -45,7 +45,7 @@ class StatisticCase(Case[Statistic]):
 
     @property
     def tried(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks, as matrices if the statistic observes the inputs of layers."""
+        """The shapes in `blocks`, reshaped to matrices if the statistic observes the inputs of layers."""
         whole = self.component.of_inputs
         return tuple((*b[:-2], b[-2] * b[-1]) if whole and len(b) > 2 else b for b in self.blocks)
 

@@ -453,8 +453,8 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
 
 
 def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
-    """A shardable constraint gives the same parameters if it is applied to two shards of each parameter, and sums over
-    both shards are used.
+    """A shardable constraint that is applied to two shards of each parameter, with sums over both shards, gives the
+    same parameters as on whole parameters.
     """
     whole = ConstraintBench(case.component).run()
     for by_rows in (True, False):
