@@ -91,8 +91,6 @@ class ComponentType(ModelMetaclass):
 
 _HIDDEN = frozenset(dir(BaseModel)) | {"members", "family_name", "elsewhere", "number", "_pydantic_signature"}
 """Names that `dir` and `help` leave out: attributes of pydantic's models, and class variables of the registry."""
-
-
 _VALIDATION = ConfigDict(
     strict=True,
     allow_inf_nan=False,

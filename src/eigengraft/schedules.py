@@ -70,8 +70,6 @@ class Segment(BaseModel):
 
 Schedule = tuple[Segment, ...]
 """The segments of a schedule, which follow each other; at least one."""
-
-
 NO_POWER = (
     "b^t is the product of t equal factors, but b is scheduled and changes from step to step: keep the product of its "
     "values in a slot, as `momentum` does, or declare the field among the class's `constants`"
@@ -96,12 +94,10 @@ def read_schedule(value: Any) -> Schedule | None:
     value: a segment, a mapping with the key `from`, or a non-empty list of segments and such mappings.
     """
     parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
-    if not parts or not all(
-        isinstance(part, Segment) or (isinstance(part, Mapping) and "from" in part) for part in parts
-    ):
+    if not parts or not all(isinstance(x, Segment) or (isinstance(x, Mapping) and "from" in x) for x in parts):
         return None
     try:
-        return tuple(part if isinstance(part, Segment) else Segment.model_validate(part) for part in parts)
+        return tuple(map(Segment.model_validate, parts))
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         where, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")

@@ -19,7 +19,6 @@ from .slots import State, StateKey
 
 _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 """Fields that belong to one step or one stack. A program that is traced for many steps must not read them."""
-
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 """Function of steps `[N]` that returns bool `[N]`, True for steps at which a condition holds."""
 TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)

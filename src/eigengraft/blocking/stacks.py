@@ -31,14 +31,10 @@ mid-size models, a step with 2 MiB takes 0.96 times as long as with 1 MiB. A lim
 process that never frees a larger tensor, such as training, a step with 4 MiB takes 1.1 times as long, because glibc
 returns memory pages and requests them again. A device runs faster with fewer and larger kernels.
 """
-
-
 ALIGNMENT = 16
 """Alignment of a stack's address, in bytes. At other addresses products of small matrices may add in another order, as
 MKL with AVX-512 does in float32 for sides of at most 11.
 """
-
-
 JOINED = 1 << 12
 """Largest parameter, in entries, that a CPU copies into a stack to check its gradient and to write its update. Copying
 larger parameters takes longer than the kernel calls that it saves (measured).

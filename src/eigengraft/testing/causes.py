@@ -29,7 +29,6 @@ length is the stack axis.
 """
 _ALONG = {"cumsum", "cumprod", "logcumsumexp", "cummax", "_softmax", "_log_softmax", "sort", "flip", "roll"}
 """Operations that keep the shape and mix the entries along the axes that they receive as their last arguments."""
-
 RANDOM_NUMBERS: Mapping[str, str] = {
     "stage": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
     "statistic": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",

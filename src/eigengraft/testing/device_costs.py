@@ -14,26 +14,19 @@ from torch import Tensor
 
 DECOMPOSITIONS = {"_linalg_check_errors", "_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq"}
 """Operations after which torch waits for LAPACK's `info`."""
-
 WAITING = DECOMPOSITIONS | {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim",
     "bincount", "repeat_interleave", "multinomial",
 }  # fmt: skip
 """Operations after which the host waits: for `info`, for a value, or for the size of the result."""
-
 ONE_DEVICE = {
-    "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm",
-    "_foreach_norm",
+    "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm", "_foreach_norm",
 }  # fmt: skip
 """Operations that refuse a 0-d tensor of the host. Entry-wise operations accept such a tensor as a kernel argument."""
-
-INDEXING = {
-    "index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_",
-}  # fmt: skip
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 """Operations that upload indices of the host. If the index is a mask, the host also waits for the number of selected
 entries.
 """
-
 _NO_KERNEL = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh",
     "lift", "_unsafe_view", "_local_scalar_dense", "set_", "is_pinned", "record_stream",
