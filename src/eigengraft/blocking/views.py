@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -561,7 +562,8 @@ def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
     for module in modules.values():
         for recognised in RECOGNISED:
             for parameter, matrices, source in recognised(module):
-                if _fits(matrices, tuple(parameter.shape)):
+                with suppress(ValueError):  # the matrices do not fit
+                    matrices.require_fit(tuple(parameter.shape))
                     known.setdefault(id(parameter), (matrices, f"{source} of {type(module).__name__}"))
     convolutions, factors = _convolutions(modules), _factors(model)
     facts = dict[int, ModuleFacts]()
@@ -624,14 +626,6 @@ def _reached(module: nn.Module, name: object) -> object:
         found = getattr(found, part, None)
     parameter = own_parameter(found, last)
     return getattr(found, last, None) if parameter is None else parameter
-
-
-def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
-    try:
-        matrices.require_fit(shape)
-    except ValueError:
-        return False
-    return True
 
 
 def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
