@@ -2,7 +2,7 @@
 
 The generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and uses SplitMix64
 (Steele, Lea & Flood 2014, section 4). It has no state and uses no global generator. A number does not depend on how
-blocks are stacked, on their order, or on the rank and device that hold them.
+blocks are stacked, on the order of blocks, or on the rank and device of a block.
 
 Legend: N blocks; n numbers in a block. Hashes are computed in int64, whose products and sums wrap around modulo 2^64.
 """
@@ -31,7 +31,7 @@ def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dt
     Every multiple of 2^-p in [0, 1) is equally likely, with p the precision of `dtype` in bits.
 
     seeds, step: seed and step of each block, int64 `[N]`.
-    stream: number of the purpose of the numbers; each purpose has a stream of its own.
+    stream: number of a stream. Each purpose of random numbers has a stream of its own.
     """
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     drawn = _shifted(words(seeds, step, math.prod(shape), stream), 64 - digits)

@@ -139,8 +139,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def may_branch_on_values(x: Tensor) -> bool:
     """Return True if the host may read values of x at no cost.
 
-    The result is False on a device, because the host would have to wait; in a traced graph, because the graph would
-    break; and for fake tensors, which have no values.
+    The result is False for a tensor on a device, because the host would have to wait. It is also False in a traced
+    graph, because the graph would break, and for fake tensors, which have no values.
     """
     return x.is_cpu and may_wait_for_values(x)
 

@@ -136,8 +136,8 @@ def extremes(schedule: Schedule) -> list[float]:
 class Schedulable(Component):
     """A component whose fields of type float may be schedules: mappings {from, to, steps}, or lists of them.
 
-    The attribute of such a field is the first value of its schedule. Both extremes of the schedule are checked against
-    the range of the field. `component_at` returns a component with the values of a given step.
+    The attribute of such a field is the first value of its schedule. The smallest and the largest value of the schedule
+    are checked against the range of the field. `component_at` returns a component with the values of a given step.
     """
 
     constants: ClassVar[frozenset[str]] = frozenset()
