@@ -1,5 +1,4 @@
-"""Benches of components and of complete steps. Each bench is one file; the runner, the table, the figure and the
-recommendations are shared.
+"""Benches of components and of complete steps, one file for each bench.
 
 rows = run_bench("roots", sizes=(32, 64), solvers=["eigh", {"kind": "coupled_newton", "eps": 1e-6}])
 """
@@ -31,11 +30,11 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
     Args:
         kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step.
         quick: If True, fields that are not given have the small values of the quick run.
-        more: Candidates that are measured beside those of the bench.
+        more: Further candidates, in addition to those of the bench.
         **fields: Fields of the bench, as in its YAML.
 
     Returns:
-        One row for each measurement. `bench.columns` says what its numbers mean.
+        One row for each measurement. The attribute `columns` of the bench describes the numbers of a row.
 
     Raises:
         RecipeError: The bench, a field or a candidate is unknown or has a value that is not allowed.

@@ -37,10 +37,10 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 class BasisBench(MatrixBench):
     """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
 
-    G `[d, d]` is the gradient of step k. Its columns have covariance U_t diag(lambda) U_t^T, where lambda is the
-    spectrum. The eigenvectors U_t turn by `drift` radians per step, so that the last basis is as good a start for a
-    solver as in training, and no better. With `record`, G are the gradients of a run. A `checkpoint` contains one
-    statistic, for which the basis is refreshed repeatedly.
+    G `[d, d]` is the gradient of step k. Its columns have covariance U_k diag(lambda) U_k^T, where lambda is the
+    spectrum. The eigenvectors U_k turn by `drift` radians per step, so that a solver starts from a basis that is
+    slightly out of date, as in training. With `record`, G are the gradients of a run. A `checkpoint` contains one
+    statistic, and its basis is refreshed repeatedly.
     """
 
     kind: Literal["bases"] = "bases"
@@ -91,9 +91,7 @@ class BasisBench(MatrixBench):
         ]
 
     def _paths(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield (name, size, function) for each drifting statistic. The function returns the statistic at every
-        refresh.
-        """
+        """Yield (name, size, function that returns the statistic at every refresh) of each drifting statistic."""
         last = max(self.refreshes)
         if self.record is not None:
             at = tuple(range(self.every, last * self.every + 1, self.every))
@@ -206,7 +204,5 @@ def _fault(row: Row) -> float:
 
 
 def _drawn(row: Row) -> float:
-    """Return the off-diagonal ratio of a row, at least 1e-17, so that an exact basis can be drawn on a logarithmic
-    axis.
-    """
+    """Return the off-diagonal ratio of a row, at least 1e-17, because a logarithmic axis has no 0."""
     return max(view.number_of(row, "offdiagonal"), 1e-17)

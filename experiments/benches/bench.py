@@ -1,7 +1,7 @@
 """One runner for all benches: candidates are measured on problems, and each measurement is a row of one table.
 
-A file beside this one declares each bench: its candidates, its problems, the measurement, the columns, the table, the
-figure and the recommendations.
+A subclass of `Bench` declares one bench: its candidates, problems, measurement, columns, table, figure and
+recommendations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Problem:
     """A problem on which every candidate is measured.
 
     fields: names and values that each row of this problem contains.
-    make: function that computes the object that candidates receive. If it returns None, the problem does not exist,
-        such as a recorded matrix of a size that was never recorded, and no row is made.
+    make: function that computes the object on which candidates are measured. If it returns None, the problem has no
+        rows. It does so for a recorded matrix of a size that was never recorded.
     """
 
     fields: Mapping[str, Any]
@@ -47,8 +47,7 @@ class Problem:
 class Bench(Component, ABC, family="bench"):
     """A bench: the measurement of every candidate on every problem.
 
-    Laws: except for times, rows depend only on the declaration. A candidate that fails on a problem has a row with the
-    reason.
+    Except for times, rows depend only on the declaration. If a candidate fails on a problem, its row has the reason.
     """
 
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
@@ -62,9 +61,7 @@ class Bench(Component, ABC, family="bench"):
     quick_fields: ClassVar[Mapping[str, Any]]
     """Values that fields of the bench have in the quick run, which takes seconds."""
     joint: ClassVar[bool] = False
-    """True if all candidates of a problem are measured together, as one cell. If False, each candidate on each problem
-    is one cell.
-    """
+    """True if a cell has all candidates on a problem, False if it has one. The rows of a cell are measured together."""
 
     @abstractmethod
     def problems(self) -> Sequence[Problem]:
@@ -79,10 +76,9 @@ class Bench(Component, ABC, family="bench"):
         """Measure one candidate on one problem.
 
         fields: the fields of the problem.
-        given: the object that the problem makes.
+        given: the object that `Problem.make` returned.
 
-        Return a list of measured columns. Each item becomes a row; fields of an item replace the fields of the problem
-        with the same name.
+        Yield the measured columns of each row. A column replaces the field of the problem with the same name.
         """
 
     @abstractmethod
@@ -102,7 +98,7 @@ class Bench(Component, ABC, family="bench"):
         return None
 
     def reference(self, given: Any) -> Iterable[Row]:
-        """Return further rows of a problem that belong to no candidate, such as the best value that is possible."""
+        """Return rows of a problem without a candidate, such as the best possible value."""
         return ()
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
@@ -134,12 +130,12 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def cells(self) -> int:
-        """Return the number of cells of the bench, which is the number of items of `cell_by_cell`."""
+        """Return the number of items of `cell_by_cell`."""
         return len(self.problems()) * (1 if self.joint else len(self.contenders()))
 
     @final
     def cell_by_cell(self) -> Iterator[list[Row]]:
-        """Yield the rows of one cell after the other. A cell is one candidate on one problem.
+        """Yield the rows of one cell after the other. `joint` says what a cell is.
 
         The cells are measured with `threads` threads of torch. The default is one, because threads delay each other on
         small matrices.
@@ -153,7 +149,7 @@ class Bench(Component, ABC, family="bench"):
             torch.set_num_threads(threads)
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of one problem, a list for each candidate."""
+        """Yield the rows of one problem, a list for each cell."""
         given = problem.make()
         first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]
         for candidate in self.contenders():
@@ -161,7 +157,7 @@ class Bench(Component, ABC, family="bench"):
             first = []
 
     def _attempt(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> list[Row]:
-        """Return the rows of one candidate on one problem. If it cannot be measured, return one row with the reason."""
+        """Return the rows of one candidate on one problem. If this fails, return one row with the reason."""
         reason = self.refusal(candidate, fields)
         if reason is None:
             try:
@@ -188,9 +184,7 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def advice(self, rows: Sequence[Row]) -> list[str]:
-        """Return lines that recommend candidates for this device, given all rows: one line for each problem, and then
-        the notes.
-        """
+        """Return the recommendations for this device, one line for each problem, followed by the notes."""
         return [*recommend(self.recommendations(), rows), *self.notes(rows)]
 
     @final
@@ -209,7 +203,7 @@ def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: 
     """Return the bench called `kind`.
 
     fields: values of its fields. With `quick`, all other fields have the values of the quick run.
-    more: candidates that are measured beside those of the bench.
+    more: further candidates, in addition to those of the bench.
     """
     known = Bench.members.get(kind)
     defaults: Mapping[str, Any] = {}
@@ -235,6 +229,6 @@ def _finite_or_none(value: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Return the type and the message of an error in one short line. A missing library is named as such."""
+    """Return the type and the message of an error in one short line, or the name of a library that is not installed."""
     text = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else f"not installed: {error.name}"
     return text.splitlines()[0][:80]

@@ -47,15 +47,15 @@ class BudgetBench(MatrixBench):
     """error = sqrt(1 - prod_i cos_i^2) <= bound,  cos_i = tr(X_i A_i Y_i) / sqrt(tr(X_i A_i X_i) tr(Y_i A_i Y_i))
 
     Solvers x intervals x storages for each layer of a model, and the choice of least cost whose error is within
-    `bound`. A_i is the present factor of axis i and Y_i = (A_i + r I)^-e its exact root, where r is `ridge` times the
+    `bound`. A_i is the present factor of axis i. Y_i = (A_i + r I)^-e is its exact root, where r is `ridge` times the
     largest eigenvalue of A_i. X_i is the root in use: a solver computes it in float32 from the factor of `interval - 1`
     steps before, and a storage encodes and decodes it. cos_i is the cosine of X_i G and Y_i G over gradients G with
-    E[G G^T] = A_i, so that the error is the sine of the angle between the directions. The error ignores a scalar factor
-    of the direction, which grafting removes. The factors are those of a run (`record`). A `checkpoint` or a spectrum
-    has no earlier factors, so only interval 1 can be measured with it.
+    E[G G^T] = A_i. The error is the sine of the angle between the directions, which ignores scalar factors, because
+    grafting removes them. The factors are those of a run (`record`). A `checkpoint` or a spectrum has no earlier
+    factors, so that only interval 1 can be measured.
 
-    The cost is the time of a step or the stored bytes. The time of a step is the time to solve and encode, divided by
-    the interval, plus the time to decode.
+    The cost is the stored bytes, or the time of a step: the time to solve and encode, divided by the interval, plus the
+    time to decode.
     """
 
     kind: Literal["budget"] = "budget"
@@ -96,10 +96,10 @@ class BudgetBench(MatrixBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return the factors of each layer: layer -> for each axis a list of factors.
+        """Return, by layer, a list of factors for each axis.
 
-        The first factor of a list is the present one. With the factors of a run, one more factor follows for each of
-        `intervals`: the one from which the root in use was computed.
+        The first factor of a list is the present one. With the factors of a run, a factor follows for each item of
+        `intervals`, from which the root in use is computed.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:
@@ -134,9 +134,7 @@ class BudgetBench(MatrixBench):
                 yield {"interval": interval, **self._stored(candidate, storage, interval, roots, given)}
 
     def _root(self, solver: RootSolver, a: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the root of a damped factor, and the damped factor in float32. The root is None if the solver rejects
-        the matrix.
-        """
+        """Return the root of a damped factor, None if the solver rejects it, and the damped factor in float32."""
         damped = (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), torch.float32)
         found = solver.root(damped, self.exponent)
         usable = bool(found.ok.all()) and bool(found.value.isfinite().all())
@@ -150,9 +148,7 @@ class BudgetBench(MatrixBench):
         roots: Sequence[tuple[Tensor | None, Tensor]],
         given: LayerFactors,
     ) -> Row:
-        """Return a row for a layer whose roots were stored: error, time and bytes, or the reason why nothing was
-        measured.
-        """
+        """Return the row of one layer and storage: error, time and bytes, or the reason why nothing was measured."""
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
         for (root, damped), path in zip(roots, given.paths, strict=True):
             assert root is not None
@@ -171,7 +167,7 @@ class BudgetBench(MatrixBench):
         return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
 
     def squared_sine(self, x: Tensor, a: Tensor) -> float:
-        """Return the largest squared sine of the angle between directions, 1 - cos_i^2, over the matrices of a stack.
+        """Return the largest squared sine 1 - cos_i^2 of the angle between directions, over the matrices of a stack.
 
         x: decoded roots X_i, `[N, d, d]`.
         a: present factors A_i, `[N, d, d]`.
@@ -206,9 +202,7 @@ class BudgetBench(MatrixBench):
         )
 
     def choice(self, rows: BenchRows) -> Row | None:
-        """Return the cheapest row with an error of at most the bound among the rows of a layer; None if there is no
-        such row.
-        """
+        """Return the cheapest of a layer's rows with an error of at most `bound`; None if all errors are larger."""
         good = [row for row in rows if row["error"] <= self.bound]
         return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
 
@@ -223,9 +217,7 @@ class BudgetBench(MatrixBench):
         return []
 
     def notes(self, rows: BenchRows) -> list[str]:
-        """Return lines that name each choice with its layers, compare its sums with those of the most accurate choices,
-        and name the worst layer.
-        """
+        """Return a line for each choice with its layers, one about the total cost, and one about the worst layer."""
         layers = view.groups(view.measured_rows(rows), lambda row: row["layer"])
         chosen = {layer: self.choice(own) for layer, own in layers}
         kinds: dict[str, list[str]] = {}
@@ -257,7 +249,7 @@ class LayerFactors:
     """The factors of one layer.
 
     paths: for each axis the factors `[N, d, d]` in float64, the present one first.
-    times: (solver, storage, shape) -> measured milliseconds of one solve with its encoding, and of one decoding.
+    times: (solver, storage, shape) -> milliseconds to solve and encode once, and to decode once.
     """
 
     paths: Sequence[Sequence[Tensor]]
@@ -272,8 +264,7 @@ def _squares(z: Tensor, a: Tensor) -> Tensor:
 def _front(cost: str) -> view.LinePoints:
     """Return a function from the rows of a candidate to its Pareto front of (cost, error) on one layer.
 
-    The layer is the one on which the candidate's least error is largest. A row belongs to the front if no other row
-    beats it in both cost and error.
+    The layer is the one on which the candidate's least error is largest.
     """
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:

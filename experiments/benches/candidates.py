@@ -1,4 +1,4 @@
-"""Candidates and fields that several benches share: declarations, defaults read from the families, names, sizes."""
+"""Parts that several benches share: default candidates of a family, names of candidates, and fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Declaration = Mapping[str, Any]
 
 
 def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple[Declaration, ...]:
-    """Return the declarations of default candidates of a family.
+    """Return the declarations of a family's default candidates.
 
     These are the preferred declarations whose kind is registered, then every other member that has no required fields.
     """
@@ -31,9 +31,9 @@ def default_members(
     usual: Callable[[str], Declaration] | None = None,
     keep: Callable[[Any], bool] = bool,
 ) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that makes the default candidates of a bench, as `defaults` declares them.
+    """Return a function that makes the candidates that `defaults` declares.
 
-    usual: function from a kind to the declaration that it stands for; None: the kind alone.
+    usual: function from a kind to its usual declaration; None: `kind_alone`. Fields of `preferred` replace its fields.
     keep: function that returns True for members that are candidates.
     """
 
@@ -45,7 +45,7 @@ def default_members(
 
 
 def kinds_as(usual: Callable[[str], Declaration]) -> BeforeValidator:
-    """Return a validator that reads a bare kind as the declaration that it stands for."""
+    """Return a validator that replaces the name of a kind by the declaration `usual(kind)`."""
     return BeforeValidator(
         lambda value: tuple(usual(item) if isinstance(item, str) else item for item in listed(value))
     )
@@ -56,21 +56,21 @@ def _needs_no_field(member: type[BaseModel]) -> bool:
 
 
 def listed(value: Any) -> Any:
-    """Return the value as a list. A single declaration stands for a list of one. An empty list is refused."""
+    """Return the value as a list. A single value becomes a list of one. Raise an error for an empty list."""
     if isinstance(value, (list, tuple)) and not value:
         raise PydanticCustomError("empty", "an empty list is given; give at least one item")
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def kind_alone(kind: str) -> Declaration:
-    """Return the declaration that a bare kind stands for."""
+    """Return the declaration of a kind without further fields."""
     return {"kind": kind}
 
 
 def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
     """Return `kind field=value ...` with the fields that differ from those of `usual(kind)`.
 
-    usual: function from a kind to the declaration that it stands for. Nested components are named by the same rule.
+    usual: function from a kind to its usual declaration. Nested components are labelled in the same way.
     always: names of fields that are always shown.
     """
     kind = str(getattr(component, "kind"))  # noqa: B009  every member has a kind, the family has none
@@ -101,7 +101,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def parse_shapes(value: Any) -> Any:
-    """Read `[m, n]` and `mxn` as shapes and a single number as a square. One shape stands for a list of one."""
+    """Read `[m, n]` and `mxn` as shapes and a single number as a square. One shape becomes a list of one."""
     single = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(item, int) for item in value)
     return tuple(_parse_shape(item) for item in ([value] if single else listed(value)))
 

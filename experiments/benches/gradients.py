@@ -33,7 +33,7 @@ GRADIENT_LAYERS = (
 )
 """Parameters of the language model whose gradients `layer_gradients` returns."""
 LONGEST = 1024
-"""Longest axis, in entries, that has a factor. It is the limit of the shipped recipes; a longer axis costs d^3."""
+"""Largest length d of an axis that has a factor, as in the shipped recipes. A factor costs O(d^3)."""
 
 
 class GradientRun:
@@ -51,7 +51,7 @@ class GradientRun:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Make data, model and optimizer. In the block, the run has its own random state and number of threads."""
+        """Make data, model and optimizer, for a `with` block with its own random state and number of threads."""
         with isolated_run(self.experiment):
             task, lr = self.experiment.task, self.experiment.lr
             self.dataset, self.model = load_data(task), task.new_model(self.experiment.seed)
@@ -59,9 +59,7 @@ class GradientRun:
             yield
 
     def gradients(self) -> dict[str, Tensor]:
-        """Compute the gradients of the next batch. Return those of parameters with two or more axes, as matrices by
-        parameter name.
-        """
+        """Return the gradients of the next batch as matrices by name, for parameters with two or more axes."""
         batch = self.dataset.batch(self.experiment.seed, self.batches)
         self.batches += 1
         self.optimizer.zero_grad()
@@ -92,10 +90,10 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
 
 @lru_cache(maxsize=2)
 def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str, Tensor]:
-    """Return gradients `[samples, width, width]` of each layer of an experiment or run, as `layer_gradients` does.
+    """Return gradients `[samples, width, width]` of each layer of an experiment or run, scaled as in `layer_gradients`.
 
-    Of a larger gradient only the leading `width` x `width` entries are kept. Smaller layers are left out. Leading
-    entries that are 0, such as those of bytes that never occur, stay 0.
+    A layer with a side below `width` is left out. Of all other gradients the leading `width` x `width` entries are
+    taken. In embeddings, these can be 0, for bytes that never occur.
     """
     found = _samples(GradientRun(source), steps, samples, width)
     if not found:
@@ -116,10 +114,10 @@ def _samples(run: GradientRun, steps: int, samples: int, width: int) -> dict[str
 
 @lru_cache(maxsize=2)
 def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, list[Tensor]]:
-    """Train an experiment or run for `max(at)` steps and return the Gram factors of its gradients.
+    """Train an experiment or run for `max(at)` steps. Return the Gram factors of its gradients by parameter and axis.
 
-    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. For each axis of at most LONGEST
-    entries the result has the matrices `[1, d, d]` after each number of steps in `at`, in float64.
+    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. Each item is a list with the matrix
+    `[1, d, d]`, in float64, after each number of steps in `at`. An axis longer than LONGEST has no factor.
     """
     run = GradientRun(source)
     means: dict[str, Tensor] = {}
@@ -197,8 +195,8 @@ def _optimizer_state(path: str) -> Mapping[str, Any]:
 def _statistics(group: Mapping[str, Any]) -> set[str]:
     """Return the names "<stage path>/<slot>" of all slots of a saved recipe that hold statistics.
 
-    The slots of a stage depend on the number of axes of a block, which the state does not contain. The result therefore
-    has the slots for blocks of one, two, three and four axes.
+    The slots of a stage depend on the number of axes of a block, which is not saved. The result therefore has the slots
+    of blocks with one, two, three and four axes.
 
     group: a param group of the saved state, which contains the recipe.
     """

@@ -44,7 +44,7 @@ SHAPES = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (64, 16), (16, 256
 
 
 def usual_fields(kind: str) -> Declaration:
-    """Return the declaration that a stage's kind stands for. Labels show only fields that differ from it."""
+    """Return the usual declaration of a stage of this kind. Labels show only fields that differ from it."""
     return {"kind": kind, **({"beta": 0.9} if kind == "momentum" else {})}
 
 
@@ -155,7 +155,7 @@ class GraftingBench(Bench):
 
 
 def _ratio(name: str) -> Callable[[BenchRows], float]:
-    """Return a function that divides the largest value of a column by the least."""
+    """Return a function from rows to the largest value of a column divided by its least."""
     return lambda rows: view.largest(name)(rows) / low if (low := view.least(name)(rows)) > 0 else math.inf
 
 

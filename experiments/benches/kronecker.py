@@ -65,6 +65,6 @@ def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median of |log10 gain - median|: the gain error that no learning rate, a common factor, removes."""
+    """Return the median of |log10 gain - median|, the part of the gain error that no learning rate removes."""
     found = gains(held_out, left, right)
     return float((found - found.median()).abs().median())

@@ -19,7 +19,7 @@ from .spectra import Geometric, Spectrum, default_spectra, with_unit_norm
 from .view import Panel, Recommendation, Row, groups, measured_rows, xy
 
 OWN_BETA = 0.95
-"""Decay of the factors of a recorded run, per step: that of the shipped recipes."""
+"""Decay per step of the factors of a recorded run, as in the shipped recipes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MatrixSource:
 
     name: label of the spectrum, or names of the parameter and its factor.
     size: order d.
-    stack: function that returns the matrices `[N, d, d]` in float64, or None if there is none of this size.
+    stack: function that returns the matrices `[N, d, d]` in float64, or None if the spectrum has none of this size.
     spectrum: the spectrum; None for the user's own matrices.
     """
 
@@ -58,8 +58,7 @@ class OwnMatrices(Bench, ABC):
         return self.record is not None
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
-        """Return the recommendation of a bench, in a list. For the user's own matrices it is given for each layer
-        separately.
+        """Return a list with one recommendation. For the user's own matrices, each layer is a problem of its own.
 
         where: function that returns the text that names the problem of a row.
         fields: other fields of `Recommendation`.
@@ -68,9 +67,7 @@ class OwnMatrices(Bench, ABC):
         return [Recommendation(named, **fields)]
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """Return a line that names the layer on which the most accurate candidate has the largest error; [] without own
-        matrices.
-        """
+        """Return a line about the layer on which the least error of all candidates is largest; [] for spectra."""
         first = next(iter(self.recommendations()), None)
         if not self.own or first is None or first.error is None:
             return []
@@ -131,7 +128,7 @@ class MatrixBench(OwnMatrices, ABC):
         return [MatrixSource(name, a.shape[-1], partial(with_unit_norm, a)) for name, a in found.items()]
 
     def sweep(self, error: str, y: str, same: tuple[str, ...], band: tuple[float, float]) -> Panel:
-        """Declare the panel of an error over the condition number, for the largest size.
+        """Return the panel of an error against the condition number, for the largest size.
 
         The panel shows the geometric spectra, or all of the user's own matrices.
         """
@@ -142,9 +139,7 @@ class MatrixBench(OwnMatrices, ABC):
 
 
 def ridge_for(ridge: float, info: ValidationInfo) -> float:
-    """Return the ridge. Raise ValueError if the ridge is 0 and matrices of a spectrum have no inverse without a
-    ridge.
-    """
+    """Return the ridge. Raise ValueError if it is 0 and matrices of a spectrum have no inverse."""
     own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
     without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
     if ridge == 0 and without:

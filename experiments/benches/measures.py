@@ -45,5 +45,5 @@ def inverse_power(a: Tensor, exponent: float) -> Tensor:
 
 
 def worst_of(values: Tensor) -> float:
-    """Return the largest of `values`; NaN if there is none or one is NaN."""
+    """Return the largest of `values`; NaN if `values` is empty or has a NaN."""
     return float(values.max()) if values.numel() else math.nan

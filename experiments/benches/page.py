@@ -1,7 +1,4 @@
-"""The page of a bench: advice, figure, table, columns, declaration and machine in one HTML file.
-
-The figure has two panels side by side with one legend, in the style of the reports.
-"""
+"""The page of a bench: advice, figure, table, columns, declaration and machine in one HTML file."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def render_page(bench: Bench, rows: Sequence[Row], environment: Mapping[str, Any
 
 
 def draw_panels(panels: Sequence[Panel], rows: BenchRows) -> Figure:
-    """Draw the panels. The legend below them names every line once."""
+    """Draw the panels side by side, in the style of the reports. One legend below them names every line once."""
     drawn = [lines_of(panel, rows) for panel in panels]
     names = list(dict.fromkeys(line.label for _, lines in drawn for line in lines))
     shown = [name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names]
@@ -104,7 +101,7 @@ def _draw(axes: Axes, panel: Panel, title: str, lines: Sequence[Line]) -> None:
 
 
 def _line(axes: Axes, line: Line) -> list[tuple[float, float]]:
-    """Draw the points that fit on logarithmic axes, and return them."""
+    """Draw a line and return its points, without points that logarithmic axes cannot show."""
     drawn = [(x, y) for x, y in zip(line.x, line.y, strict=True) if min(x, y) > 0 and math.isfinite(x + y)]
     axes.plot(
         [x for x, _ in drawn],

@@ -1,4 +1,4 @@
-"""Polar factors: band of the singular values of the result, its distance from U V^T, and time of each solver."""
+"""Polar factors: range of singular values, distance from U V^T, and time of each solver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PREFERRED: tuple[Declaration, ...] = (
 
 
 def polar_label(solver: PolarSolver) -> str:
-    """Return the solver's name, with the name of its coefficients if they have one."""
+    """Return the solver's label, with the name of its coefficients if this name is a field of the solver."""
     known = getattr(solver, "coefficients", None)
     if not isinstance(known, str):
         return label(solver)

@@ -59,7 +59,8 @@ _PREFERRED: tuple[Declaration, ...] = (
 def without_least_size(declared: Any) -> Any:
     """Return the declaration of a quantizer with `min_elements: 1`, so that it stores matrices of every size.
 
-    A declared `min_elements` is kept. In recipes this field leaves out small slots, which is no property of the format.
+    A declared `min_elements` is kept. In recipes this field exempts small slots from quantization, which says nothing
+    about the format.
     """
     if isinstance(declared, str):
         declared = {"kind": declared}
@@ -76,16 +77,12 @@ def without_least_size(declared: Any) -> Any:
 
 
 def parse_quantizers(value: Any) -> Any:
-    """Read declarations of quantizers, with `min_elements: 1` unless they declare another value. Instances are returned
-    as they are.
-    """
+    """Add `min_elements: 1` to declarations of quantizers without this field. Return instances unchanged."""
     return tuple(map(without_least_size, listed(value)))
 
 
 def quantizer_label(quantizer: Quantizer) -> str:
-    """Return the kind, the inner format and the fields that differ from the defaults, where `min_elements` has the
-    default 1.
-    """
+    """Return the kind, the inner format and the fields that differ from the defaults, except for `min_elements: 1`."""
     return label(quantizer, without_least_size, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
 
 
@@ -110,16 +107,16 @@ class QuantizerBench(MatrixBench):
     """Quantizers x spectra x sizes x dtypes: errors of a stored matrix, and of the root (B + r I)^-e with r = ridge
     lambda_max.
 
-    A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. A quantizer stores A, V or A^-e: the first
-    of `roles` that it accepts. Quantizers for orthonormal columns store V. B is the matrix that results from the
-    decoding. If W is a decoded V, B = W Diag(l) W^T with the exact l. With the role root, the errors are those of the
-    stored A^-e in place of A.
+    A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. A quantizer stores it in the first of
+    `roles` that it accepts. In the role statistic it stores A, and B is the decoded A. In the role basis it stores V,
+    and B = W Diag(l) W^T with the decoded basis W and the exact l. In the role root it stores A^-e, and errors are
+    those of the decoded root.
 
-    Each matrix is encoded `writings` times. Each encoding starts from the codes of the previous one, because the format
-    `eigen` is made for matrices that change slowly. Error feedback makes a single decoding, which is measured here,
-    less accurate, and the mean over many decodings more accurate.
+    Each matrix is encoded `writings` times, each time over the previous codes, because the format `eigen` is made for
+    matrices that change slowly. Error feedback makes the single decoding that is measured here less accurate, and the
+    mean over many decodings more accurate.
 
-    If a quantizer is declared without `min_elements`, the value is 1. Times do not depend on the values of a matrix,
+    A quantizer that is declared without `min_elements` has the value 1. Times do not depend on the values of a matrix,
     and are measured once for each size and dtype.
     """
 
@@ -180,7 +177,7 @@ class QuantizerBench(MatrixBench):
             return None
         values, vectors = torch.linalg.eigh(a)
         if isinstance(spectrum, Synthetic):
-            # These are the drawn eigenvectors: eigh would choose other vectors for equal eigenvalues.
+            # The drawn eigenvectors are used, because eigh returns others where eigenvalues are equal.
             values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
         settings = (self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
         return StorageProblem(a, values, vectors, *settings)
@@ -210,11 +207,7 @@ class QuantizerBench(MatrixBench):
         }
 
     def _times(self, stored: StoredStack) -> dict[str, float]:
-        """Return the columns that are times: of encoding and of decoding, and their speeds relative to a copy of the
-        tensor.
-
-        The copy is measured between the encoding and the decoding.
-        """
+        """Return the times to encode and to decode one matrix, and both speeds relative to a copy of the tensor."""
         works = (stored.encode, stored.x.clone, stored.decode)
         encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(stored.x) for work in works)
         speed = stored.traffic_over_copy() * copy
@@ -278,14 +271,12 @@ class QuantizerBench(MatrixBench):
 
 
 def _where(more: str) -> Callable[[Row], str]:
-    """Return a function that names the problem of a row."""
+    """Return a function from a row to the name of its problem, which ends in `more`."""
     return lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}{more}"
 
 
 def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
-    """Return a function that selects rows of some spectra. With `saving` it selects only rows whose quantizer stores
-    fewer bytes than the dtype.
-    """
+    """Return a function that selects rows of these spectra, None: all. With `saving`, the quantizer must save bytes."""
 
     def keep(row: Row) -> bool:
         saves = row["bytes"] < DTYPES[row["dtype"]].itemsize
@@ -304,7 +295,7 @@ def _cost(rows: BenchRows, name: str) -> str:
 
 
 def _fault(row: Row) -> float:
-    """Return the error of the root if all matrices were decoded as finite, and infinity otherwise."""
+    """Return the error of the root; infinity unless all matrices were decoded as finite."""
     error = view.number_of(row, "root_error")
     return error if row["ok"] == 1 and math.isfinite(error) else math.inf
 
@@ -316,7 +307,7 @@ class StorageProblem:
     a, values, vectors: A `[N, d, d]`, l `[N, d]` and V `[N, d, d]`.
     exponent, ridge: e and r / lambda_max of the root (A + r I)^-e.
     device, dtype: device and dtype of the tensor that the quantizer encodes.
-    times: times that were measured before, by quantizer, shape and dtype.
+    times: times measured so far, by quantizer, shape and dtype.
     """
 
     a: Tensor
@@ -335,7 +326,7 @@ class StorageProblem:
         return worst_of(torch.where(low > rounding, high / low, torch.inf))
 
     def exact(self, role: Role) -> Tensor:
-        """Return the matrix that decoded matrices are compared with, in float64: the root for the role root, else A."""
+        """Return the exact matrix in float64, to compare a decoded one with: the root in the role root, else A."""
         return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:
@@ -354,7 +345,7 @@ class StorageProblem:
 
 @dataclass(frozen=True)
 class StoredStack:
-    """A stack `x` and the tensors `codes` that a quantizer stores for it after `step` writes."""
+    """A stack `x`, and the codes that a quantizer stores for it after `step` encodings."""
 
     quantizer: Quantizer
     x: Tensor
@@ -364,7 +355,7 @@ class StoredStack:
     step: int = 0
 
     def encode(self) -> Encoded:
-        """Encode x over the codes stored before, with random numbers as the optimizer draws them."""
+        """Encode x over the stored codes, with random numbers as the optimizer draws them."""
         seeds = torch.arange(len(self.x), device=self.x.device) + self.seed
 
         def draw(like: Tensor, purpose: str) -> Tensor:
@@ -378,9 +369,7 @@ class StoredStack:
         return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
 
     def traffic_over_copy(self) -> float:
-        """Return the bytes that one encoding reads and writes (x and codes) divided by the bytes of a copy (twice those
-        of x).
-        """
+        """Return the bytes that one encoding reads and writes, divided by those of a copy of x."""
         return (self.x.nbytes + self._code_bytes()) / (2 * self.x.nbytes)
 
     def bytes_per_entry(self) -> float:
@@ -395,7 +384,7 @@ class StoredStack:
 
 
 def store_repeatedly(quantizer: Quantizer, problem: StorageProblem, role: Role, times: int, seed: int) -> StoredStack:
-    """Encode a stack `times` times. Each encoding replaces the codes of the one before."""
+    """Encode a stack `times` times, each time over the previous codes."""
     stored = StoredStack(quantizer, problem.to_store(role), role, seed)
     for step in range(1, times + 1):
         stored = StoredStack(quantizer, stored.x, role, seed, stored.encode(), step)

@@ -26,9 +26,9 @@ class RankBench(Bench):
     """Recipes x values of `refresh.min_wave_work` x numbers of ranks on one set of matrices, replicated as under DDP.
 
     The matrices are those of a transformer of width w: [3 w, w], [w, w], [4 w, w] and [w, 4 w] for each layer. Every
-    rank is a process with one thread; all ranks have the same gradients, which are independent normal numbers. The
-    bench measures the time for which a rank computes, without the time for which it waits, so that fewer cores than
-    ranks are enough. The field `seconds` has no effect.
+    rank is a process with one thread. All ranks have the same gradients of independent normal numbers. Only the time
+    for which a rank computes is measured, not the time for which it waits, so that fewer cores than ranks are enough.
+    The field `seconds` has no effect.
     """
 
     kind: Literal["ranks"] = "ranks"
@@ -83,7 +83,7 @@ class RankBench(Bench):
         return tuple((f"layers.{i}.{name}.weight", shape) for i in range(self.layers) for name, shape in layer.items())
 
     def variants(self) -> list[tuple[str, int, Recipe]]:
-        """Return (name, min_wave_work, recipe) of everything that is measured on each number of ranks."""
+        """Return (name of the recipe, min_wave_work, recipe) of each measurement on one number of ranks."""
         found = []
         for name in self.recipes:
             fields = wave_fields(load_recipe(name), [""])

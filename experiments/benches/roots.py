@@ -26,9 +26,7 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "preci
 
 
 def ridgeless(kind: str) -> Declaration:
-    """Return the solver called `kind`, with ridge 0 if its fields allow that. The bench adds the same ridge to the
-    matrices of all solvers.
-    """
+    """Return the declaration of a solver, with ridge 0 if its fields allow this. The bench itself adds a ridge."""
     member = RootSolver.members.get(kind)
     own: Declaration = {name: 0.0 for name in ("eps", "floor") if member is not None and name in member.model_fields}
     for fields in (own, dict[str, Any]()):
@@ -41,7 +39,7 @@ def ridgeless(kind: str) -> Declaration:
 
 
 RootSolvers = Annotated[tuple[RootSolver, ...], kinds_as(ridgeless)]
-"""The candidates of the bench. A solver that is declared by its kind alone has ridge 0."""
+"""Solvers to measure. A solver that is declared by its kind alone has ridge 0."""
 default_solvers = default_members(RootSolver, _PREFERRED, ridgeless)
 
 
@@ -49,8 +47,8 @@ class RootBench(MatrixBench):
     """(A + r I)^-e,  r = ridge lambda_max:  solvers x exponents x spectra x sizes x dtypes.
 
     The bench adds the ridge r I to the matrices, so that all solvers have the same one. A solver that is declared by
-    its kind alone adds no further ridge (`eps: 0`). A solver declared in full is measured as it is declared. Times are
-    per matrix.
+    its kind alone adds no further ridge (`eps: 0`). A solver that is declared with fields is measured as declared.
+    Times are per matrix.
     """
 
     kind: Literal["roots"] = "roots"
@@ -158,6 +156,6 @@ class RootBench(MatrixBench):
 
 
 def _fault(row: Row) -> float:
-    """Return the error of a row if all roots were found and are positive definite, and infinity otherwise."""
+    """Return the error of a row; infinity unless all roots were found and are positive definite."""
     error = view.number_of(row, "error")
     return error if row["ok"] == 1 and row["definite"] == 1 and math.isfinite(error) else math.inf

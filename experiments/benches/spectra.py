@@ -128,9 +128,7 @@ class Clustered(Synthetic):
 
 
 class RankDeficient(Synthetic):
-    """A share of the eigenvalues falls geometrically to 1 / condition, the rest is 0: few gradients have been
-    observed.
-    """
+    """A share of the eigenvalues falls geometrically from 1 to 1 / condition, the rest is 0, as after few gradients."""
 
     kind: Literal["rank_deficient"] = "rank_deficient"
     singular: ClassVar[bool] = True

@@ -25,7 +25,7 @@ class StageRunner:
         self.state, self.steps = State(tensors, block), 0
 
     def step(self, gradient: Tensor) -> Tensor:
-        """Return the chain's direction. The first gradient of a lagged chain updates statistics and gives zero."""
+        """Return the chain's direction. The first step of a lagged chain only updates statistics and returns zeros."""
         priming = self.lagging and self.steps == 0
         self.steps += 1
         context = self.context(gradient.device)
@@ -39,7 +39,7 @@ class StageRunner:
         return run_stacks([run], [context.param_ids])[0]
 
     def context(self, device: torch.device) -> StepContext:
-        """Return the context of the last step. Its signals are lr = 1 and a parameter RMS of 1."""
+        """Return the context of the last step, with the signals lr = 1 and parameter_rms = 1."""
         rows = np.arange(self.blocks)
         return StepContext(
             np.full(self.blocks, self.steps - int(self.lagging)),

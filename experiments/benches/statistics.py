@@ -24,7 +24,7 @@ from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
 LONG = 0.995
-"""Decay of statistics that are named by their kind alone. The mean is over about 200 gradients."""
+"""Decay of statistics that are declared by their kind alone, for a mean over about 200 gradients."""
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "gram"}, *({"kind": "bregman", "q": q} for q in ("2", "1", "1/2", "0")))
 
 
@@ -40,7 +40,7 @@ def statistic_label(statistic: Statistic) -> str:
 
 
 BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
-"""Names, in the column of candidates, of two approximations of C that no statistic makes."""
+"""Names of two approximations of the second moment C that are shown for comparison. No statistic computes them."""
 
 
 class StatisticBench(OwnMatrices):
@@ -50,9 +50,9 @@ class StatisticBench(OwnMatrices):
     training gradients. Gain errors compare S with gradients that no statistic has seen. If a statistic computes its two
     factors independently of each other, S is scaled to the trace of C.
 
-    The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every` gradients from the
-    `start`-th on. It needs this stage because statistics with coupled factors read the roots. With `record`, gradients
-    are the leading `width` x `width` entries of the gradients of a run's layers.
+    The statistic runs inside `shampoo` with exponent 1/2, because statistics with coupled factors read the roots. The
+    roots are refreshed every `every` gradients, from the `start`-th on. With `record`, gradients are the leading
+    `width` x `width` entries of the gradients of a run's layers.
     """
 
     kind: Literal["statistics"] = "statistics"
@@ -159,9 +159,7 @@ class StatisticBench(OwnMatrices):
         return found[0], found[1]
 
     def reference(self, given: LayerGradients) -> Iterator[Row]:
-        """Yield, for each layer, the cosine between the second moment C and its best Kronecker product, and that
-        between C and its diagonal.
-        """
+        """Yield the cosines of C with its best Kronecker product and with its diagonal, for each layer."""
         for name, c in zip(given.names, given.moments, strict=True):
             values = kronecker.best_cosine(c, self.width, self.width), kronecker.cosine(c, c.diagonal().diag())
             for candidate, value in zip((BEST, DIAGONAL), values, strict=True):
@@ -226,8 +224,8 @@ class LayerGradients(NamedTuple):
 
     names: names of the layers.
     seen: gradients `[K, layers, d, d]` that the statistics observe.
-    unseen: held-out gradients, of the same form.
-    moments: C of the gradients seen, `[layers, d^2, d^2]`.
+    unseen: held-out gradients `[K', layers, d, d]`.
+    moments: second moments C of `seen`, `[layers, d^2, d^2]`.
     silent: names of layers that are left out, because their gradients are 0.
     """
 

@@ -106,7 +106,7 @@ class StepBench(Bench):
         return sets
 
     def problems(self) -> Sequence[Problem]:
-        # All problems share this result, so that the machine is measured once, with the declared number of threads.
+        # All problems share this list, so that the machine is measured once, with the declared number of threads.
         rates: list[MachineRates] = []
         found = []
         for name in self.sets:

@@ -12,11 +12,11 @@ Row = dict[str, Any]
 """One measurement. `Bench.row` describes the keys that every row has."""
 BenchRows = Sequence[Row]
 CellText = Callable[[BenchRows], str]
-"""Function that returns the text of one cell of a table, given the measurements that the line of the table shows."""
+"""Function from the rows of one line of a table to the text of one cell."""
 LinePoints = Callable[[BenchRows], Iterable[tuple[float, float]]]
-"""The points (x, y) of one line of a figure, computed from the rows of one candidate."""
+"""Function from the rows of one candidate to the points (x, y) of one line of a figure."""
 Reduced = Callable[[BenchRows], float]
-"""A function that computes a number from several rows, such as their median."""
+"""Function from rows to a number, such as the median of a column."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -41,10 +41,9 @@ class Panel:
     x, y: labels of the axes.
     lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
     keep: function that returns True for rows that are drawn.
-    same: fields whose value in all drawn rows is that of the first row. The panel's title shows their values.
-    largest: fields by which rows are chosen. Only rows with the largest value of such a field are drawn, and the
-        panel's title shows this value.
-    band: a value, as (v, v), or an interval to compare with.
+    same: fields of which one value is drawn, that of the first row. The panel's title shows this value.
+    largest: fields of which only the largest value is drawn. The panel's title shows this value.
+    band: interval to compare with, drawn as a band, or as a line if both ends are equal; None: not drawn.
     """
 
     x: str
@@ -68,8 +67,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A rule that recommends, for each problem, the candidate of least cost among those whose error is at most a
-    threshold.
+    """A rule that recommends for each problem the cheapest candidate whose error is at most a threshold.
 
     where: function that returns the text that names the problem of a row. Candidates are compared within one problem.
     cost: function that returns the cost of a candidate, computed from its rows of one problem.
@@ -79,7 +77,7 @@ class Recommendation:
         accepted.
     error_name: name of the error in the text.
     threshold: largest error that is accepted.
-    keep: function that returns True for rows that count.
+    keep: function that returns True for rows that are considered.
     all_good: True if every accepted candidate is named instead of the first two.
     """
 
@@ -108,9 +106,7 @@ def measured_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the headings and the lines of a table. If something could not be measured, a last column has the
-    reasons.
-    """
+    """Return the headings and the lines of a table. If a row was not measured, a last column has the reasons."""
     headings, lines = (*table.by, *table.cells), []
     problems = any(row["problem"] for row in rows)
     for key, own in groups(rows, lambda row: tuple(row.get(field) for field in table.by.values())):
@@ -198,17 +194,17 @@ def least(name: str) -> Reduced:
 
 
 def cell(value: Callable[[BenchRows], Any], form: Callable[[Any], str]) -> CellText:
-    """Return a function from rows to the text of `value(rows)` in a format."""
+    """Return a function from rows to the text `form(value(rows))`."""
     return lambda rows: form(value(rows))
 
 
 def first(name: str, form: Callable[[Any], str] = str) -> CellText:
-    """Return a function from rows to the text of a column's first value, which is "" for None."""
+    """Return a function from rows to the text of a column's first value; "" if the value is None."""
     return lambda rows: "" if rows[0].get(name) is None else form(rows[0][name])
 
 
 def at_worst(name: str, where: Callable[[Row], Any]) -> CellText:
-    """Return a function from rows to the text of `where(row)`, for the row with the largest value of a column."""
+    """Return a function from rows to `where(row)` as text, for the row with the largest value of a column."""
     return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number_of(row, name)))))
 
 

@@ -1,3 +1,1 @@
-"""Steps of complete optimizers: candidates, sets of parameters, rounds of measurement, the floor, and processes of
-ranks.
-"""
+"""Measurement of complete optimizer steps: candidates, sets of parameters, times, least times, and ranks."""

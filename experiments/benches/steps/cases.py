@@ -95,10 +95,10 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """Return a recipe that computes the same as the optimizers of other libraries with this algorithm, for one process.
+    """Return a candidate whose recipe computes the same as the peers with the algorithm `maths`, in one process.
 
-    Nothing is split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of an
-    interval.
+    Parameters are not split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of
+    an interval.
     """
     refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.min_wave_work=1")
     same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh, *changes)
@@ -153,6 +153,6 @@ STEP_CASES = (
     StepCase(recipe="adamw_8bit", maths="adamw_8bit"),
     StepCase(peer="torchao.optim:AdamW8bit", maths="adamw_8bit", name="torchao AdamW8bit"),
 )
-"""Default candidates. The row of a peer that is not installed contains the reason."""
+"""Default candidates. If a peer is not installed, its row says so."""
 QUICK = len(STEP_CASES) - 2
-"""Number of candidates of the quick run, without the last two, because torchao compiles its steps for minutes."""
+"""Number of candidates of the quick run. The last two are left out, because torchao compiles its steps for minutes."""

@@ -62,7 +62,7 @@ class MachineRates(NamedTuple):
     def measured(
         cls, device: torch.device, dtype: torch.dtype = torch.float32, clock: Callable[[], float] = time.perf_counter
     ) -> Self:
-        """Measure the rates by a clock in seconds, on the present number of threads. The fastest repetition counts."""
+        """Measure the rates with the present number of threads, as the fastest repetition. `clock` returns seconds."""
         order = 4096 if device.type == "cuda" else 512
         a, b = (torch.randn(order, order, device=device).to(dtype) for _ in range(2))
         source = torch.zeros(1 << 25, device=device)
@@ -72,9 +72,7 @@ class MachineRates(NamedTuple):
         return cls(2 * order**3 / product, 2 * source.nbytes / copied)
 
     def milliseconds(self, work: StepWork) -> float:
-        """Return the least time of a step with this work: the longer one of the time for its operations and the time
-        for its traffic.
-        """
+        """Return the least time of a step with this work: the time for its operations or for its traffic, if longer."""
         return 1e3 * max((work.flops + work.refresh) / self.flops, work.traffic / self.traffic)
 
 
@@ -113,16 +111,15 @@ def step_work(optimizer: Optimizer) -> StepWork:
 
 
 def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
-    """Return the products and refreshes of one stage for one block, without inner stages and without traffic."""
+    """Return the operations of one stage for one block, without inner stages and without traffic."""
     if isinstance(stage, Spectral):
         return StepWork(flops=_polar(stage, block))
     if not isinstance(stage, Factored):
         return StepWork()
     n, axes = math.prod(block), [a for a in stage.factor_axes(block) if stage.statistic.axes.full(block, a)]
     statistics = sum(float(block[axis]) * n for axis in axes) / stage.statistic.interval
-    if (
-        stage.statistic.needs_power is not None
-    ):  # the contribution to each axis is computed from the gradient whitened along all other axes
+    # The contribution to each axis is computed from the gradient whitened along all other axes.
+    if stage.statistic.needs_power is not None:
         statistics += sum(2.0 * block[other] * n for axis in axes for other in axes if other != axis)
     there_and_back = 2 if isinstance(stage, Eigenbasis) else 1
     products = sum(2.0 * there_and_back * block[axis] * n for axis in axes)
@@ -130,7 +127,7 @@ def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
 
 
 def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
-    """Return the operations of one refresh of one axis: decomposition and change of basis of the slots."""
+    """Return the operations of one refresh of one axis: decomposition, and change of basis of the inner slots."""
     d = float(block[axis])
     if not isinstance(stage, Eigenbasis):
         return (EIGH + 1) * d**3
@@ -138,13 +135,13 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
-    # The eigenvalues diag(Q^T A Q) cost nothing more, because a power step computes them anyway.
+    # A power step already computes the eigenvalues diag(Q^T A Q).
     sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
     return solver + sums + (2 * d**3 + moved if slots else 0.0)
 
 
 def _moved(stage: Eigenbasis) -> tuple[str, ...]:
-    """Return the values of `Slot.frame` of those inner slots that a refresh transports by products of matrices."""
+    """Return the values of `Slot.frame` for which a refresh multiplies inner slots by matrices."""
     return {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
 
 

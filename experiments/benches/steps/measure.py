@@ -101,7 +101,7 @@ def _free_activations() -> None:
     """Free one large tensor, as training does in every step.
 
     After this, glibc keeps freed memory. Otherwise glibc may return pages after each step and request them in the next
-    step, which costs one contender, a different one in every process, up to a seventh of its step.
+    step. This costs one contender up to a seventh of its step, a different contender in every process.
     """
     torch.empty(_ACTIVATIONS, dtype=torch.uint8)
 
@@ -152,9 +152,7 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
 
 
 def step_times(times: Sequence[float], interval: int) -> StepTimes:
-    """Return the times of `interval` consecutive steps. The costs of steps repeat with this period, and each time is
-    the median over the measured periods.
-    """
+    """Return the columns about one interval. The time of each of its steps is the median over measured intervals."""
     places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
     steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)
     refresh = sum(max(0.0, own - steady) for own in places)
@@ -186,7 +184,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that counts operators that are neither views nor in FREE. A foreach operator counts once."""
+    """A dispatch mode that counts operators, except for views and those in FREE. A foreach operator counts once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ class RankJob:
 def busy_times(jobs: Sequence[RankJob], ranks: int) -> list[BusyTimes]:
     """Return the busy times of each job, measured in new processes with one thread each.
 
-    Processes are spawned, so a script that calls this needs `if __name__ == "__main__"`. Raise RecipeError if one
+    Processes are spawned, so a script that calls this needs `if __name__ == "__main__"`. Raise RecipeError if a rank
     fails.
     """
     context = multiprocessing.get_context("spawn")
@@ -88,7 +88,7 @@ def answer(ours: Connection) -> list[list[float]]:
 
 def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
     """Run all jobs as one rank and send the times. This is the main function of a process."""
-    # The ignored warning says that ranks wait. The bench measures the waiting time itself.
+    # The bench measures the waiting that this warning is about.
     warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")
     try:
         torch.set_num_threads(1)
