@@ -39,7 +39,7 @@ class ComparisonRow:
     axis: str = ""
     """Name of the compared axis. Figures and sentences put it before a label that is a number."""
     edge: str = ""
-    """End of the tried numbers at which the best number of a method is, "least" or "largest"; empty: at no end."""
+    """At which end of the tried numbers the best number of a method is: "least", "largest", or empty for neither."""
 
     @property
     def title(self) -> str:
@@ -73,7 +73,7 @@ class ComparisonRow:
 
     @cached_property
     def difference(self) -> Paired | None:
-        """This row minus the baseline over common seeds. None if a run diverged or the rows are not comparable."""
+        """Final metrics minus those of the baseline. None if a run diverged or the rows are not comparable."""
         if self.baseline is None or self.diverged or self.baseline.diverged or not self.comparable:
             return None
         return paired(self.finals, self.baseline.finals)
@@ -98,7 +98,7 @@ class ComparisonRow:
         return found
 
     def at_first_evaluation(self, axis: int) -> set[int]:
-        """Return the seeds for which `reached` is the first evaluation, and thus only an upper bound.
+        """Return the seeds whose runs reach the metric at their first evaluation, so that `reached` is an upper bound.
 
         axis: 0 for the step, 1 for the second.
         """
@@ -111,10 +111,7 @@ class ComparisonRow:
         return {seed for seed, first in firsts.items() if found[seed] == first > 0}
 
     def first(self, target: Target) -> int | None:
-        """Return the first step at which the mean over the row's runs reaches a target, None if there is none.
-
-        `Target.first` says what counts as reached. A step that one of the runs lacks does not count.
-        """
+        """Return the first step at which the row's runs reach a target (see `Target`), None if there is none."""
         curves = (run.curve(self.metric) for run in self.runs)
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
 
@@ -130,8 +127,7 @@ class ComparisonRow:
 
         Runs that diverged are separate lines of the curve. Returns None if there is nothing to draw.
 
-        drawn: metric to draw; None: the metric of the comparison. For every drawn metric, runs count as diverged by the
-            metric of the comparison.
+        drawn: metric to draw; None: the metric of the comparison, which always decides which runs diverged.
         """
         drawn = drawn or self.metric
         fine = [run for run in self.runs if run.status(self.metric) != "diverged"]
@@ -269,11 +265,10 @@ def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
 
 
 def swept(records: Records) -> Records:
-    """Return the records with the learning rate as the compared axis, if the study has such an axis and compares
-    another one.
+    """Return the records with the axis of learning rates as the compared axis, if the study has one.
 
-    The compared axis of the study, the method, then becomes the last of the axes that are not compared, and the runs of
-    the baseline come first. Records of all other studies are returned unchanged.
+    The axis that the study compares, usually that of methods, becomes the last of all other axes. The runs of the
+    baseline come first. Other studies, and studies that already compare learning rates, are returned unchanged.
     """
     rates = records.rates
     if rates in ("", records.compare):
@@ -289,11 +284,11 @@ def _rates_last(labels: Mapping[str, str], method: str, rates: str) -> dict[str,
 
 
 def sweeps(records: Records) -> dict[str, list[Curve]]:
-    """Return the curves of the final metric over the labels of the compared axis, one curve for each panel.
+    """Return, by title of a figure, the curves of the final metric over the labels of the compared axis.
 
-    The curves are grouped by title. Panels whose labels differ only on the last axis share a title, and so a figure.
-    Returns {} unless the compared axis has at least two labels and all are numbers. Diverged runs leave a gap, and
-    rows without a finished run are left out.
+    A panel is one curve. Panels whose labels differ only on the last axis share a figure. Returns {} unless the
+    compared axis has at least two labels and all are numbers. Diverged runs leave a gap, and rows without a finished
+    run are left out.
     """
     panels = compare(records)
     numbers = _numbers(panels)
@@ -326,10 +321,9 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Return (common labels, panels) for each set of panels whose best rows are compared with each other.
+    """Return (common labels, panels) for each group of panels that differ only on the last axis that is not compared.
 
-    A panel has the runs of one method. Methods are the labels of the last axis that is not compared. Empty if the
-    labels of rows are no numbers, or without a second method.
+    A group has several panels, one for each method. Returns [] if the labels of rows are no numbers.
     """
     panels = compare(records)
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
@@ -340,11 +334,10 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 
 
 def at_their_best(records: Records) -> list[ComparisonPanel]:
-    """Return panels in which every row is a method at its best label of the compared axis, such as its best learning
-    rate.
+    """Return panels that compare methods, each at its best label of the compared axis, such as its best learning rate.
 
     Methods are the labels of the last axis that is not compared. The first method is the baseline. Returns [] unless
-    the compared axis has numbers as labels (see `sweeps`) and several methods have ended.
+    the labels of the compared axis are numbers and several methods have ended.
     """
     found = []
     for outer, group in _by_conditions(records):
@@ -372,18 +365,18 @@ def _edge(panel: ComparisonPanel) -> str:
 
 
 def method_axis(records: Records) -> str | None:
-    """Return the axis whose labels are compared, each at its own best number; None if there is no such comparison."""
+    """Return the axis of the methods that are compared at their best numbers; None if there is no such comparison."""
     rates = swept(records)
     return _methods(rates, rates.runs[0]) if _by_conditions(rates) else None
 
 
 def _methods(records: Records, run: Run) -> str:
-    """Return the last axis of a run that is not compared."""
+    """Return the axis of methods: the last axis of a run that is not the compared one."""
     return [axis for axis in run.labels if axis != records.compare][-1]
 
 
 def describe_comparisons(records: Records) -> list[str]:
-    """Return a sentence for each kind of comparison in a report of these runs. The runs need not have started."""
+    """Return a sentence for each kind of comparison in the report of these runs. No run needs to have started."""
     rates, panels, found = swept(records), compare(records), list[str]()
     groups = _by_conditions(rates)
     if groups:
@@ -400,16 +393,15 @@ def describe_comparisons(records: Records) -> list[str]:
 
 
 def _panels(conditions: Sequence[tuple[str, ...]]) -> str:
-    """Return a clause that names the conditions of several panels; empty for a single panel."""
+    """Return ", for each of ..." with the labels of several panels; empty for a single panel."""
     return f", for each of {'; '.join(', '.join(one) for one in conditions)}" if len(conditions) > 1 else ""
 
 
 def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
-    """Return curves of search results by (dotted path, title of the panel): the mean metric against the values of a
-    field.
+    """Return, by (field, title of the panel), curves of the mean metric against the values that a search tried.
 
-    For each value of the field, the best result over all values of other fields counts. Diverged values are crosses.
-    Values whose runs were stopped early are left out, as are fields without three positive numbers.
+    A value has its best result over all values of other fields. Diverged values are crosses. Values whose runs were
+    stopped early are left out. A field without three positive numbers has no curve.
     """
     cells = {cell_name(run.labels): run.labels for run in records.runs}
     styles: dict[str, int] = {}

@@ -139,7 +139,7 @@ def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool)
 
 
 def beside_curves(panel: ComparisonPanel, width: float = Look.width) -> Iterator[tuple[str, str, Figure]]:
-    """Yield short name, caption and figure of all figures that a panel has beside its curves. `width`: in inches."""
+    """Yield (short name, caption, figure) of each figure of a panel except its curves. `width`: in inches."""
     apart = difference_dots(panel, width)
     if apart is not None:
         yield "differences", "Differences from the baseline over paired seeds, with 95 % intervals", apart

@@ -154,7 +154,7 @@ def draw_line(axes: Axes, curve: Curve) -> None:
 def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic: bool | None = None) -> None:
     """Set the range of the vertical axis to all values.
 
-    falling: if True, the range of falling curves ends at the worst first value, and higher values are cut off.
+    falling: if True and the curves fall, values above the largest first value are cut off.
     logarithmic: True for a logarithmic axis, False for a linear one; None: logarithmic if values span a wide range. If
         a value is not positive, the axis is always linear.
     """
@@ -177,7 +177,7 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
 
 
 def log_ticks(axis: Axis, digits: Sequence[float]) -> None:
-    """Put the ticks of a logarithmic axis at these digits times powers of ten, written as plain numbers."""
+    """Put the ticks of a logarithmic axis at `digits` times powers of ten, and write them as plain numbers."""
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_locator(NullLocator())
@@ -205,8 +205,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an SVG element for an HTML page: no external names, the font of the page, colours as
-    variables.
+    """Return the figure as an SVG element for an HTML page, with the page's font and with variables as colours.
 
     The page must define `--ink`, `--rule` and `--series-0` ... . `name` keeps the ids of several figures apart.
     """

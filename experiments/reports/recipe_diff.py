@@ -14,8 +14,8 @@ from .records import learning_rate
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 
 Tree = dict[str, "str | Tree"]
-"""A configuration as nested mappings of texts. A list of stages is a mapping from the names of the stages; its key ""
-has the whole chain as text.
+"""A configuration as nested mappings of texts. A list of stages becomes a mapping by name of the stage. The key "" of
+this mapping has the whole chain as text.
 """
 
 FieldPath = tuple[str, str]
@@ -24,7 +24,7 @@ FieldPath = tuple[str, str]
 
 @dataclass(frozen=True)
 class DiffRow:
-    """A field, or a component that only some labels have.
+    """A difference in a field, or a component that only some labels have.
 
     path: dotted path.
     values: one text for each label, empty if the label has no such field.

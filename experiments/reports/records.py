@@ -34,8 +34,8 @@ ABSCISSAS: dict[Abscissa, str] = {
 }
 """Titles of axes.
 
-Tokens are the targets that were trained on: tokens of a text, or images. FLOPs are 6 for each weight and target; the
-work of the optimizer does not count.
+Tokens are the trained targets, which are tokens of a text, or images. FLOPs are 6 for each weight and target, without
+the work of the optimizer.
 """
 
 
@@ -73,7 +73,7 @@ def metric_of(name: str, larger: bool = False) -> Metric:
 
 
 TRAINING_LOSS = Metric("loss", "training loss", 1)
-"""The metric of a study whose runs have no validation loss: the mean loss of the steps between two rows."""
+"""The metric of runs without a validation loss: the mean loss of the steps since the previous row of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Run:
     def seconds(self) -> list[float]:
         """Return the training seconds at every row, corrected for other load of the machine.
 
-        The seconds of each row, rare expensive steps included, are divided by the median step time of the row and
-        multiplied by the median step time of the run. All are NaN if a row has no seconds.
+        The seconds since the previous row are multiplied by the median step time of the run, and divided by the median
+        step time of the row. All are NaN if a row has no seconds.
         """
         total, before, found = 0.0, 0.0, []
         if any(row.get("seconds") is None for row in self.rows):  # runs of other training loops may lack seconds
@@ -236,7 +236,7 @@ _SHARED = (
     "log_every",
     "silence",
 )
-"""Fields of an experiment in which runs of one cell may differ, as they do not change the averaged numbers."""
+"""Fields of an experiment in which runs with equal labels may differ. They do not change the averaged numbers."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class TunedCell:
 
 
 FEW_EVALUATIONS = 5
-"""Number of evaluations of a run below which reports say that the steps to a value are coarse."""
+"""If a run has fewer evaluations, reports say that the steps to a value are coarse."""
 
 
 @dataclass(frozen=True)
@@ -308,9 +308,8 @@ class Records:
     baseline: label of the baseline; empty: nothing is subtracted.
     runs: all runs.
     tuned: results of searches.
-    target: value of the metric; the steps at which rows reach it are compared too; None: no target.
-    equal: "steps" if the cells of the study have the steps that it sets, "seconds" if they train as long as the
-        baseline.
+    target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
+    equal: "steps" if all runs have the steps of their configuration, "seconds" if they train as long as the baseline.
     """
 
     name: str
@@ -339,14 +338,14 @@ class Records:
 
     @cached_property
     def rates(self) -> str:
-        """The axis of learning rates; the compared axis if there are several. Empty without such an axis."""
+        """The axis of learning rates, the compared one if it is among several; empty if there is none."""
         common = [axis for axis in self.runs[0].labels if all(axis in run.labels for run in self.runs)]
         found = [axis for axis in common if is_rate(axis, [run.labels[axis] for run in self.runs])]
         return self.compare if self.compare in found else found[-1] if found else ""
 
     @property
     def coarse(self) -> str:
-        """A sentence about ended runs with too few evaluations to time when they reach a value; empty without any."""
+        """A sentence about ended runs with so few evaluations that steps to a value are coarse; empty without any."""
         ended = [run for run in self.runs if run.result]
         few = [run for run in ended if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]
         if not few:
@@ -403,8 +402,8 @@ def read_records(
 
     Raises ValueError if no run has started, or if an argument names a label that does not exist.
 
-    baseline: label to compare with, or `axis=label`. A label of another axis than the compared one makes that axis the
-        compared one. None: the baseline of the study, and no baseline without a study.
+    baseline: label to compare with, or `axis=label`. The runs are compared along the axis of this label. None: the
+        baseline of the study; without a study there is none.
     only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such as
         `soap*` selects several labels. Empty: all runs.
     labels: texts that replace labels, by label.
@@ -419,8 +418,8 @@ def read_records(
 def _compared_with(records: Records, baseline: str) -> Records:
     """Return the records compared with another baseline.
 
-    baseline: a label of the compared axis, or of another axis, along which the runs are then compared. `axis=label`
-        chooses between axes that have the same label.
+    baseline: label to compare with. The runs are compared along its axis. `axis=label` chooses between axes that have
+        the same label.
     """
     known: dict[str, dict[str, None]] = {}
     for run in records.runs:

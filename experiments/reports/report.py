@@ -61,8 +61,8 @@ class Report:
 
     Args:
         directory: directory of a study or of runs, finished or not.
-        baseline: label to compare with, or `axis=label`. A label of another axis than the compared one makes that axis
-            the compared one. None: the baseline of the study.
+        baseline: label to compare with, or `axis=label`. The runs are compared along the axis of this label. None: the
+            baseline of the study.
         only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
             as `soap*` selects several labels. Empty: all runs.
         labels: texts that replace labels, by label.
@@ -85,7 +85,7 @@ class Report:
 
     @cached_property
     def records(self) -> Records:
-        """The runs, as read from their files when the report first needed them."""
+        """The runs, read from their files at first use."""
         records = read_records(Path(self.directory), self.baseline, self.only, self.labels)
         for along in self.x:
             if along not in ABSCISSAS:
@@ -96,9 +96,7 @@ class Report:
 
     @cached_property
     def panels(self) -> list[ComparisonPanel]:
-        """The panels of the report: first those that compare methods at their best learning rate or other number, then
-        those of all runs.
-        """
+        """Panels that compare methods at their best learning rate or other number, then the panels of all runs."""
         return [*at_their_best(swept(self.records)), *compare(self.records)]
 
     def runs(self) -> DataFrame:
@@ -281,10 +279,9 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """Return a comparison that has the study's number of seeds and no values; None for a single seed.
+    """Return an empty comparison with the study's number of seeds; None for a single seed.
 
-    The method `Paired.needed` of this comparison gives the page the smallest |t| that is significant with so many
-    seeds.
+    The page shows its `needed`, the smallest |t| that is significant with so many seeds.
     """
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None
@@ -297,7 +294,7 @@ def axis_name(path: str) -> str:
 
 
 def _file(records: Records, title: str, what: str) -> str:
-    """Return a file name with the study, the panel and the content of a figure."""
+    """Return the name of a figure: study, panel and content, without repetition."""
     return " ".join(dict.fromkeys((records.name, title, what)))
 
 

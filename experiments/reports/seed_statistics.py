@@ -15,9 +15,8 @@ from pydantic import Field
 from eigengraft.component import Component
 
 BOOTSTRAP_PAIRS = 8
-"""Smallest number of pairs for which a bootstrap interval is computed. Intervals of fewer pairs are much too narrow.
-
-3 pairs, for instance, have only 10 different resamples.
+"""Smallest number of pairs for which a bootstrap interval is computed. Intervals of fewer pairs are much too narrow: 3
+pairs have only 10 different resamples.
 """
 BOOTSTRAP_DRAWS = 10_000
 """Number of resamples of a bootstrap interval."""
@@ -60,11 +59,11 @@ class Paired:
 
 
 class Target(Component):
-    """A value that counts as reached at the first step with (value - mean) sqrt(n) >= z sigma, for the mean of n seeds.
+    """A value that a metric reaches at the first step with (value - mean) sqrt(n) >= z sigma, for the mean of n seeds.
 
     This is the acceptance test of track 3 of modded-nanogpt, which has sigma 0.0013 and z about 3. The standard
-    deviation sigma of one seed is known beforehand, so that few seeds are enough. Signs are reversed for a metric of
-    which larger values are better.
+    deviation sigma of one seed is known beforehand, so that few seeds are enough. If larger values of the metric are
+    better, the sign of the difference is reversed.
     """
 
     value: float = Field(examples=[2.2], description="value that the metric has to reach")
@@ -126,8 +125,9 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 def holm(p: Mapping[str, float]) -> dict[str, float]:
     """Return the p values of several tests, corrected for their number (Holm 1979).
 
-    The k-th smallest of m values, k = 0 .. m - 1, is multiplied by m - k. No corrected value is above 1, or below that
-    of a smaller p. The probability of one false finding among all tests is then at most the corrected p.
+    The k-th smallest of m values, k = 0 .. m - 1, is multiplied by m - k. Corrected values are at most 1, and a larger
+    p has no smaller corrected value. If all tests with a corrected value of at most 0.05 count as significant, the
+    probability of any false finding is at most 0.05.
     """
     corrected, worst = {}, 0.0
     for k, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):

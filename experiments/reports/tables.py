@@ -57,8 +57,8 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
     """Return two texts: the mean step or second at which seeds reach the baseline's final value, and how many reach it.
 
-    The first text begins with "≤" if a seed reaches the value at its first evaluation, and thus there or earlier. The
-    second text is empty if all seeds reach the value.
+    The first text begins with "≤" if a seed reaches the value at its first evaluation or earlier. The second text is
+    empty if all seeds reach the value.
 
     axis: 0 for the step, 1 for the second.
     """
@@ -77,7 +77,7 @@ _WORST = {
     "gradient_norm": "largest gradient at the end",
     "zero_gradients": "most steps with gradient 0",
 }
-"""Measure of layers -> title of its column in the table of worst layers. A cell has the largest value of any layer."""
+"""Measure of layers -> title of its column in the table of worst layers."""
 
 
 def worst_layers(panel: ComparisonPanel) -> list[list[tuple[str, str]]]:
@@ -337,8 +337,8 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
     """Return all table entries of a run by column.
 
     Labels have columns `axis.NAME`, values found by a search `tuned.PATH`, and further metrics of the task `val.NAME`.
-    So the label on an axis called `lr` or `steps` is not confused with the measured number of that name. `peak_lr` is
-    the peak learning rate that the run uses.
+    The prefix keeps the label on an axis called `lr` or `steps` apart from the measured number of that name. `peak_lr`
+    is the peak learning rate of the run.
     """
     values = records.tuned_values(run.labels)
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
