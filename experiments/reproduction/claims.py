@@ -32,11 +32,7 @@ CLAIMS = "claims.yaml"
 
 
 class CellPair(Component):
-    """Selected cells, and for each of them the cell that it is compared with.
-
-    of: cells that are measured.
-    than: labels that the partner of a cell has instead of the cell's own.
-    """
+    """Cells of a study to measure. Each is compared with its partner, whose labels differ by `than`."""
 
     of: Where = Field(min_length=1, description="axis -> label or list of labels; axes not named: all labels")
     than: dict[str, str] = Field(min_length=1, description="axis -> label of the cells that these are compared with")
@@ -52,7 +48,7 @@ class CellPair(Component):
         return {axis: as_label(v) for axis, v in than.items()} if isinstance(than, Mapping) else than
 
     def require_axes(self, study: Study, where: str) -> None:
-        """Raise ValueError if an axis or a label is named that the study does not have."""
+        """Raise ValueError if `of` or `than` names an axis or a label that the study does not have."""
         wanted = [("of", axis, label) for axis, some in self.of.items() for label in some]
         for side, axis, label in [*wanted, *(("than", *one) for one in self.than.items())]:
             require_known(f"{where}.{side}", axis, study.axes)
@@ -62,11 +58,10 @@ class CellPair(Component):
 class PaperClaim(CellPair):
     """One claim: the measured difference or ratio of cells, seed by seed, is between `least` and `most`.
 
-    If `of` selects several cells, the value of a seed is the mean over these cells. With a second pair of cells,
-    `beside`, the difference of that pair is subtracted, or the ratio is divided by the ratio of that pair. For
+    If `of` selects several cells, the value of a seed is the mean over these cells. If `beside` is given, the
+    difference of this second pair of cells is subtracted, or the ratio is divided by that of the second pair. For
     `steps_to_loss`, the value is the step at which a run first reaches the final loss of its partner, divided by the
-    steps of the partner. For `fitted_steps`, it is the ratio of steps to an equal loss, from fits over cells of
-    different lengths: see `fitted_steps_ratio`.
+    steps of the partner. For `fitted_steps`, the value is the ratio of steps to an equal loss (`fitted_steps_ratio`).
     """
 
     says: str = Field(min_length=1, description="claim of the paper in one sentence")
@@ -109,7 +104,7 @@ class PaperClaim(CellPair):
 
 
 class PaperClaims(Component):
-    """The claims of a folder of papers/ by name, and the files with runs of older studies."""
+    """The claims of a folder of papers/."""
 
     paper: str = Field(min_length=1, description="authors, year, title and number of the paper")
     claims: dict[str, PaperClaim] = Field(min_length=1, description="claims by name")
@@ -119,7 +114,7 @@ class PaperClaims(Component):
 
     @property
     def studies(self) -> list[str]:
-        """Studies that claims refer to, each once."""
+        """Names of the studies that claims refer to, each once."""
         return list(dict.fromkeys(claim.study for claim in self.claims.values()))
 
 

@@ -59,9 +59,8 @@ def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFind
 def study_table(results: StudyResults) -> str:
     """Return a line about when and on which machine the runs were made, and a table with a row for each cell.
 
-    Cells have mean and spread of the loss over seeds and bytes of state, and in studies of equal seconds also steps and
-    seconds. Other times are only in the file of results, because times are not comparable if the machine had other
-    load.
+    A row has mean and spread of the loss over seeds, and bytes of state. In studies of equal seconds it also has steps
+    and seconds. Other times are left out, because they are not comparable if the machine had other load.
     """
     cells: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in results.rows:

@@ -25,7 +25,7 @@ RESULT_NUMBERS = (
     "optimizer_ms",
     "state_bytes_per_parameter",
 )
-"""Numbers of a finished run that are stored, as the run itself names them."""
+"""Numbers of a finished run that are stored, by their names in result.json."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def keep_results(content: Mapping[str, Any], path: Path) -> None:
 def read_results(path: Path, study: Study) -> StudyResults:
     """Return the runs in a file of results of this study.
 
-    The file may also be a list of rows without `made`, and rows may have labels beside their numbers in place of
-    `labels`. Raises ValueError if the runs are not those that the study plans.
+    A file of older runs may be a list of rows without `made`, and its rows may have labels among their numbers. Raises
+    ValueError if the runs are not those that the study plans.
     """
     if not path.is_file():
         raise ValueError(f"reproduce: the file of results '{path}' does not exist; run the study first")
@@ -127,8 +127,8 @@ def _read(row: Mapping[str, Any], study: Study) -> ResultRow:
 
 
 def _own_labels(row: Mapping[str, Any], study: Study) -> dict[str, str]:
-    """Return label by axis for a row that has its labels among its numbers: under the axis, or under the last part of
-    the axis's path.
+    """Return label by axis for a row with its labels among its numbers. The key is the axis, or the last part of its
+    path.
     """
     return {axis: as_label(row[axis] if axis in row else row[axis.rpartition(".")[2]]) for axis in study.axes}
 

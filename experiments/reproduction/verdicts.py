@@ -51,9 +51,7 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
     n, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
 
     def linear(exponent: float) -> tuple[float, float, float]:
-        """Return squared error, floor and scale of the best fit with an exponent; steps are in units of the longest
-        run.
-        """
+        """Return squared error, floor and scale of the best fit, for steps in units of the longest run."""
         columns = np.stack([np.ones_like(n), (n / n.max()) ** -exponent], axis=1)
         (floor, scale), *_ = np.linalg.lstsq(columns, y, rcond=None)
         return float(((columns @ [floor, scale] - y) ** 2).sum()), float(floor), float(scale)
@@ -70,10 +68,10 @@ def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> 
     """Return the steps of one method over those of another at an equal loss. Both are given as length of a run -> last
     loss.
 
-    Both losses are fitted by power laws in the steps and solved for the higher of the two fitted losses at the longest
-    lengths, so that neither law is extrapolated to longer runs (Vyas et al. 2024, arXiv:2409.11321). Nor is a law
-    extrapolated to shorter runs: if a solution has fewer steps than the shortest run, the steps of the shortest run are
-    used, which brings the ratio closer to 1. Returns nan if a loss is not finite.
+    A power law in the steps is fitted to the losses of each method (Vyas et al. 2024, arXiv:2409.11321). The equal loss
+    is the higher of the two fitted losses at the longest lengths, so that neither law is extrapolated to longer runs.
+    If a method needs fewer steps than its shortest run, the steps of the shortest run are used, which brings the ratio
+    closer to 1. Returns nan if a loss is not finite.
     """
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return math.nan
@@ -90,8 +88,8 @@ class ClaimFinding:
     values: difference or ratio by seed.
     mean: mean of the values, the geometric mean for ratios; nan if a run diverged or did not reach a loss.
     low, high: ends of the interval that covers the true value in 95 of 100 studies; None if there is none.
-    p: p-value of the two-sided test that the true value equals the end of the required interval that is nearest to the
-        mean, corrected for all claims of the folder; None if the value is not random or no test exists.
+    p: p-value of the two-sided test that the true value is the nearest end of the required interval, corrected for all
+        claims of the folder; None if the value is not random or no test exists.
     verdict: `holds` if the mean is in the required interval and p <= 0.05, `fails` if it is outside and p <= 0.05, else
         `undecided`.
     """
@@ -117,7 +115,8 @@ def judge(claims: Mapping[str, PaperClaim], results: Mapping[str, StudyResults])
 def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
     """Return the finding of one claim before the correction for several claims.
 
-    The p-value is not corrected. The verdict of a claim with a test says only if the mean is in the required interval.
+    The p-value is not corrected. The verdict of a claim with a test does not use p yet: it says only if the mean is in
+    the required interval.
     """
     ratio = claim.compare == "ratio"
     to, back = (_log, math.exp) if ratio else (float, float)
@@ -138,12 +137,11 @@ def interval_test(
 ) -> tuple[float, float | None, float | None, Verdict]:
     """Return the mean, half the width of its 95 % interval, p, and the verdict about the required interval [low, high].
 
-    t is the distance in standard errors of the mean from the nearest end of the required interval, and p = 2 P(T > t)
-    with n - 1 degrees of freedom. If the mean is inside the interval, the nearest end has the larger p of both ends. If
-    a run diverged, the verdict is undecided unless the values of all seeds are outside the interval.
+    t is the distance of the mean from the nearest end of the required interval, in standard errors, and p = 2 P(T > t)
+    with n - 1 degrees of freedom. If a run diverged, the verdict is undecided unless the values of all seeds are
+    outside the interval.
 
-    exact: True if the values are not random, so that no test is needed. Equal values of two or more seeds need no test
-    either.
+    exact: True if the values are not random. No test is made then, nor for equal values of two or more seeds.
     """
     if not all(map(math.isfinite, values)):
         outside = len(values) > 1 and all(value < low or value > high for value in values)
@@ -163,7 +161,7 @@ def interval_test(
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
-    """Return the difference, or the logarithm of the ratio, by seed, as the mean over the pair's cells or from fits."""
+    """Return, by seed, the mean difference or mean log ratio over the pair's cells, or the log of a fitted ratio."""
     pairs: dict[int, list[tuple[ResultRow, ResultRow]]] = {}
     for row in results.rows:
         if inside(pair.of, row.labels):
