@@ -100,7 +100,7 @@ def standing(track: Track, folder: Path) -> Standing:
 
 
 def track_page(now: Standing, folder: Path) -> dict[Path, str]:
-    """Return the text of a folder's page, with new tables between its markers, by its path."""
+    """Return path and text of a folder's page, with new tables between its markers."""
     tables = {
         "steps": steps_table(now),
         "cost": cost_table(now),
@@ -128,8 +128,8 @@ def steps_table(now: Standing) -> str:
 def cost_table(now: Standing) -> str:
     """Return a table of counted cost with a row for each entry.
 
-    It has the time of the optimizer and of a step for each counted model. For each task it has the cost of the steps to
-    the target at the first counted model, in steps of AdamW.
+    For each counted model it has the milliseconds of the optimizer, and the time of a step relative to AdamW. For each
+    task it has the cost of reaching the target with the first of these models, in steps of AdamW.
     """
     first = next(iter(COUNTED_MODELS))
     models = [head for title in COUNTED_MODELS.values() for head in (f"{title}: optimizer ms", "step / AdamW's")]
@@ -160,7 +160,7 @@ def rates_table(now: Standing) -> str:
 
 
 def published_table(now: Standing, rankings: Mapping[str, Ranking]) -> str:
-    """Return a table with the rank correlation of each published ranking with the profiles."""
+    """Return a table of rank correlations: of each published ranking with the profiles of steps and of counted cost."""
     heads = ("ranking", "ranked by", "entries", "steps", *(f"cost, {title}" for title in COUNTED_MODELS.values()))
     rows = []
     for name, ranking in rankings.items():
@@ -179,7 +179,7 @@ def _correlated(ours: Sequence[float], theirs: Sequence[float]) -> str:
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
     """Return Spearman's rank correlation and its 95 % interval, a percentile bootstrap over pairs.
 
-    A resample in which all ranks of one side are equal counts as 0. The draws are the same each time.
+    A resample in which all ranks of one side are equal counts as 0. The resamples are drawn with a fixed seed.
     """
     from scipy.stats import bootstrap, rankdata
 

@@ -241,7 +241,7 @@ def _run(row: Mapping[str, str]) -> TaskRun:
 
 
 WORST_RATIO = 4.0
-"""Largest ratio of an entry's steps to the fewest steps of all entries up to which a profile is computed."""
+"""Largest ratio for which a profile is computed: steps of an entry, divided by the fewest steps of all entries."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,7 @@ def scores(track: Track, entries: Sequence[EntryRuns]) -> dict[str, dict[str, Ta
 def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str, dict[str, float]]:
     """Return entry -> task -> steps divided by the fewest of all entries, infinity if the target is not reached.
 
-    costs: entry -> cost of one step, by which the steps of the entry are multiplied first; None: all steps cost the
-        same.
+    costs: entry -> cost of one step. Costs of steps are then compared instead of steps. None: all steps cost the same.
     """
     spent = {
         name: {task: one.steps * (1.0 if costs is None else costs[name]) for task, one in own.items()}
@@ -314,5 +313,5 @@ def profile(own: Mapping[str, float], at: Sequence[float]) -> list[float]:
 
 
 def profile_score(own: Mapping[str, float]) -> float:
-    """Return the integral of rho(tau) from 1 to 4, divided by 3, as AlgoPerf does: 1 for fewest steps everywhere."""
+    """Return the integral of rho(tau) from 1 to 4, divided by 3 (AlgoPerf). 1 means the fewest steps on every task."""
     return sum(max(0.0, WORST_RATIO - ratio) for ratio in own.values()) / (len(own) * (WORST_RATIO - 1))
