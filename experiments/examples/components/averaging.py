@@ -17,7 +17,7 @@ from eigengraft.optimizers.write import Averaging, IterateBatch, ParameterUpdate
 
 
 class Polyak(Averaging):
-    """mean <- mean + (W - mean) / (t - start + 1)  from t = start on;  evaluated: the mean, and W before"""
+    """mean <- mean + (W - mean) / (t - start + 1)  from step t = start on, when the mean is evaluated instead of W"""
 
     kind: Literal["polyak"] = "polyak"
     start: int = Field(default=1, ge=1, description="update of the first averaged iterate")

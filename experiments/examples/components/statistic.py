@@ -1,4 +1,4 @@
-"""A statistic of your own: Gram matrices of gradients of length 1, in which a spike of the loss counts as one gradient.
+"""A statistic of your own: Gram matrices of gradients scaled to length 1, so that spikes of the loss weigh no more.
 
 In an experiment:
 

@@ -1,4 +1,4 @@
-"""A view of your own: projections that are stored as one tall matrix are two matrices.
+"""A view of your own: a tall matrix that stores two projections is split into two matrices.
 
 In an experiment:
 

@@ -15,7 +15,7 @@ from eigengraft.optimizers.write.write import WeightDecay, nonzero_peak
 
 
 class Fading(WeightDecay):
-    """alpha = rate (lr / peak)^power,  so that a step decays by lr^(power + 1)"""
+    """alpha = rate (lr / peak)^power.  A step decays by lr alpha, in proportion to lr^(power + 1)."""
 
     kind: Literal["fading"] = "fading"
     power: float = Field(default=1.0, ge=0, description="power of the learning rate over its peak")
