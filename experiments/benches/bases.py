@@ -16,15 +16,7 @@ from eigengraft.preconditioners import BasisSolver
 
 from . import view
 from .bench import Column, Problem
-from .candidates import (
-    DTYPES,
-    Declaration,
-    MatrixDtypes,
-    PositiveInts,
-    default_members,
-    label,
-    listed,
-)  # fmt: skip
+from .candidates import DTYPES, Declaration, MatrixDtypes, PositiveInts, default_members, label, listed
 from .gradients import trained_factors
 from .matrices import MatrixBench
 from .measures import milliseconds, worst_of

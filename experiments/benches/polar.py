@@ -15,15 +15,7 @@ from eigengraft.preconditioners import PolarSolver
 
 from . import view
 from .bench import Column, Problem
-from .candidates import (
-    DTYPES,
-    Declaration,
-    MatrixDtypes,
-    MatrixShapes,
-    default_members,
-    label,
-    listed,
-)  # fmt: skip
+from .candidates import DTYPES, Declaration, MatrixDtypes, MatrixShapes, default_members, label, listed
 from .gradients import LONGEST, GradientRun
 from .matrices import OwnMatrices
 from .measures import milliseconds, relative_error, worst_of

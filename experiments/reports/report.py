@@ -20,17 +20,7 @@ from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, 
 from .drawings import beside_curves
 from .figures import LogAxes, Look
 from .recipe_diff import diff_recipes
-from .records import (
-    ABSCISSAS,
-    TRAINING_LOSS,
-    Abscissa,
-    Metric,
-    Records,
-    Run,
-    Status,
-    learning_rate,
-    read_records,
-)
+from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, Status, learning_rate, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
     format_difference,
