@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -146,7 +145,7 @@ class BasisBench(MatrixBench):
                 "orthogonality": view.cell(view.largest("orthogonality"), view.scientific),
                 "off-diagonal": view.only(self._late, view.cell(view.largest("offdiagonal"), view.scientific)),
                 "eigenvalues": view.only(self._late, view.cell(view.largest("eigenvalues"), view.scientific)),
-                "ok": view.only(self._late, view.cell(view.least("ok"), view.percent)),
+                "ok": view.only(self._late, view.cell(view.least("ok"), "{:.0%}".format)),
                 "ms": view.only(self._late, view.cell(view.typical("milliseconds"), view.milli)),
             },
         )
@@ -168,7 +167,7 @@ class BasisBench(MatrixBench):
         several = max(self.refreshes) > 1
         return self.recommended(
             lambda row: f"eigenbasis, {row['size']} x {row['size']}, {row['dtype']}, refresh from the last one",
-            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=lambda rows: max(map(_fault, rows)),
+            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=view.worst("offdiagonal", "ok"),
             error_name="worst off-diagonal ratio", threshold=self.threshold,
             keep=lambda row: row["columns"] == row["size"] and (row["refresh"] > 1 or not several),
         )  # fmt: skip
@@ -189,10 +188,6 @@ def _quality(a: Tensor, q: Tensor) -> Row:
         "offdiagonal": worst_of(off),
         "eigenvalues": worst_of(distance),
     }
-
-
-def _fault(row: Row) -> float:
-    return view.number_of(row, "offdiagonal") if row["ok"] == 1 else math.inf
 
 
 def _drawn(row: Row) -> float:

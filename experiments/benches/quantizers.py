@@ -224,7 +224,7 @@ class QuantizerBench(MatrixBench):
             {"quantizer": "candidate", "size": "size", "dtype": "dtype"},
             {
                 "stored": view.first("role"),
-                "bytes": view.first("bytes", view.digits(3)),
+                "bytes": view.first("bytes", view.finite("{:.3g}")),
                 "error": view.cell(view.worst("error"), view.scientific),
                 "angle": view.cell(view.worst("angle"), view.degrees),
                 "largest": view.cell(view.worst("largest"), view.scientific),
@@ -255,7 +255,7 @@ class QuantizerBench(MatrixBench):
 
     def recommendations(self) -> Sequence[Recommendation]:
         fields: dict[str, Any] = {
-            "error": lambda rows: max(map(_fault, rows)), "error_name": "worst root error", "threshold": self.threshold
+            "error": view.worst("root_error", "ok"), "error_name": "worst root error", "threshold": self.threshold
         }  # fmt: skip
         fewest = {"cost": view.typical("bytes"), "cost_text": "{:.3g} bytes per entry".format, "costs": "bytes"}
         fastest = {"cost": _milliseconds, "cost_text": view.in_ms}
@@ -292,12 +292,6 @@ def _milliseconds(rows: BenchRows) -> float:
 
 def _cost(rows: BenchRows, name: str) -> str:
     return f"{view.milli(view.typical(f'{name}_ms')(rows))} ({100 * view.typical(f'{name}_speed')(rows):.0f} %)"
-
-
-def _fault(row: Row) -> float:
-    """Return the error of the root; infinity unless all matrices were decoded as finite."""
-    error = view.number_of(row, "root_error")
-    return error if row["ok"] == 1 and math.isfinite(error) else math.inf
 
 
 @dataclass(frozen=True)

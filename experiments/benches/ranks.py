@@ -135,8 +135,8 @@ class RankBench(Bench):
             {
                 "critical path ms": view.first("path_ms", view.milli),
                 "least busy ms": view.first("busy_ms", lambda times: view.milli(min(times))),
-                "efficiency": view.first("efficiency", view.decimals(2)),
-                "by counted work": view.first("counted", view.decimals(2)),
+                "efficiency": view.first("efficiency", view.finite("{:.2f}")),
+                "by counted work": view.first("counted", view.finite("{:.2f}")),
             },
         )
 

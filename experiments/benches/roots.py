@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -132,8 +131,8 @@ class RootBench(MatrixBench):
                 "at": view.at_worst("error", lambda row: row["spectrum"]),
                 "angle": view.cell(view.largest("angle"), view.degrees),
                 "residual": view.cell(view.largest("residual"), view.scientific),
-                "ok": view.cell(view.least("ok"), view.percent),
-                "definite": view.cell(view.least("definite"), view.percent),
+                "ok": view.cell(view.least("ok"), "{:.0%}".format),
+                "definite": view.cell(view.least("definite"), "{:.0%}".format),
                 "iterations": view.span("iterations", lambda value: f"{value:.0f}"),
                 "ms": view.cell(view.typical("milliseconds"), view.milli),
             },
@@ -150,12 +149,6 @@ class RootBench(MatrixBench):
     def recommendations(self) -> Sequence[Recommendation]:
         return self.recommended(
             lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}",
-            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=lambda rows: max(map(_fault, rows)),
+            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=view.worst("error", "ok", "definite"),
             error_name="worst error", threshold=self.threshold,
         )  # fmt: skip
-
-
-def _fault(row: Row) -> float:
-    """Return the error of a row; infinity unless all roots were found and are positive definite."""
-    error = view.number_of(row, "error")
-    return error if row["ok"] == 1 and row["definite"] == 1 and math.isfinite(error) else math.inf

@@ -173,10 +173,10 @@ class StatisticBench(OwnMatrices):
             f"statistics after {max(self.samples)} gradients: the mean over layers",
             {"statistic": "candidate"},
             {
-                "cosine": self._at_end("cosine", view.decimals(3)),
-                "of its root": self._at_end("cosine_root", view.decimals(3)),
-                "gain error": self._at_end("gain_error", view.decimals(3)),
-                "gain spread": self._at_end("gain_spread", view.decimals(3)),
+                "cosine": self._at_end("cosine", view.finite("{:.3f}")),
+                "of its root": self._at_end("cosine_root", view.finite("{:.3f}")),
+                "gain error": self._at_end("gain_error", view.finite("{:.3f}")),
+                "gain spread": self._at_end("gain_spread", view.finite("{:.3f}")),
                 "ms": self._at_end("milliseconds", view.milli),
             },
         )

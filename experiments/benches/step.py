@@ -199,13 +199,13 @@ class StepBench(Bench):
                 "steady": view.first("steady", view.milli),
                 "refreshes": view.first("refresh", view.milli),
                 "largest / median": lambda rows: f"{rows[0]['largest'] / rows[0]['median']:.2f}",
-                "state B/p": view.first("state", view.decimals(1)),
-                "peak B/p": view.first("peak", view.decimals(1)),
+                "state B/p": view.first("state", view.finite("{:.1f}")),
+                "peak B/p": view.first("peak", view.finite("{:.1f}")),
                 "operators": view.first("operators"),
                 "kernels": view.first("kernels"),
-                "build s": view.first("build", view.decimals(2)),
-                "times floor": view.first("times_floor", view.decimals(2)),
-                "/ best other": view.first("over_best_other", view.decimals(2)),
+                "build s": view.first("build", view.finite("{:.2f}")),
+                "times floor": view.first("times_floor", view.finite("{:.2f}")),
+                "/ best other": view.first("over_best_other", view.finite("{:.2f}")),
             },
         )
 

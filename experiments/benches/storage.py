@@ -135,9 +135,9 @@ class StorageBench(Bench):
             {"recipe": "candidate"},
             {
                 "steps": view.first("steps"),
-                "state / plain": view.first("bytes", view.digits(3)),
-                "time / plain: mean": view.first("ratio", view.digits(3)),
-                "median step": view.first("ordinary", view.digits(3)),
+                "state / plain": view.first("bytes", view.finite("{:.3g}")),
+                "time / plain: mean": view.first("ratio", view.finite("{:.3g}")),
+                "median step": view.first("ordinary", view.finite("{:.3g}")),
                 "stored ms": view.first("stored_ms", lambda times: view.milli(median(times))),
                 "plain ms": view.first("plain_ms", lambda times: view.milli(median(times))),
             },

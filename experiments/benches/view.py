@@ -173,9 +173,16 @@ def number_of(row: Row, name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def worst(name: str) -> Reduced:
-    """Return a function that computes the largest value of a column; infinity if one is not finite."""
-    return lambda rows: max(_or_infinite(number_of(row, name)) for row in rows)
+def worst(name: str, *shares: str) -> Reduced:
+    """Return a function that computes the largest value of a column.
+
+    It is infinite if a value is not finite, or if a value of the columns `shares` is below 1.
+    """
+
+    def value(row: Row) -> float:
+        return _or_infinite(number_of(row, name)) if all(row[share] == 1 for share in shares) else math.inf
+
+    return lambda rows: max(map(value, rows))
 
 
 def typical(name: str) -> Reduced:
@@ -243,29 +250,12 @@ def in_ms(value: float) -> str:
     return f"{milli(value)} ms"
 
 
-def scientific(value: float) -> str:
-    """Format a number with two digits and an exponent, or as a dash if it is not finite."""
-    return f"{value:.1e}" if math.isfinite(value) else "-"
+def finite(form: str) -> Callable[[float], str]:
+    """Return a function that formats a number, and returns a dash for a number that is not finite."""
+    return lambda value: form.format(value) if math.isfinite(value) else "-"
 
 
-def percent(value: float) -> str:
-    """Format a share in percent."""
-    return f"{value:.0%}"
-
-
-def degrees(value: float) -> str:
-    """Format an angle in degrees, or as a dash if it is not finite."""
-    return f"{value:.2g}°" if math.isfinite(value) else "-"
-
-
-def digits(count: int) -> Callable[[float], str]:
-    """Return a format with a number of significant digits."""
-    return lambda value: f"{value:.{count}g}" if math.isfinite(value) else "-"
-
-
-def decimals(count: int) -> Callable[[float], str]:
-    """Return a format with a number of digits after the point."""
-    return lambda value: f"{value:.{count}f}" if math.isfinite(value) else "-"
+scientific, degrees = finite("{:.1e}"), finite("{:.2g}°")
 
 
 def _or_infinite(value: float) -> float:
