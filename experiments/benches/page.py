@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..reports import figures
 from ..reports.figures import INK, LIGHT, MARKERS, log_ticks, save_figure, style_axes
+from ..reports.report import templates
 from .bench import Bench
 from .view import BenchRows, Line, Panel, Row, lay_out, lines_of
 
-STYLE = Path(figures.__file__).parent
-"""Folder of the style sheet of reports."""
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 _LONGEST = 56
 """Largest number of letters of a name in the legend. Longer names are cut."""
@@ -33,27 +31,24 @@ def render_page(bench: Bench, rows: Sequence[Row], environment: Mapping[str, Any
     place: device and threads in one line.
     declaration: the bench as YAML.
     """
-    templates = Environment(
-        loader=FileSystemLoader([Path(__file__).parent, STYLE]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     table = bench.table()
     headings, lines = lay_out(table, rows)
-    return templates.get_template("bench.html.jinja").render(
-        kind=bench.declaration()["kind"],
-        title=table.title,
-        place=place,
-        advice=bench.advice(rows),
-        figure=Markup(figures.inline_svg(draw_panels(bench.panels(), rows), "bench")),
-        headings=headings,
-        lines=lines,
-        columns=bench.columns,
-        declaration=declaration,
-        environment=environment,
-        palette=list(zip(LIGHT, figures.DARK, strict=True)),
+    return (
+        templates(Path(__file__).parent)
+        .get_template("bench.html.jinja")
+        .render(
+            kind=bench.declaration()["kind"],
+            title=table.title,
+            place=place,
+            advice=bench.advice(rows),
+            figure=Markup(figures.inline_svg(draw_panels(bench.panels(), rows), "bench")),
+            headings=headings,
+            lines=lines,
+            columns=bench.columns,
+            declaration=declaration,
+            environment=environment,
+            palette=list(zip(LIGHT, figures.DARK, strict=True)),
+        )
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, 
 from .drawings import beside_curves
 from .figures import LogAxes, Look
 from .recipe_diff import diff_recipes
-from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, Status, learning_rate, read_records
+from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, learning_rate, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
     format_difference,
@@ -129,13 +130,7 @@ class Report:
 
     def page(self) -> str:
         """Return the page as text. All labels, paths and messages are escaped."""
-        environment = Environment(
-            loader=FileSystemLoader(Path(__file__).parent),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
+        environment = templates()
         environment.filters |= {
             "summary": format_summary,
             "difference": format_difference,
@@ -163,7 +158,7 @@ class Report:
             reached=format_reached,
             learning_rate=learning_rate,
             chosen=len(self.panels) > len(panels),
-            status=_count_status(records),
+            status=Counter(run.status(records.metric) for run in records.runs),
             failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
             labels=list(
                 dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)
@@ -176,9 +171,7 @@ class Report:
         )
 
     def _of_grids(self) -> list[Drawing]:
-        """Return the figures of the final metric against numbers: one for each sweep over labels, and one for each
-        search.
-        """
+        """Return figures of the metric against a number: one for each sweep over labels and each tuned field."""
         records, along = self.records, swept(self.records)
         metric, look = records.metric.title, Look(self.width)
         found = []
@@ -217,10 +210,14 @@ class Report:
         return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, look=look)
 
 
+def templates(*folders: Path) -> Environment:
+    """Return the environment of the templates in these folders and in the folder of reports. It escapes all values."""
+    loader = FileSystemLoader([*folders, Path(__file__).parent])
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
 def _recorded(records: Records, along: Abscissa) -> bool:
-    """Return True if metrics can be drawn along a quantity: a run has recorded it, or may still do so because it has
-    not started.
-    """
+    """Return True if a run has recorded a quantity, or may still do so because it has not started."""
     return any(not run.rows or run.abscissas(along) for run in records.runs)
 
 
@@ -237,14 +234,6 @@ def _drawn(drawings: Sequence[Drawing], prefix: str, title: str = "") -> list[tu
         )
         for index, (name, caption, figure) in enumerate(drawings)
     ]
-
-
-def _count_status(records: Records) -> dict[Status, int]:
-    counts: dict[Status, int] = {}
-    for run in records.runs:
-        status = run.status(records.metric)
-        counts[status] = counts.get(status, 0) + 1
-    return counts
 
 
 def _failed(run: Run, records: Records) -> bool:
