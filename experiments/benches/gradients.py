@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -23,14 +24,7 @@ from ..tasks import load_data
 from ..training.experiment import load_experiment
 from ..training.train import isolated_run
 
-GRADIENT_LAYERS = (
-    "blocks.0.attention.query.weight",
-    "blocks.0.attention.value.weight",
-    "blocks.0.attention.mix.weight",
-    "blocks.1.attention.query.weight",
-    "blocks.1.attention.value.weight",
-    "blocks.1.attention.mix.weight",
-)
+GRADIENT_LAYERS = tuple(f"blocks.{i}.attention.{name}.weight" for i in (0, 1) for name in ("query", "value", "mix"))
 """Parameters of the language model whose gradients `layer_gradients` returns."""
 LONGEST = 1024
 """Largest length d of an axis that has a factor, as in the shipped recipes. A factor costs O(d^3)."""
@@ -146,8 +140,8 @@ def saved_factors(path: str) -> dict[str, Tensor]:
     correction.
     """
     state = _optimizer_state(path)
-    found: dict[str, list[Tensor]] = {}
-    coded: set[str] = set()
+    found: dict[tuple[str, int], list[Tensor]] = {}
+    coded = False
     for group in state["param_groups"]:
         roles = _statistics(group)
         names = group.get("param_names") or [str(index) for index in group["params"]]
@@ -157,19 +151,14 @@ def saved_factors(path: str) -> dict[str, Tensor]:
                 if key.name not in roles or not isinstance(value, Tensor):
                     continue
                 if key.part:
-                    coded.add(key.name)
+                    coded = True
                 elif value.ndim == 2 and value.shape[0] == value.shape[1]:
-                    found.setdefault(f"{name} {key.slot} {len(value)}", []).append(value)
+                    found.setdefault((f"{name} {key.slot}", len(value)), []).append(value)
     if not found:
         reason = "all are stored in codes; save a run without `storage`" if coded else "save one of shampoo or soap"
         raise RecipeError(f"checkpoint: '{path}' has no factor that is a matrix ({reason})")
-    sizes: dict[str, int] = {}
-    for text in found:
-        sizes[text.rpartition(" ")[0]] = sizes.get(text.rpartition(" ")[0], 0) + 1
-    shorter = {text: text.rpartition(" ")[0] for text in found}
-    return {
-        short if sizes[short := shorter[text]] == 1 else text: torch.stack(matrices) for text, matrices in found.items()
-    }
+    sizes = Counter(text for text, _ in found)
+    return {text if sizes[text] == 1 else f"{text} {d}": torch.stack(own) for (text, d), own in found.items()}
 
 
 def _optimizer_state(path: str) -> Mapping[str, Any]:
