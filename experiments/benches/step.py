@@ -1,6 +1,4 @@
-"""Steps of recipes and of optimizers of other libraries, measured in turn, and the ratio of each recipe's time to its
-floor.
-"""
+"""Steps of recipes and of optimizers of other libraries, measured in turn, and their least possible times."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import linear_regression, median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -106,7 +104,7 @@ class StepBench(Bench):
         return sets
 
     def problems(self) -> Sequence[Problem]:
-        # All problems share this list, so that the machine is measured once, with the declared number of threads.
+        # All problems share `rates`, so that the machine is measured once, with the declared number of threads.
         rates: list[MachineRates] = []
         found = []
         for name in self.sets:
@@ -252,6 +250,4 @@ def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the least-squares slope of log y over log x."""
-    u, v = [math.log(value) for value in x], [math.log(value) for value in y]
-    a, b = sum(u) / len(u), sum(v) / len(v)
-    return sum((p - a) * (q - b) for p, q in zip(u, v, strict=True)) / sum((p - a) ** 2 for p in u)
+    return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
@@ -42,10 +42,6 @@ class StepWork(NamedTuple):
     flops: float = 0.0
     refresh: float = 0.0
     traffic: float = 0.0
-
-    def plus(self, other: StepWork) -> StepWork:
-        """Return the sum of this work and another."""
-        return StepWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class MachineRates(NamedTuple):
@@ -95,19 +91,18 @@ def _seconds(run: Callable[[], object], device: torch.device, clock: Callable[[]
 
 def step_work(optimizer: Optimizer) -> StepWork:
     """Return the work of one step of all parameters of an optimizer on this process."""
-    total = StepWork()
+    flops = refresh = traffic = 0.0
     for param_set in optimizer.param_sets:
-        for parameter in param_set.parameters:
-            total = total.plus(StepWork(traffic=3.0 * parameter.nbytes))
+        traffic += 3.0 * sum(parameter.nbytes for parameter in param_set.parameters)
         for state in param_set.stack_states:
             blocks = len(state.stack.param_ids)
             for key, slot in state.slots():
                 passes = 1.0 if slot.role in _READ_ONLY else 2.0
-                total = total.plus(StepWork(traffic=passes * sum(tensor.nbytes for tensor in state.stored(key))))
+                traffic += passes * sum(tensor.nbytes for tensor in state.stored(key))
             for _, stage, block in walk_blocks(state.rule.update, state.stack.block):
-                own = stage_work(stage, block)
-                total = total.plus(StepWork(*(blocks * value for value in own)))
-    return total
+                work = stage_work(stage, block)
+                flops, refresh = flops + blocks * work.flops, refresh + blocks * work.refresh
+    return StepWork(flops, refresh, traffic)
 
 
 def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
@@ -132,22 +127,19 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     if not isinstance(stage, Eigenbasis):
         return (EIGH + 1) * d**3
     solver = (EIGH if isinstance(stage.solver, EighBasis) else QR) * d**3
-    slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
-    moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
+    slots = _turned_slots(stage, block)
+    turned = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
     # A power step already computes the eigenvalues diag(Q^T A Q).
     sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
-    return solver + sums + (2 * d**3 + moved if slots else 0.0)
+    return solver + sums + (2 * d**3 + turned if slots else 0.0)
 
 
-def _moved(stage: Eigenbasis) -> tuple[str, ...]:
-    """Return the values of `Slot.frame` for which a refresh multiplies inner slots by matrices."""
-    return {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
-
-
-def _inner_slots(stage: Eigenbasis, block: tuple[int, ...]) -> Iterator[Slot]:
-    for inner in stage.inner(block).values():
-        yield from (slot for *_, slot in chain_slots(inner.chain, inner.block))
+def _turned_slots(stage: Eigenbasis, block: tuple[int, ...]) -> list[Slot]:
+    """Return the inner slots that a refresh multiplies by matrices."""
+    frames = {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
+    slots = (slot for inner in stage.inner(block).values() for *_, slot in chain_slots(inner.chain, inner.block))
+    return [slot for slot in slots if slot.frame in frames and slot.shape]
 
 
 def _polar(stage: Spectral, block: tuple[int, ...]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,7 @@ def convolutions() -> Shapes:
 
 def matrices() -> Shapes:
     """Return the shapes of sixteen matrices of sides 256 and 512."""
-    found: Shapes = [*8 * [(256, 256)], *4 * [(512, 256)], *4 * [(256, 512)]]
-    return found
+    return [*8 * [(256, 256)], *4 * [(512, 256)], *4 * [(256, 512)]]
 
 
 def squares(blocks: int = 256, size: int = 32) -> Shapes:
@@ -63,8 +62,7 @@ def squares(blocks: int = 256, size: int = 32) -> Shapes:
 
 def embedding(rows: int = 50_000, width: int = 64) -> Shapes:
     """Return the shape of one long embedding."""
-    found: Shapes = [(rows, width)]
-    return found
+    return [(rows, width)]
 
 
 def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50_257) -> Shapes:
@@ -106,11 +104,6 @@ def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[lis
 
 
 def _scaled(x: Tensor) -> Tensor:
-    for scale in _scales(x.shape):
-        x = x * scale
+    for axis, d in enumerate(x.shape[:2]):
+        x = x * torch.arange(1, d + 1).rsqrt().reshape(-1, *[1] * (x.ndim - 1 - axis))
     return 1e-2 * x
-
-
-def _scales(shape: Sequence[int]) -> Iterator[Tensor]:
-    for axis, d in enumerate(shape[:2]):
-        yield torch.arange(1, d + 1).rsqrt().reshape(-1, *[1] * (len(shape) - 1 - axis))
