@@ -121,9 +121,6 @@ class BasisBench(MatrixBench):
                 path.append(a / (1 - self.beta**step))
         return path
 
-    def label(self, candidate: BasisSolver) -> str:
-        return label(candidate)
-
     def measure(self, candidate: BasisSolver, fields: Mapping[str, Any], given: list[Tensor]) -> Iterator[Row]:
         n, d, ok = len(given[0]), given[0].shape[-1], 1.0
         q = torch.eye(d, candidate.columns(d), dtype=given[0].dtype, device=given[0].device).repeat(n, 1, 1)

@@ -21,6 +21,7 @@ from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 
 from ..files import write_text
+from .candidates import label
 from .view import Panel, Recommendation, Row, Table, recommend
 
 
@@ -67,9 +68,9 @@ class Bench(Component, ABC, family="bench"):
     def problems(self) -> Sequence[Problem]:
         """Return the problems in the order in which they are measured."""
 
-    @abstractmethod
     def label(self, candidate: Any) -> str:
         """Return the name of a candidate in tables and figures."""
+        return label(candidate)
 
     @abstractmethod
     def measure(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> Iterable[Row]:

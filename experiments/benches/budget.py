@@ -13,14 +13,13 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
-from eigengraft.component import validated
 from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 from eigengraft.quantization import Quantizer
 
 from . import view
 from .bench import Column, Problem
-from .candidates import Declaration, PositiveInts
+from .candidates import PositiveInts
 from .candidates import label as label_of
 from .gradients import trained_factors
 from .matrices import OWN_BETA, MatrixBench, ridge_for
@@ -30,17 +29,13 @@ from .roots import RootSolvers, default_solvers, ridgeless
 from .spectra import with_unit_norm
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
-_STORAGES: tuple[Declaration, ...] = (
+_STORAGES: Any = (
     {"kind": "float32"},
     {"kind": "bf16"},
     {"kind": "symmetric", "inner": {"kind": "int16"}},
     {"kind": "exact_diagonal", "inner": {"kind": "int8"}},
     {"kind": "exact_diagonal", "inner": INT4},
 )
-
-
-def _default_storages() -> tuple[Quantizer, ...]:
-    return tuple(validated(Quantizer, item) for item in parse_quantizers(_STORAGES))  # type: ignore[type-abstract]
 
 
 class BudgetBench(MatrixBench):
@@ -62,7 +57,7 @@ class BudgetBench(MatrixBench):
     solvers: RootSolvers = Field(default_factory=default_solvers, strict=False, description="declarations, or kinds")
     intervals: PositiveInts = Field(default=(1, 10, 50), strict=False, description="steps between two roots")
     storages: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
-        default_factory=_default_storages, strict=False, description="storage of the roots: declarations, or kinds"
+        default=_STORAGES, strict=False, description="storage of the roots: declarations, or kinds"
     )
     exponent: Rational = Field(default=Fraction(1, 4), description="exponent e of the root A^-e")
     ridge: float = Field(default=1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
@@ -154,8 +149,7 @@ class BudgetBench(MatrixBench):
             assert root is not None
             if role_of(storage, root.shape[-1], ("root",)) is None:
                 return {"storage": name, "problem": f"{name} stores no root of size {root.shape[-1]}"}
-            stored = StoredStack(storage, root, "root", self.seed)
-            stored = StoredStack(storage, root, "root", self.seed, stored.encode(), 1)
+            stored = StoredStack(storage, root, "root", self.seed).encoded(1)
             kept *= 1 - self.squared_sine(stored.decode(), path[0])
             key = solver, storage, root.shape
             if key not in given.times:
@@ -163,7 +157,7 @@ class BudgetBench(MatrixBench):
                 given.times[key] = self._time(solve) + self._time(stored.encode), self._time(stored.decode)
             rare, always = given.times[key]
             spent += rare / interval + always
-            held += sum(tensor.nbytes for tensor in (stored.codes or {}).values())
+            held += stored.code_bytes()
         return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
 
     def squared_sine(self, x: Tensor, a: Tensor) -> float:

@@ -48,11 +48,6 @@ def usual_fields(kind: str) -> Declaration:
     return {"kind": kind, **({"beta": 0.9} if kind == "momentum" else {})}
 
 
-def chain_label(stages: tuple[Stage, ...]) -> str:
-    """Return the stages' names joined by arrows."""
-    return " > ".join(label(stage, usual_fields) for stage in stages)
-
-
 def _default_chains() -> Any:
     known = Stage.members
     return tuple(chain for chain in _PREFERRED if all(stage["kind"] in known for stage in chain))
@@ -97,7 +92,7 @@ class GraftingBench(Bench):
         return ((left @ right.mT + noise) * (self.scale / 2**0.5)).float()
 
     def label(self, candidate: tuple[Stage, ...]) -> str:
-        return chain_label(candidate)
+        return " > ".join(label(stage, usual_fields) for stage in candidate)
 
     def measure(self, candidate: tuple[Stage, ...], fields: Mapping[str, Any], given: Tensor) -> Iterator[Row]:
         given = given.to(self.target_device())

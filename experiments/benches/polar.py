@@ -32,16 +32,6 @@ _PREFERRED: tuple[Declaration, ...] = (
 )
 
 
-def polar_label(solver: PolarSolver) -> str:
-    """Return the solver's label, with the name of its coefficients if this name is a field of the solver."""
-    known = getattr(solver, "coefficients", None)
-    if not isinstance(known, str):
-        return label(solver)
-    usual = type(solver).model_fields["coefficients"].default
-    text = label(solver.replace(coefficients=usual))
-    return f"{text.split()[0]} {known} {' '.join(text.split()[1:])}".strip()
-
-
 class PolarBench(OwnMatrices):
     """Polar solvers x shapes x condition numbers x dtypes on G = U diag(s) V^T, s from condition^-1 to 1.
 
@@ -116,7 +106,11 @@ class PolarBench(OwnMatrices):
         return (u * s) @ v.mT, u @ v.mT
 
     def label(self, candidate: PolarSolver) -> str:
-        return polar_label(candidate)
+        name = getattr(candidate, "coefficients", None)
+        if not isinstance(name, str):
+            return label(candidate)
+        kind, *fields = label(candidate, always=("coefficients",)).split()
+        return " ".join([kind, name, *(field for field in fields if field != f"coefficients={name}")])
 
     def measure(self, candidate: PolarSolver, fields: Mapping[str, Any], given: tuple[Tensor, Tensor]) -> Iterator[Row]:
         g, exact = given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -194,7 +194,7 @@ class QuantizerBench(MatrixBench):
     def measure(self, candidate: Quantizer, fields: Mapping[str, Any], given: StorageProblem) -> Iterator[Row]:
         role = role_of(candidate, fields["size"], self.roles)
         assert role is not None
-        stored = store_repeatedly(candidate, given, role, self.writings, self.seed)
+        stored = StoredStack(candidate, given.to_store(role), role, self.seed).encoded(self.writings)
         key = (candidate, *stored.x.shape, given.dtype)
         if key not in given.times:
             given.times[key] = self._times(stored)
@@ -358,31 +358,31 @@ class StoredStack:
 
         return self.quantizer.encode(self.x, self.codes, draw)
 
+    def encoded(self, times: int) -> StoredStack:
+        """Return the stack after `times` encodings, each over the previous codes."""
+        stored = self
+        for step in range(1, times + 1):
+            stored = replace(stored, codes=stored.encode(), step=step)
+        return stored
+
     def decode(self) -> Tensor:
         """Return the stack as decoded from the stored codes."""
         return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
 
     def traffic_over_copy(self) -> float:
         """Return the bytes that one encoding reads and writes, divided by those of a copy of x."""
-        return (self.x.nbytes + self._code_bytes()) / (2 * self.x.nbytes)
+        return (self.x.nbytes + self.code_bytes()) / (2 * self.x.nbytes)
 
     def bytes_per_entry(self) -> float:
         """Return the stored bytes per entry of the matrix. The bytes of a basis include its eigenvalues."""
-        total = self._code_bytes()
+        total = self.code_bytes()
         if self.role == "basis":
             total += self.x[..., 0].numel() * self.x.element_size()
         return total / self.x.numel()
 
-    def _code_bytes(self) -> int:
+    def code_bytes(self) -> int:
+        """Return the bytes of the stored codes."""
         return sum(tensor.nbytes for tensor in (self.codes or {}).values())
-
-
-def store_repeatedly(quantizer: Quantizer, problem: StorageProblem, role: Role, times: int, seed: int) -> StoredStack:
-    """Encode a stack `times` times, each time over the previous codes."""
-    stored = StoredStack(quantizer, problem.to_store(role), role, seed)
-    for step in range(1, times + 1):
-        stored = StoredStack(quantizer, stored.x, role, seed, stored.encode(), step)
-    return stored
 
 
 def losses(problem: StorageProblem, role: Role, decoded: Tensor) -> dict[str, float]:

@@ -34,11 +34,6 @@ def slow(kind: str) -> Declaration:
     return {"kind": kind, **({"beta": LONG} if member is not None and "beta" in member.model_fields else {})}
 
 
-def statistic_label(statistic: Statistic) -> str:
-    """Return the statistic's name in tables. The power q of a Bregman divergence is always part of it."""
-    return label(statistic, slow, always=("q",))
-
-
 BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
 """Names of two approximations of the second moment C that are shown for comparison. No statistic computes them."""
 
@@ -102,7 +97,7 @@ class StatisticBench(OwnMatrices):
         return LayerGradients(names, seen, unseen, moments, silent)
 
     def label(self, candidate: Statistic) -> str:
-        return statistic_label(candidate)
+        return label(candidate, slow, always=("q",))
 
     def refusal(self, candidate: Statistic, fields: Mapping[str, Any]) -> str | None:
         return "it is a statistic of inputs, which are not recorded" if candidate.of_inputs else None
