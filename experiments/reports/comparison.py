@@ -119,8 +119,7 @@ class ComparisonRow:
         """Return the mean over seeds of a number in result.json or of a further metric, None if no run has it."""
         found = ({**run.result, **run.metrics}.get(field) for run in self.runs)
         values = [value for value in found if value is not None]
-        summary = summarize(values)
-        return summary.mean if summary else None
+        return fmean(values) if values else None
 
     def curve(self, along: Abscissa = "steps", drawn: Metric | None = None) -> Curve | None:
         """Return a metric against steps, seconds, tokens or FLOPs, over the evaluations that all started runs have.
@@ -247,11 +246,7 @@ def _row_label(run: Run, records: Records) -> str:
 
 def named(axis: str, label: str) -> str:
     """Return a label for readers. A number is written after the name of its axis, as `refresh.steps 10`."""
-    try:
-        float(label)
-    except ValueError:
-        return label
-    return f"{'.'.join(axis.split('.')[-2:])} {label}".strip()
+    return label if math.isnan(label_number(label)) else f"{'.'.join(axis.split('.')[-2:])} {label}".strip()
 
 
 def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
@@ -305,7 +300,7 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
             lost=lost,
             lost_label=f"{last}: a run diverged" if lost else "",
             x=[number for number, _ in ended],
-            mean=[math.fsum(some) / len(some) for some in values],
+            mean=list(map(fmean, values)),
             low=[min(some) for some in values],
             high=[max(some) for some in values],
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import quantiles
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .comparison import ComparisonPanel, ComparisonRow
+from .comparison import ComparisonPanel
 from .figures import INK, LIGHT, MARKERS, Curve, Look, draw_line, log_ticks, style_axes
 from .seed_statistics import Paired
 
@@ -94,32 +94,22 @@ def internals(panel: ComparisonPanel, width: float = Look.width) -> Figure | Non
 
 
 def _curves(panel: ComparisonPanel, measure: str) -> list[Curve]:
-    return [curve for row in panel.rows if (curve := _curve(row, measure)) is not None]
-
-
-def _curve(row: ComparisonRow, measure: str) -> Curve | None:
-    """Return the quartiles of one measure over all parameters and seeds, at each step that has values."""
-    values: dict[int, list[float]] = {}
-    for line in (line for run in row.runs for line in run.diagnostics):
-        if _shown(line, measure):
+    """Return the quartiles of a measure over parameters and seeds at each step, a curve for each row with values."""
+    found = []
+    for row in panel.rows:
+        values: dict[int, list[float]] = {}
+        for line in (line for run in row.runs for line in run.diagnostics if _shown(line, measure)):
             values.setdefault(int(line["step"]), []).append(float(line["value"]))
-    if not values:
-        return None
-    steps = sorted(values)
-    low, middle, high = zip(*(_quartiles(values[step]) for step in steps), strict=True)
-    return Curve(row.label, row.style, [float(step) for step in steps], middle, low, high)
+        if values:
+            steps = sorted(values)
+            low, middle, high = np.transpose([np.quantile(values[x], (0.25, 0.5, 0.75)) for x in steps]).tolist()
+            found.append(Curve(row.label, row.style, [float(step) for step in steps], middle, low, high))
+    return found
 
 
 def _shown(line: dict[str, Any], measure: str) -> bool:
     wanted = line["measure"] == measure and line["value"] is not None
     return wanted and (measure not in OF_CHAINS or line["stage"].rpartition(".")[2] == "update")
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool) -> None:

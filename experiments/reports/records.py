@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,8 +23,6 @@ from ..provenance import provenance_of, variants
 from .seed_statistics import Target
 
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
-
-
 Abscissa = Literal["steps", "seconds", "tokens", "flops"]
 """The quantity along which a metric is drawn."""
 ABSCISSAS: dict[Abscissa, str] = {
@@ -325,14 +324,13 @@ class Records:
     @property
     def notices(self) -> list[str]:
         """A sentence for each cell whose runs differ in configuration, code or data, and are therefore not averaged."""
-        found: dict[str, dict[str, int]] = {}
+        found: dict[str, Counter[str]] = {}
         for run in self.runs:
             if run.variant:
-                counts = found.setdefault(", ".join(run.labels.values()), {})
-                counts[run.variant] = counts.get(run.variant, 0) + 1
+                found.setdefault(", ".join(run.labels.values()), Counter())[run.variant] += 1
         return [
             f"The runs of {cell} were made differently and are kept apart: "
-            + "; ".join(f"{variant} ({count} run{'s' if count > 1 else ''})" for variant, count in counts.items())
+            + "; ".join(f"{variant} ({counted(count, 'run')})" for variant, count in counts.items())
             for cell, counts in found.items()
         ]
 
@@ -507,8 +505,7 @@ def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:
 
 
 def _order(value: object) -> tuple[bool, float, str]:
-    number = isinstance(value, (int, float))
-    return (not number, float(value) if isinstance(value, (int, float)) else 0.0, str(value))
+    return (False, float(value), str(value)) if isinstance(value, (int, float)) else (True, 0.0, str(value))
 
 
 def _joint(directory: Path) -> Records:
@@ -569,13 +566,9 @@ def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
             cells.setdefault(tuple(run.labels.items()), []).append(run)
     found = dict[Path, str]()
     for cell in cells.values():
-        made = [{**_without(run.config, _SHARED), **run.provenance} for run in cell]
+        made = [{**{k: v for k, v in run.config.items() if k not in _SHARED}, **run.provenance} for run in cell]
         found |= {run.directory: name for run, name in zip(cell, variants(made), strict=True)}
     return tuple(replace(run, variant=found.get(run.directory, "")) for run in all_runs)
-
-
-def _without(config: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in fields}
 
 
 def learning_rate(config: Mapping[str, Any]) -> float | None:
