@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import linear_regression, median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -104,8 +104,10 @@ class StepBench(Bench):
         return sets
 
     def problems(self) -> Sequence[Problem]:
-        # All problems share `rates`, so that the machine is measured once, with the declared number of threads.
-        rates: list[MachineRates] = []
+        @cache  # the machine is measured once for all problems, with the declared number of threads
+        def rates() -> MachineRates:
+            return MachineRates.measured(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock])
+
         found = []
         for name in self.sets:
             for maths, cases in self._by_maths().items():
@@ -115,7 +117,7 @@ class StepBench(Bench):
                         "set": name, "maths": maths, "interval": interval, "dtype": self.dtype,
                         "threads": self.threads, "numbers": shapes.numbers,
                     }  # fmt: skip
-                    found.append(Problem(fields, partial(self._given, shapes, cases, rates)))
+                    found.append(Problem(fields, partial(lambda *given: (*given, rates()), shapes, cases)))
         return found
 
     def _by_maths(self) -> dict[str, list[StepCase]]:
@@ -123,13 +125,6 @@ class StepBench(Bench):
         for case in self.candidates:
             found.setdefault(case.kind_of_maths(), []).append(case)
         return found
-
-    def _given(
-        self, shapes: ShapeSet, cases: list[StepCase], rates: list[MachineRates]
-    ) -> tuple[ShapeSet, list[StepCase], MachineRates]:
-        if not rates:
-            rates.append(MachineRates.measured(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock]))
-        return shapes, cases, rates[0]
 
     def label(self, candidate: StepCase) -> str:
         return candidate.label()
