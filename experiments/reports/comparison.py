@@ -225,17 +225,14 @@ def _panel(
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(_row_label(run, records), []).append(run)
-    labelled = (_row_label(run, records) for run in runs if run.labels[records.compare] == records.baseline)
-    base = next(labelled, None)
-    metric, axis, baseline = records.metric, records.compare, None
-    if base is not None:
-        baseline = ComparisonRow(base, styles[base], tuple(by_label[base]), metric, None, axis)
-    found = {
-        label: ComparisonRow(label, styles[label], tuple(some), metric, baseline, axis)
-        for label, some in by_label.items()
-    }
-    rows = tuple(baseline if baseline and label == baseline.label else row for label, row in found.items())
-    return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline, axis)
+
+    def row(label: str, baseline: ComparisonRow | None) -> ComparisonRow:
+        return ComparisonRow(label, styles[label], tuple(by_label[label]), records.metric, baseline, records.compare)
+
+    base = next((_row_label(run, records) for run in runs if run.labels[records.compare] == records.baseline), None)
+    baseline = None if base is None else row(base, None)
+    rows = tuple(baseline if baseline and label == base else row(label, baseline) for label in by_label)
+    return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline, records.compare)
 
 
 def _row_label(run: Run, records: Records) -> str:
@@ -268,14 +265,10 @@ def swept(records: Records) -> Records:
     rates = records.rates
     if rates in ("", records.compare):
         return records
-    runs = [replace(run, labels=_rates_last(run.labels, records.compare, rates)) for run in records.runs]
+    axes = [*(axis for axis in records.runs[0].labels if axis not in (records.compare, rates)), records.compare, rates]
+    runs = [replace(run, labels={axis: run.labels[axis] for axis in axes}) for run in records.runs]
     runs.sort(key=lambda run: run.labels[records.compare] != records.baseline)
     return replace(records, runs=tuple(runs), compare=rates, baseline=runs[0].labels[rates])
-
-
-def _rates_last(labels: Mapping[str, str], method: str, rates: str) -> dict[str, str]:
-    others = {axis: label for axis, label in labels.items() if axis not in (method, rates)}
-    return {**others, method: labels[method], rates: labels[rates]}
 
 
 def sweeps(records: Records) -> dict[str, list[Curve]]:
@@ -336,27 +329,22 @@ def at_their_best(records: Records) -> list[ComparisonPanel]:
     """
     found = []
     for outer, group in _by_conditions(records):
-        ended = [panel for panel in group if panel.best is not None]
-        found += [_at_their_best(records, outer, ended)] if len(ended) > 1 else []
+        rows: list[ComparisonRow] = []
+        for panel in group:
+            if (best := panel.best) is not None:
+                label, baseline = f"{panel.labels[-1]}, {named(records.compare, best.label)}", rows[0] if rows else None
+                edge = _edge(panel, best)
+                rows.append(ComparisonRow(label, len(rows), best.runs, records.metric, baseline, edge=edge))
+        if len(rows) > 1:
+            title, axis = [*outer, f"each at its own best {records.compare}"], _methods(records, rows[0].runs[0])
+            found.append(ComparisonPanel(", ".join(title), outer, tuple(rows), records.metric, rows[0], axis))
     return found
 
 
-def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[ComparisonPanel]) -> ComparisonPanel:
-    chosen = [(panel.labels[-1], panel.best, _edge(panel)) for panel in group if panel.best is not None]
-    rows: list[ComparisonRow] = []
-    for style, (method, best, edge) in enumerate(chosen):
-        label = f"{method}, {named(records.compare, best.label)}"
-        rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None, edge=edge))
-    title = ", ".join([*outer, f"each at its own best {records.compare}"])
-    return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0], _methods(records, rows[0].runs[0]))
-
-
-def _edge(panel: ComparisonPanel) -> str:
-    """Return "least" or "largest" if the best number of a panel is at that end of the numbers that have runs."""
-    assert panel.best is not None
-    tried = [label_number(row.label) for row in panel.rows if row.finals]
-    best = label_number(panel.best.label)
-    return "least" if best == min(tried) else "largest" if best == max(tried) else ""
+def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
+    """Return "least" or "largest" if the best number is at that end of the numbers that have runs, else empty."""
+    tried, number = [label_number(row.label) for row in panel.rows if row.finals], label_number(best.label)
+    return "least" if number == min(tried) else "largest" if number == max(tried) else ""
 
 
 def method_axis(records: Records) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import numpy as np
 from pydantic import Field
@@ -89,10 +90,8 @@ def summarize(values: Sequence[float]) -> Summary | None:
     """Return mean and spread of the values, None for no values. The spread is None if the mean is not finite."""
     if not values:
         return None
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1 or not math.isfinite(mean):
-        return Summary(len(values), mean, None)
-    return Summary(len(values), mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)))
+    mean = fmean(values)
+    return Summary(len(values), mean, stdev(values) if len(values) > 1 and math.isfinite(mean) else None)
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
