@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from eigengraft.preconditioners import BasisSolver
 
 from . import view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, MatrixDtypes, PositiveInts, default_members, label, listed
+from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, PositiveInts, default_members, label
 from .gradients import trained_factors
 from .matrices import MatrixBench
 from .measures import milliseconds, worst_of
@@ -35,20 +35,20 @@ class BasisBench(MatrixBench):
     """
 
     kind: Literal["bases"] = "bases"
-    solvers: Annotated[tuple[BasisSolver, ...], BeforeValidator(listed)] = Field(
-        default_factory=default_members(BasisSolver, _PREFERRED), strict=False, description="declarations, or kinds"
+    solvers: Listed[BasisSolver] = Field(
+        default_factory=default_members(BasisSolver, _PREFERRED), description="declarations, or kinds"
     )
-    spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
-        default=(Geometric(condition=1e4), PowerLaw()), strict=False, description="covariances of the gradients"
+    spectra: Listed[Spectrum] = Field(
+        (Geometric(condition=1e4), PowerLaw()), description="covariances of the gradients"
     )
-    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
     refreshes: PositiveInts = Field(
-        default=(1, 2, 4, 8, 16, 32), strict=False, description="numbers of refreshes after which bases are measured"
+        (1, 2, 4, 8, 16, 32), description="numbers of refreshes after which bases are measured"
     )
-    every: int = Field(default=10, ge=1, description="steps between refreshes")
-    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the statistic, per step")
-    drift: float = Field(default=0.002, ge=0, description="turn of the gradients' basis, in radians per step")
-    threshold: float = Field(default=0.2, gt=0, description="largest off-diagonal ratio that the advice accepts")
+    every: int = Field(10, ge=1, description="steps between refreshes")
+    beta: float = Field(0.95, ge=0, lt=1, description="decay of the statistic, per step")
+    drift: float = Field(0.002, ge=0, description="turn of the gradients' basis, in radians per step")
+    threshold: float = Field(0.2, gt=0, description="largest off-diagonal ratio that the advice accepts")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "refresh": Column("number of refreshes before the measurement"),

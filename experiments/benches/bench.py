@@ -51,10 +51,10 @@ class Bench(Component, ABC, family="bench"):
     Except for times, rows depend only on the declaration. If a candidate fails on a problem, its row has the reason.
     """
 
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    threads: int = Field(default=1, ge=1, description="CPU threads of torch")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random numbers")
-    seconds: float = Field(default=0.03, gt=0, description="least time spent on timing one cell")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    threads: int = Field(1, ge=1, description="CPU threads of torch")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of all random numbers")
+    seconds: float = Field(0.03, gt=0, description="least time spent on timing one cell")
     candidate_field: ClassVar[str]
     """Name of the bench's field that holds the candidates."""
     columns: ClassVar[Mapping[str, Column]]

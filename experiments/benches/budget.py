@@ -54,17 +54,15 @@ class BudgetBench(MatrixBench):
     """
 
     kind: Literal["budget"] = "budget"
-    solvers: RootSolvers = Field(default_factory=default_solvers, strict=False, description="declarations, or kinds")
-    intervals: PositiveInts = Field(default=(1, 10, 50), strict=False, description="steps between two roots")
+    solvers: RootSolvers = Field(default_factory=default_solvers, description="declarations, or kinds")
+    intervals: PositiveInts = Field((1, 10, 50), description="steps between two roots")
     storages: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
-        default=_STORAGES, strict=False, description="storage of the roots: declarations, or kinds"
+        _STORAGES, description="storage of the roots: declarations, or kinds"
     )
-    exponent: Rational = Field(default=Fraction(1, 4), description="exponent e of the root A^-e")
-    ridge: float = Field(default=1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
-    bound: float = Field(
-        default=0.2, gt=0, description="largest error of the direction of a layer, the sine of an angle"
-    )
-    cost: Literal["milliseconds", "bytes"] = Field(default="milliseconds", description="what is least")
+    exponent: Rational = Field(Fraction(1, 4), description="exponent e of the root A^-e")
+    ridge: float = Field(1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
+    bound: float = Field(0.2, gt=0, description="largest error of the direction of a layer, the sine of an angle")
+    cost: Literal["milliseconds", "bytes"] = Field("milliseconds", description="what is least")
     candidate_field: ClassVar[str] = "solvers"
     layer_field: ClassVar[str] = "layer"
     columns: ClassVar[Mapping[str, Column]] = {

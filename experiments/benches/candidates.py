@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -56,10 +56,10 @@ def _needs_no_field(member: type[BaseModel]) -> bool:
 
 
 def listed(value: Any) -> Any:
-    """Return the value as a list. A single value becomes a list of one. Raise an error for an empty list."""
+    """Return a list or tuple as a tuple, and a single value as a tuple of one. Raise an error for an empty list."""
     if isinstance(value, (list, tuple)) and not value:
         raise PydanticCustomError("empty", "an empty list is given; give at least one item")
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def kind_alone(kind: str) -> Declaration:
@@ -117,7 +117,10 @@ def _parse_shape(item: Any) -> Any:
     return tuple(item) if isinstance(item, list) else item
 
 
+_Item = TypeVar("_Item")
+Listed = Annotated[tuple[_Item, ...], BeforeValidator(listed)]
+"""A tuple of one or more items. A single item stands for a tuple of one."""
 PositiveInt = Annotated[int, Field(ge=1)]
-PositiveInts = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)]
+PositiveInts = Listed[PositiveInt]
 MatrixShapes = Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], BeforeValidator(parse_shapes)]
-MatrixDtypes = Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)]
+MatrixDtypes = Listed[Literal["float32", "float64"]]

@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.preconditioners import Stage, Stages
 
 from . import view
 from .bench import Bench, Column, Problem
-from .candidates import Declaration, MatrixShapes, label, listed
+from .candidates import Declaration, Listed, MatrixShapes, label
 from .measures import milliseconds
 from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
@@ -61,14 +61,12 @@ class GraftingBench(Bench):
     """
 
     kind: Literal["grafting"] = "grafting"
-    chains: Annotated[tuple[Stages, ...], BeforeValidator(listed)] = Field(
-        default_factory=_default_chains, strict=False, description="chains of stages, or single stages"
-    )
-    shapes: MatrixShapes = Field(default=SHAPES, strict=False, description="shapes m x n of the blocks")
-    steps: int = Field(default=30, ge=1, description="updates before the one that is measured")
-    scale: float = Field(default=1e-3, gt=0, description="RMS of the gradients")
-    count: int = Field(default=2, ge=1, description="blocks in a stack")
-    threshold: float = Field(default=1.25, ge=1, description="largest over smallest RMS that the advice calls equal")
+    chains: Listed[Stages] = Field(default_factory=_default_chains, description="chains of stages, or single stages")
+    shapes: MatrixShapes = Field(SHAPES, description="shapes m x n of the blocks")
+    steps: int = Field(30, ge=1, description="updates before the one that is measured")
+    scale: float = Field(1e-3, gt=0, description="RMS of the gradients")
+    count: int = Field(2, ge=1, description="blocks in a stack")
+    threshold: float = Field(1.25, ge=1, description="largest over smallest RMS that the advice calls equal")
     candidate_field: ClassVar[str] = "chains"
     columns: ClassVar[Mapping[str, Column]] = {
         "rms": Column("RMS of the update's entries, the mean over the stack"),

@@ -6,14 +6,14 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor
 
 from .bench import Bench
-from .candidates import PositiveInts, label, listed
+from .candidates import Listed, PositiveInts, label
 from .gradients import saved_factors, trained_factors
 from .spectra import Geometric, Spectrum, default_spectra, with_unit_norm
 from .view import Panel, Recommendation, Row, groups, measured_rows, xy
@@ -46,7 +46,7 @@ class OwnMatrices(Bench, ABC):
     """A bench that also accepts the gradients of a user's own run."""
 
     record: str | None = Field(
-        default=None, description="run directory or experiment file; gradients of this run are used, a row a layer"
+        None, description="run directory or experiment file; gradients of this run are used, a row a layer"
     )
 
     layer_field: ClassVar[str] = "layer"
@@ -84,15 +84,13 @@ class MatrixBench(OwnMatrices, ABC):
 
     layer_field: ClassVar[str] = "spectrum"
 
-    spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
-        default_factory=default_spectra, strict=False, description="the matrices"
-    )
-    sizes: PositiveInts = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
-    count: int = Field(default=4, ge=1, description="matrices in a stack")
+    spectra: Listed[Spectrum] = Field(default_factory=default_spectra, description="the matrices")
+    sizes: PositiveInts = Field((16, 64, 128), description="d of the matrices d x d")
+    count: int = Field(4, ge=1, description="matrices in a stack")
     checkpoint: str | None = Field(
-        default=None, description="run directory or saved optimizer state; its factors are used, a row a layer"
+        None, description="run directory or saved optimizer state; its factors are used, a row a layer"
     )
-    steps: int = Field(default=100, ge=1, description="training steps of the run `record`, which make its factors")
+    steps: int = Field(100, ge=1, description="training steps of the run `record`, which make its factors")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.preconditioners import PolarSolver
 
 from . import view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, MatrixDtypes, MatrixShapes, default_members, label, listed
+from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, MatrixShapes, default_members, label
 from .gradients import LONGEST, GradientRun
 from .matrices import OwnMatrices
 from .measures import milliseconds, relative_error, worst_of
@@ -39,22 +39,21 @@ class PolarBench(OwnMatrices):
     """
 
     kind: Literal["polar"] = "polar"
-    solvers: Annotated[tuple[PolarSolver, ...], BeforeValidator(listed)] = Field(
-        default_factory=default_members(PolarSolver, _PREFERRED), strict=False, description="declarations, or kinds"
+    solvers: Listed[PolarSolver] = Field(
+        default_factory=default_members(PolarSolver, _PREFERRED), description="declarations, or kinds"
     )
     shapes: MatrixShapes = Field(
-        default=((16, 16), (64, 64), (64, 256), (128, 128)), strict=False, description="shapes m x n of the matrices"
+        ((16, 16), (64, 64), (64, 256), (128, 128)), description="shapes m x n of the matrices"
     )
-    conditions: Annotated[tuple[Annotated[float, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
+    conditions: Listed[Annotated[float, Field(ge=1)]] = Field(
         default=(1e0, 1e1, 1e2, 1e3, 1e4),
-        strict=False,
         description="condition numbers: largest over smallest singular value",
     )
-    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
-    count: int = Field(default=4, ge=1, description="matrices in a stack")
-    steps: int = Field(default=100, ge=0, description="training steps of the run `record` before its gradient")
-    threshold: float = Field(default=0.3, gt=0, description="largest distance that the advice accepts")
-    advised: float = Field(default=1e2, ge=1, description="largest condition number that the advice considers")
+    dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
+    count: int = Field(4, ge=1, description="matrices in a stack")
+    steps: int = Field(100, ge=0, description="training steps of the run `record` before its gradient")
+    threshold: float = Field(0.3, gt=0, description="largest distance that the advice accepts")
+    advised: float = Field(1e2, ge=1, description="largest condition number that the advice considers")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "low": Column("least singular value of the result X, the least of the stack"),

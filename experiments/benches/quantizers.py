@@ -23,7 +23,7 @@ from eigengraft.slots import Encoded, Role, Slot
 
 from . import view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, MatrixDtypes, PositiveInts, defaults, label, listed
+from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, PositiveInts, defaults, label, listed
 from .matrices import MatrixBench, MatrixSource, ridge_for
 from .measures import angle, milliseconds, relative_error, worst_of
 from .spectra import Synthetic, orthogonal
@@ -122,17 +122,17 @@ class QuantizerBench(MatrixBench):
 
     kind: Literal["quantizers"] = "quantizers"
     quantizers: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
-        default_factory=default_quantizers, strict=False, description="declarations, or kinds"
+        default_factory=default_quantizers, description="declarations, or kinds"
     )
-    sizes: PositiveInts = Field(default=(64, 128), strict=False, description="d of the matrices d x d")
-    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
-    roles: Annotated[tuple[Literal["statistic", "basis", "root"], ...], BeforeValidator(listed)] = Field(
-        default=("statistic", "basis"), strict=False, description="what may be stored: A, its eigenvectors, its root"
+    sizes: PositiveInts = Field((64, 128), description="d of the matrices d x d")
+    dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
+    roles: Listed[Literal["statistic", "basis", "root"]] = Field(
+        ("statistic", "basis"), description="what may be stored: A, its eigenvectors, its root"
     )
-    exponent: Rational = Field(default=Fraction(1, 4), description="exponent e of the root A^-e")
-    ridge: float = Field(default=1e-4, ge=0, description="added to all eigenvalues, in units of the largest")
-    writings: int = Field(default=32, ge=1, description="times a matrix is written, each over the one before")
-    threshold: float = Field(default=0.1, gt=0, description="largest root error that the advice accepts")
+    exponent: Rational = Field(Fraction(1, 4), description="exponent e of the root A^-e")
+    ridge: float = Field(1e-4, ge=0, description="added to all eigenvalues, in units of the largest")
+    writings: int = Field(32, ge=1, description="times a matrix is written, each over the one before")
+    threshold: float = Field(0.1, gt=0, description="largest root error that the advice accepts")
     candidate_field: ClassVar[str] = "quantizers"
     columns: ClassVar[Mapping[str, Column]] = {
         "condition": Column("condition number of A"),

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from eigengraft.optimizers import Recipe, load_recipe
 from eigengraft.optimizers.plan.plan import plan
@@ -17,7 +17,7 @@ from eigengraft.optimizers.stacks.assignment import common_interval, wave_fields
 
 from . import view
 from .bench import Bench, Column, Problem
-from .candidates import PositiveInts, listed
+from .candidates import Listed, PositiveInts
 from .steps.processes import BusyTimes, RankJob, busy_times, efficiency_of, path_of
 from .view import Panel, Recommendation, Row, Table
 
@@ -32,16 +32,16 @@ class RankBench(Bench):
     """
 
     kind: Literal["ranks"] = "ranks"
-    recipes: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
-        default=("shampoo",), strict=False, description="shipped names or YAML files of recipes that spread refreshes"
+    recipes: Listed[str] = Field(
+        ("shampoo",), description="shipped names or YAML files of recipes that spread refreshes"
     )
-    min_wave_work: PositiveInts = Field(default=(1, 8), strict=False, description="values of `refresh.min_wave_work`")
+    min_wave_work: PositiveInts = Field((1, 8), description="values of `refresh.min_wave_work`")
     ranks: PositiveInts = Field(
-        default=(1, 2, 4), strict=False, description="numbers of ranks; the first is 1, which others are compared with"
+        (1, 2, 4), description="numbers of ranks; the first is 1, which others are compared with"
     )
-    layers: int = Field(default=4, ge=1, description="transformer layers")
-    width: int = Field(default=256, ge=1, description="width w")
-    intervals: int = Field(default=2, ge=1, description="intervals of refreshes that are measured, after the first one")
+    layers: int = Field(4, ge=1, description="transformer layers")
+    width: int = Field(256, ge=1, description="width w")
+    intervals: int = Field(2, ge=1, description="intervals of refreshes that are measured, after the first one")
     candidate_field: ClassVar[str] = "recipes"
     joint: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from eigengraft.preconditioners import RootSolver
@@ -16,7 +16,7 @@ from eigengraft.preconditioners.algebra.exponents import Rational
 
 from . import view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, MatrixDtypes, default_members, kinds_as, label, listed
+from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, default_members, kinds_as, label
 from .matrices import MatrixBench, MatrixSource, ridge_for
 from .measures import angle, inverse_power, milliseconds, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table
@@ -51,13 +51,11 @@ class RootBench(MatrixBench):
     """
 
     kind: Literal["roots"] = "roots"
-    solvers: RootSolvers = Field(default_factory=default_solvers, strict=False, description="declarations, or kinds")
-    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
-    exponents: Annotated[tuple[Rational, ...], BeforeValidator(listed)] = Field(
-        default=(Fraction(1, 4),), strict=False, description="exponents e of the root A^-e"
-    )
-    ridge: float = Field(default=1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
-    threshold: float = Field(default=0.05, gt=0, description="largest error that the advice accepts")
+    solvers: RootSolvers = Field(default_factory=default_solvers, description="declarations, or kinds")
+    dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
+    exponents: Listed[Rational] = Field((Fraction(1, 4),), description="exponents e of the root A^-e")
+    ridge: float = Field(1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
+    threshold: float = Field(0.05, gt=0, description="largest error that the advice accepts")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "condition": Column("largest over smallest eigenvalue of A + r I, the largest of the stack"),

@@ -69,7 +69,7 @@ class Geometric(Synthetic):
     """lambda_i = condition^(-i / (d - 1)),  i = 0 .. d - 1"""
 
     kind: Literal["geometric"] = "geometric"
-    condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
+    condition: float = Field(1e4, ge=1, description="largest over smallest eigenvalue")
 
     def eigenvalues(self, d: int) -> Tensor:
         return torch.pow(self.condition, -torch.linspace(0, 1, d, dtype=torch.float64))
@@ -79,7 +79,7 @@ class OneLarge(Synthetic):
     """One eigenvalue is 1, the others are 1 / condition: a rank-one signal above a floor."""
 
     kind: Literal["one_large"] = "one_large"
-    condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
+    condition: float = Field(1e4, ge=1, description="largest over smallest eigenvalue")
 
     def eigenvalues(self, d: int) -> Tensor:
         values = torch.full((d,), 1 / self.condition, dtype=torch.float64)
@@ -91,7 +91,7 @@ class OneSmall(Synthetic):
     """One eigenvalue is 1 / condition, the others are 1: one direction with almost no gradient."""
 
     kind: Literal["one_small"] = "one_small"
-    condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
+    condition: float = Field(1e4, ge=1, description="largest over smallest eigenvalue")
 
     def eigenvalues(self, d: int) -> Tensor:
         values = torch.ones(d, dtype=torch.float64)
@@ -103,7 +103,7 @@ class PowerLaw(Synthetic):
     """lambda_i = i^(-power),  i = 1 .. d: similar to the spectra of factors of trained layers"""
 
     kind: Literal["power_law"] = "power_law"
-    power: float = Field(default=2.0, ge=0, description="decay of the eigenvalues")
+    power: float = Field(2.0, ge=0, description="decay of the eigenvalues")
 
     def eigenvalues(self, d: int) -> Tensor:
         return torch.arange(1, d + 1, dtype=torch.float64) ** -self.power
@@ -117,8 +117,8 @@ class Clustered(Synthetic):
     """
 
     kind: Literal["clustered"] = "clustered"
-    ratio: float = Field(default=1000.0, ge=1, description="upper over lower value")
-    share: float = Field(default=2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
+    ratio: float = Field(1000.0, ge=1, description="upper over lower value")
+    share: float = Field(2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
 
     def eigenvalues(self, d: int) -> Tensor:
         upper = max(1, round(self.share * d))
@@ -132,8 +132,8 @@ class RankDeficient(Synthetic):
 
     kind: Literal["rank_deficient"] = "rank_deficient"
     singular: ClassVar[bool] = True
-    share: float = Field(default=0.25, gt=0, le=1, description="rank over size")
-    condition: float = Field(default=1e2, ge=1, description="largest over smallest nonzero eigenvalue")
+    share: float = Field(0.25, gt=0, le=1, description="rank over size")
+    condition: float = Field(1e2, ge=1, description="largest over smallest nonzero eigenvalue")
 
     def eigenvalues(self, d: int) -> Tensor:
         rank = max(1, round(self.share * d))

@@ -53,20 +53,17 @@ class StatisticBench(OwnMatrices):
     kind: Literal["statistics"] = "statistics"
     statistics: Annotated[tuple[Statistic, ...], kinds_as(slow)] = Field(
         default_factory=default_members(Statistic, _PREFERRED, slow, lambda statistic: not statistic.of_inputs),
-        strict=False,
         description="declarations, or kinds",
     )
-    width: int = Field(default=16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
+    width: int = Field(16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
     samples: PositiveInts = Field(
-        default=(40, 160, 640), strict=False, description="numbers of gradients after which statistics are measured"
+        (40, 160, 640), description="numbers of gradients after which statistics are measured"
     )
-    held_out: int = Field(default=640, ge=1, description="gradients that no statistic sees")
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of gradients and statistics")
-    steps: int = Field(default=100, ge=0, description="training steps before the gradients are taken")
-    every: int = Field(default=5, ge=1, description="gradients between refreshes")
-    start: int = Field(
-        default=20, ge=1, description="gradients before the first refresh: roots of fewer may be singular"
-    )
+    held_out: int = Field(640, ge=1, description="gradients that no statistic sees")
+    dtype: Literal["float32", "float64"] = Field("float32", description="dtype of gradients and statistics")
+    steps: int = Field(100, ge=0, description="training steps before the gradients are taken")
+    every: int = Field(5, ge=1, description="gradients between refreshes")
+    start: int = Field(20, ge=1, description="gradients before the first refresh: roots of fewer may be singular")
     candidate_field: ClassVar[str] = "statistics"
     columns: ClassVar[Mapping[str, Column]] = {
         "samples": Column("gradients that the statistic has seen"),

@@ -17,7 +17,7 @@ from eigengraft.optimizers import Optimizer
 
 from . import view
 from .bench import Bench, Column, Problem, first_line
-from .candidates import PositiveInts, listed
+from .candidates import Listed, PositiveInts, listed
 from .steps.cases import QUICK, STEP_CASES, StepCase
 from .steps.floor import MachineRates, step_work
 from .steps.measure import CLOCKS, Contender, Rounds, held_bytes, kernels, operators, peak_bytes, step_times, take_turns
@@ -30,7 +30,9 @@ GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squ
 
 def parse_candidates(value: Any) -> Any:
     """Read "module:Class" as an optimizer of another library (a peer), and any other name as a recipe."""
-    return [{"peer" if ":" in item else "recipe": item} if isinstance(item, str) else item for item in listed(value)]
+    return tuple(
+        {"peer" if ":" in item else "recipe": item} if isinstance(item, str) else item for item in listed(value)
+    )
 
 
 class StepBench(Bench):
@@ -44,22 +46,21 @@ class StepBench(Bench):
 
     kind: Literal["step"] = "step"
     candidates: Annotated[tuple[StepCase, ...], BeforeValidator(parse_candidates)] = Field(
-        default=STEP_CASES, strict=False, description="recipes and peers, or their names"
+        STEP_CASES, description="recipes and peers, or their names"
     )
-    sets: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
+    sets: Listed[str] = Field(
         default=("gpt", "convolutions", "matrices", "squares", "embedding", *GROWTH),
-        strict=False,
         description="gpt, convolutions, matrices, squares, embedding, gpt2, or one with a dimension, as gpt:layers=8",
     )
-    intervals: PositiveInts = Field(default=(1, 10), strict=False, description="steps between refreshes")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of parameters and gradients")
+    intervals: PositiveInts = Field((1, 10), description="steps between refreshes")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of parameters and gradients")
     clock: Literal["wall", "cpu", "thread"] = Field(
         default="wall",
         description="clock: time of day, or processor time, on which other work has no influence: of the process, or "
         "of the thread that calls `step`, without delayed refreshes",
     )
-    warm: int = Field(default=4, ge=1, description="first rounds, in which state, roots and bases are made")
-    periods: int = Field(default=3, ge=1, description="intervals measured; 10 steps at least")
+    warm: int = Field(4, ge=1, description="first rounds, in which state, roots and bases are made")
+    periods: int = Field(3, ge=1, description="intervals measured; 10 steps at least")
     candidate_field: ClassVar[str] = "candidates"
     joint: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {

@@ -30,8 +30,8 @@ class StorageCase(Component):
     """A recipe with `storage`, and a number of steps that covers at least one interval of its refreshes."""
 
     recipe: str = Field(description="shipped name or YAML file")
-    overrides: tuple[str, ...] = Field(default=(), strict=False, description="dotted.path=value, in order")
-    steps: int = Field(default=10, ge=1, description="steps measured")
+    overrides: tuple[str, ...] = Field((), strict=False, description="dotted.path=value, in order")
+    steps: int = Field(10, ge=1, description="steps measured")
 
     def label(self) -> str:
         """Return the recipe's name and the values of its overrides."""
@@ -49,7 +49,7 @@ class StorageCase(Component):
 
 def parse_cases(value: Any) -> Any:
     """Read a name as a case without overrides."""
-    return [{"recipe": item} if isinstance(item, str) else item for item in listed(value)]
+    return tuple({"recipe": item} if isinstance(item, str) else item for item in listed(value))
 
 
 DIRECTION = "update.graft.direction.shampoo"
@@ -74,12 +74,12 @@ class StorageBench(Bench):
 
     kind: Literal["storage"] = "storage"
     recipes: Annotated[tuple[StorageCase, ...], BeforeValidator(parse_cases)] = Field(
-        default=CASES, strict=False, description="cases, or names of recipes"
+        CASES, description="cases, or names of recipes"
     )
-    layers: int = Field(default=4, ge=1, description="transformer layers of the model")
-    width: int = Field(default=256, ge=1, description="width w of the model")
-    vocabulary: int = Field(default=4096, ge=1, description="vocabulary size v of the model")
-    warm: int = Field(default=2, ge=0, description="first steps, in which roots and bases are made from nothing")
+    layers: int = Field(4, ge=1, description="transformer layers of the model")
+    width: int = Field(256, ge=1, description="width w of the model")
+    vocabulary: int = Field(4096, ge=1, description="vocabulary size v of the model")
+    warm: int = Field(2, ge=0, description="first steps, in which roots and bases are made from nothing")
     candidate_field: ClassVar[str] = "recipes"
     columns: ClassVar[Mapping[str, Column]] = {
         "steps": Column("number of measured steps"),
