@@ -18,7 +18,7 @@ from .bench import Column, Problem
 from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, PositiveInts, default_members, label
 from .gradients import trained_factors
 from .matrices import MatrixBench
-from .measures import milliseconds, worst_of
+from .measures import worst_of
 from .spectra import Geometric, PowerLaw, Spectrum, Synthetic, orthogonal, with_unit_norm
 from .view import Panel, Recommendation, Row, Table
 
@@ -130,7 +130,7 @@ class BasisBench(MatrixBench):
             q = torch.where(found.ok[:, None, None], found.q, old)
             ok = min(ok, float(found.ok.double().mean()))
             if k in self.refreshes:
-                time = milliseconds(partial(candidate.basis, a, old, k == 1), self.threads, self.seconds)
+                time = self.milliseconds(partial(candidate.basis, a, old, k == 1))
                 yield {"refresh": k, **_quality(a, q), "ok": ok, "milliseconds": time / n}
 
     def table(self) -> Table:

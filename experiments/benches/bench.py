@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Self, final
 
 import torch
 from pydantic import Field, model_validator
+from torch.utils.benchmark import Timer
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
@@ -187,6 +188,13 @@ class Bench(Component, ABC, family="bench"):
     def advice(self, rows: Sequence[Row]) -> list[str]:
         """Return the recommendations for this device, one line for each problem, followed by the notes."""
         return [*recommend(self.recommendations(), rows), *self.notes(rows)]
+
+    @final
+    def milliseconds(self, work: Callable[[], Any]) -> float:
+        """Return the median milliseconds of a call after a first call, by `seconds` or more of repeated calls."""
+        work()
+        timer = Timer("work()", globals={"work": work}, num_threads=self.threads)
+        return 1e3 * timer.blocked_autorange(min_run_time=self.seconds).median
 
     @final
     def target_device(self) -> torch.device:

@@ -23,7 +23,7 @@ from .candidates import PositiveInts
 from .candidates import label as label_of
 from .gradients import trained_factors
 from .matrices import OWN_BETA, MatrixBench, ridge_for
-from .measures import inverse_power, milliseconds
+from .measures import inverse_power
 from .quantizers import INT4, StoredStack, parse_quantizers, quantizer_label, role_of
 from .roots import RootSolvers, default_solvers, ridgeless
 from .spectra import with_unit_norm
@@ -152,7 +152,10 @@ class BudgetBench(MatrixBench):
             key = solver, storage, root.shape
             if key not in given.times:
                 solve = partial(solver.root, damped, self.exponent)
-                given.times[key] = self._time(solve) + self._time(stored.encode), self._time(stored.decode)
+                given.times[key] = (
+                    self.milliseconds(solve) + self.milliseconds(stored.encode),
+                    self.milliseconds(stored.decode),
+                )
             rare, always = given.times[key]
             spent += rare / interval + always
             held += stored.code_bytes()
@@ -171,9 +174,6 @@ class BudgetBench(MatrixBench):
 
         apart = _squares(unit(x.double().cpu()) - unit(y), a)  # 2 - 2 cos, accurate also for tiny angles
         return float((apart - apart.square() / 4).max())
-
-    def _time(self, work: Any) -> float:
-        return milliseconds(work, self.threads, self.seconds)
 
     def table(self) -> Table:
         def shown(form: Any) -> view.CellText:

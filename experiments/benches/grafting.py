@@ -18,7 +18,6 @@ from eigengraft.preconditioners import Stage, Stages
 from . import view
 from .bench import Bench, Column, Problem
 from .candidates import Declaration, Listed, MatrixShapes, label
-from .measures import milliseconds
 from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
@@ -98,7 +97,7 @@ class GraftingBench(Bench):
         runner = StageRunner(candidate, (m, n), self.count, given)
         for gradient in given:
             update = runner.step(gradient).double()
-        time = milliseconds(lambda: runner.step(given[-1]), self.threads, self.seconds)
+        time = self.milliseconds(lambda: runner.step(given[-1]))
         norm = float(torch.linalg.matrix_norm(update).mean())
         spectral = float(torch.linalg.matrix_norm(update, ord=2).mean())
         yield {

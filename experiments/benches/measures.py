@@ -1,24 +1,11 @@
-"""Time of a call, and distances and angles between matrices."""
+"""Distances and angles between matrices, and their inverse powers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
-
-
-def milliseconds(work: Callable[[], Any], threads: int, seconds: float) -> float:
-    """Return the median milliseconds of one call after a first call. CUDA devices are synchronized.
-
-    seconds: least time spent on repetitions.
-    """
-    work()
-    timer = Timer("work()", globals={"work": work}, num_threads=threads)
-    return 1e3 * timer.blocked_autorange(min_run_time=seconds).median
 
 
 def relative_error(x: Tensor, reference: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .bench import Column, Problem
 from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, MatrixShapes, default_members, label
 from .gradients import LONGEST, GradientRun
 from .matrices import OwnMatrices
-from .measures import milliseconds, relative_error, worst_of
+from .measures import relative_error, worst_of
 from .spectra import orthogonal
 from .view import Panel, Recommendation, Row, Table
 
@@ -119,7 +119,7 @@ class PolarBench(OwnMatrices):
             "low": float(values.min()),
             "high": float(values.max()),
             "distance": worst_of(relative_error(x, exact)),
-            "milliseconds": milliseconds(lambda: candidate.polar(g), self.threads, self.seconds) / len(g),
+            "milliseconds": self.milliseconds(lambda: candidate.polar(g)) / len(g),
         }
 
     def table(self) -> Table:

@@ -25,7 +25,7 @@ from . import view
 from .bench import Column, Problem
 from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, PositiveInts, defaults, label, listed
 from .matrices import MatrixBench, MatrixSource, ridge_for
-from .measures import angle, milliseconds, relative_error, worst_of
+from .measures import angle, relative_error, worst_of
 from .spectra import Synthetic, orthogonal
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
@@ -209,7 +209,7 @@ class QuantizerBench(MatrixBench):
     def _times(self, stored: StoredStack) -> dict[str, float]:
         """Return the times to encode and to decode one matrix, and both speeds relative to a copy of the tensor."""
         works = (stored.encode, stored.x.clone, stored.decode)
-        encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(stored.x) for work in works)
+        encode, copy, decode = (self.milliseconds(work) / len(stored.x) for work in works)
         speed = stored.traffic_over_copy() * copy
         return {
             "encode_ms": encode,

@@ -18,7 +18,7 @@ from . import view
 from .bench import Column, Problem
 from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, default_members, kinds_as, label
 from .matrices import MatrixBench, MatrixSource, ridge_for
-from .measures import angle, inverse_power, milliseconds, relative_error, worst_of
+from .measures import angle, inverse_power, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
@@ -106,7 +106,7 @@ class RootBench(MatrixBench):
         powers = torch.linalg.matrix_power(x, exponent.denominator) @ torch.linalg.matrix_power(a, exponent.numerator)
         rest = powers - torch.eye(given.shape[-1], dtype=x.dtype, device=x.device)
         definite = torch.linalg.eigvalsh((x + x.mT) / 2)[:, :1].amin(-1) > 0
-        time = milliseconds(lambda: candidate.root(given, exponent), self.threads, self.seconds)
+        time = self.milliseconds(lambda: candidate.root(given, exponent))
         yield {
             "condition": worst_of(eigenvalues[:, -1] / eigenvalues[:, 0]),
             "error": worst_of(relative_error(x, reference)),

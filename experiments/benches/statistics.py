@@ -19,7 +19,6 @@ from .bench import Column, Problem
 from .candidates import DTYPES, Declaration, PositiveInts, default_members, kinds_as, label
 from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
 from .matrices import OwnMatrices
-from .measures import milliseconds
 from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
@@ -109,7 +108,7 @@ class StatisticBench(OwnMatrices):
             runner.step(gradient)
             if k in self.samples:
                 factors = self._factors(runner, stage, candidate, given.moments)
-                time = milliseconds(partial(self._one_interval, runner, gradient), self.threads, self.seconds)
+                time = self.milliseconds(partial(self._one_interval, runner, gradient))
                 for layer, name in enumerate(given.names):
                     left, right, c = factors[0][layer], factors[1][layer], given.moments[layer]
                     roots = kronecker.power(left, 0.5), kronecker.power(right, 0.5)
