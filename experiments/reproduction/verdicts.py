@@ -7,7 +7,7 @@ of its length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -118,18 +118,17 @@ def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
     The p-value is not corrected. The verdict of a claim with a test does not use p yet: it says only if the mean is in
     the required interval.
     """
-    ratio = claim.compare == "ratio"
-    to, back = (_log, math.exp) if ratio else (float, float)
+    to, back = (_log, math.exp) if claim.compare == "ratio" else (float, float)
     values = _by_seed(claim, claim, results)
     if claim.beside is not None:
         other = _by_seed(claim, claim.beside, results)
         values = {seed: value - other[seed] for seed, value in values.items()}
-    low, high = map(to, claim.required) if ratio else claim.required
+    low, high = map(to, claim.required)
     exact = claim.metric == "state_bytes_per_parameter"
     mean, half, p, verdict = interval_test(list(values.values()), low, high, exact)
-    shown = {seed: _back(value, back) for seed, value in values.items()}
-    below, above = (None if half is None else _back(mean + side * half, back) for side in (-1, 1))
-    return ClaimFinding(shown, _back(mean, back), below, above, p, verdict)
+    shown = {seed: back(value) for seed, value in values.items()}
+    below, above = (None if half is None else back(mean + side * half) for side in (-1, 1))
+    return ClaimFinding(shown, back(mean), below, above, p, verdict)
 
 
 def interval_test(
@@ -220,10 +219,6 @@ def _steps_ratio(row: ResultRow, partner: ResultRow) -> float:
 
 def _log(value: float) -> float:
     return -math.inf if value <= 0 else math.inf if math.isinf(value) else math.log(value)
-
-
-def _back(value: float, back: Callable[[float], float]) -> float:
-    return back(value) if value < math.inf else value
 
 
 def disproved(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> Iterator[str]:
