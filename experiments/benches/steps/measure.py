@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 FREE = frozenset(
     {"detach", "lift_fresh", "is_pinned", "empty", "_local_scalar_dense", "_unsafe_view", "_reshape_alias"}
@@ -171,16 +172,10 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
-        inner = [getattr(value, name) for name in names]
-        yield from inner if inner else [value]
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            names = leaf.__tensor_flatten__()[0] if hasattr(leaf, "__tensor_flatten__") else ()
+            yield from [getattr(leaf, name) for name in names] or [leaf]
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
