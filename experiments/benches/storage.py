@@ -67,9 +67,9 @@ CASES = (
 class StorageBench(Bench):
     """Recipes on one set of matrices: steps with quantized and with unquantized state in turn, on the same gradients.
 
-    The matrices are those of a language model: an embedding [v, w] and, for each layer, [3 w, w], [w, w], [4 w, w], [w,
-    4 w]. Gradients are independent normal numbers. The first `warm` steps are not counted. The field `seconds` has no
-    effect.
+    The matrices are those of a language model: an embedding [v, w] and, for each layer, [3 w, w], [w, w], [4 w, w] and
+    [w, 4 w]. Gradients are independent normal numbers. The first `warm` steps are not counted. The field `seconds` has
+    no effect.
     """
 
     kind: Literal["storage"] = "storage"

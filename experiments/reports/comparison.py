@@ -23,7 +23,7 @@ from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, sum
 class ComparisonRow:
     """All runs of one label in one panel.
 
-    label: label on the compared axis, followed by the variant if runs of one cell differ in configuration or
+    label: label on the compared axis, followed by the variant if runs with equal labels differ in configuration or
         provenance.
     style: number of the colour and the marker in all figures.
     runs: one run for each seed.
@@ -150,7 +150,7 @@ class ComparisonRow:
 class ComparisonPanel:
     """Rows that differ only along the compared axis.
 
-    title: labels on the other axes, or the name of the study.
+    title: labels on all other axes, or the name of the study.
     """
 
     title: str
@@ -236,7 +236,7 @@ def _panel(
 
 
 def _row_label(run: Run, records: Records) -> str:
-    """Return the label of a run on the compared axis, with its variant if runs of one cell differ."""
+    """Return the label of a run on the compared axis, followed by its variant if it has one."""
     label = run.labels[records.compare]
     return f"{label} [{run.variant}]" if run.variant else label
 
@@ -401,7 +401,7 @@ def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
 
 
 def _tuning_curve(one: TunedCell, path: str, sign: int, label: str, style: int) -> Curve | None:
-    """Return the curve of one field in one cell, None if it has too few numbers."""
+    """Return the curve of one field of a search, None if it has too few numbers."""
     best: dict[float, float] = {}
     diverged: dict[float, None] = {}
     for trial in one.tried:

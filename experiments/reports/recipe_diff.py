@@ -1,4 +1,4 @@
-"""The fields of resolved configurations in which the compared labels differ."""
+"""Differences between the resolved configurations of the compared labels."""
 
 from __future__ import annotations
 

@@ -254,11 +254,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class TunedCell:
-    """The result of the search in one cell of a study, read from the manifest.
+    """The result of the search in one cell of a study, which is one label on each axis.
 
     cell: axis=label of every axis, separated by commas.
     values: best values, by dotted path.
-    edges: field -> "least" or "largest" if the best value is at an end of the tried values.
+    edges: field -> "least" or "largest", for fields whose best value is at that end of the tried values.
     tried: everything that was tried, by ascending values.
     rule: sentences that say how values were chosen.
     """
@@ -323,7 +323,7 @@ class Records:
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each cell whose runs differ in configuration, code or data, and are therefore not averaged."""
+        """A sentence for each cell whose runs differ in configuration, code or data. Such runs are not averaged."""
         found: dict[str, Counter[str]] = {}
         for run in self.runs:
             if run.variant:
@@ -354,7 +354,7 @@ class Records:
         )
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:
-        """Return "least" or "largest" if a cell's tuned learning rate is at that end of the tried values, else ""."""
+        """Return the end of the tried values at which a cell's tuned learning rate is: "least", "largest" or ""."""
         return next((one.edges.get("lr", "") for one in self._searches(labels)), "")
 
     def tuned_values(self, labels: Mapping[str, str]) -> Mapping[str, Any]:
@@ -382,7 +382,7 @@ def label_number(label: str) -> float:
 
 
 def cell_name(labels: Mapping[str, str]) -> str:
-    """Return the name of the cell with these labels, as manifests have it."""
+    """Return the name of the cell with these labels in manifests."""
     return ",".join(f"{axis}={label}" for axis, label in labels.items())
 
 

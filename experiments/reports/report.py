@@ -57,7 +57,7 @@ class Report:
         only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
             as `soap*` selects several labels. Empty: all runs.
         labels: texts that replace labels, by label.
-        x: quantities along which metrics are drawn, of "steps", "seconds", "tokens" and "flops".
+        x: quantities along which metrics are drawn: any of "steps", "seconds", "tokens" and "flops".
         width: width of figures in inches.
         log: logarithmic axes of the curves over a run: "auto", "none", "x", "y" or "xy".
 
@@ -188,8 +188,7 @@ class Report:
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return all figures of a panel.
 
-        The first ones show the metric along each quantity of `x`, and the training loss and further metrics along the
-        first quantity.
+        The metric is drawn along each quantity of `x`, the training loss and further metrics only along the first one.
         """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]

@@ -347,7 +347,7 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
 
 
 def _identity(run: Run, records: Records) -> dict[str, Any]:
-    """Return labels by axis, seed and status of a run, and its variant if runs of one cell differ."""
+    """Return labels by axis, seed and status of a run, and the variant if any run has one."""
     axes = dict.fromkeys(axis for one in records.runs for axis in one.labels)
     apart = {"variant": run.variant} if any(one.variant for one in records.runs) else {}
     labels = {f"axis.{axis}": run.labels.get(axis) for axis in axes}

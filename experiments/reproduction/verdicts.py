@@ -41,8 +41,7 @@ class LossCurve(NamedTuple):
 
 
 def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve:
-    """Fit the power law by least squares. The exponent is searched in [0.01, 4]. For each exponent, floor and scale
-    follow from a linear fit.
+    """Fit a curve by least squares: the exponent is searched, and floor and scale follow from a linear fit.
 
     Raises ValueError for fewer than four lengths, one more than the law has parameters.
     """
@@ -65,8 +64,7 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
 
 
 def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the steps of one method over those of another at an equal loss. Both are given as length of a run -> last
-    loss.
+    """Return the steps of one method over those of another at an equal loss, given the last losses by length of a run.
 
     A power law in the steps is fitted to the losses of each method (Vyas et al. 2024, arXiv:2409.11321). The equal loss
     is the higher of the two fitted losses at the longest lengths, so that neither law is extrapolated to longer runs.
@@ -140,7 +138,8 @@ def interval_test(
     with n - 1 degrees of freedom. If a run diverged, the verdict is undecided unless the values of all seeds are
     outside the interval.
 
-    exact: True if the values are not random. No test is made then, nor for equal values of two or more seeds.
+    exact: True if the values are not random. No test is made then, and p is None. Equal values of two or more seeds
+        need no test either.
     """
     if not all(map(math.isfinite, values)):
         outside = len(values) > 1 and all(value < low or value > high for value in values)
@@ -222,5 +221,5 @@ def _log(value: float) -> float:
 
 
 def disproved(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> Iterator[str]:
-    """Return the names of claims that the folder expects to hold and that have another verdict."""
+    """Return the names of claims that are expected to hold and have another verdict."""
     return (name for name, claim in claims.items() if claim.expected == "holds" != found[name].verdict)

@@ -3,14 +3,14 @@
 A step takes t = 6 N T / m + max(F / f + H / m, B / b).
 
 - N: parameters of the model. T: tokens of a step on the card. 6 N T: operations of its forward and backward pass.
-- F: operations of the optimizer in float32. H: operations of stages with `precision: bfloat16`. Both are those that
-  the plan of the recipe counts (`eigengraft plan`). A refresh counts with its operations over its interval.
+- F: operations of the optimizer in float32. H: operations of stages with `precision: bfloat16`. Both are those that the
+  plan of the recipe counts (`eigengraft plan`). The operations of a refresh are divided by its interval.
 - B: bytes that the optimizer reads or writes: 3 for each byte of parameters (gradient, and parameter twice) and 2 for
   each byte of state.
 - m, f, b: rates of the card, for products in bfloat16, for products in float32, and for bytes.
 
-t is a lower bound of the real time. Kernels that wait for memory between two operations, launches, and decompositions,
-which run far below the rate of products, take longer. Nothing is run to compute it.
+t is a lower bound. Real steps take longer, because of launches, kernels that wait for memory, and decompositions, which
+run far below the rate of products. Nothing is run to compute t.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Card(NamedTuple):
 
 
 H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
-"""NVIDIA's data sheet: 989e12 operations per second in bfloat16, and passes of models reach about 40 % of it; 67e12 in
-float32; 3.35e12 bytes per second."""
+"""Rates of NVIDIA's data sheet, and in bfloat16 the 40 % of it that passes of models reach."""
 
 
 def step_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:

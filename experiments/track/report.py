@@ -68,7 +68,7 @@ def read_rankings(folder: Path) -> dict[str, Ranking]:
 
 @dataclass(frozen=True)
 class Standing:
-    """All entries of a folder with their scores, the best profile first.
+    """All entries of a folder with their scores.
 
     costs: model -> entry -> counted time of a step, divided by that of AdamW.
     profiles: key -> entry -> profile score. The key is "" for scores of steps, and the name of a model for scores of

@@ -47,7 +47,7 @@ class TrackTask(Component):
 
 
 class Track(Component):
-    """Fixed tasks on which recipes are compared by their steps. `version` changes whenever a value changes."""
+    """Fixed tasks on which recipes are compared by their steps. `version` changes whenever another field changes."""
 
     version: int = Field(ge=1, description="version of the rules")
     base: dict[str, Any] = Field(description="base experiment, with the fields of an experiment file")
@@ -141,7 +141,7 @@ class EntryRuns:
 
 
 def keep_entry(track: Track, entry: TrackEntry, directory: Path, folder: Path) -> list[str]:
-    """Write an entry and the finished runs of its study into the tables of a folder, in place of its earlier ones.
+    """Write an entry and the finished runs of its study into the tables of a folder, and remove its earlier rows.
 
     Return the tasks whose data differ from those of the track. Raises ValueError if a run is not finished.
     """
@@ -173,7 +173,7 @@ def results_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def recipes_text(recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table of entries as YAML, an entry of few fields in one line."""
+    """Return the table of entries as YAML. An entry with few fields has one line."""
     stream, writer = io.StringIO(), YAML(typ="safe")
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]

@@ -95,7 +95,7 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """Return a candidate whose recipe computes the same as the peers with the algorithm `maths`, in one process.
+    """Return a candidate whose recipe computes the same as optimizers of other libraries with the algorithm `maths`.
 
     Parameters are not split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of
     an interval.
@@ -153,6 +153,6 @@ STEP_CASES = (
     StepCase(recipe="adamw_8bit", maths="adamw_8bit"),
     StepCase(peer="torchao.optim:AdamW8bit", maths="adamw_8bit", name="torchao AdamW8bit"),
 )
-"""Default candidates. If a peer is not installed, its row says so."""
+"""Default candidates. If the library of an optimizer is not installed, its row says so."""
 QUICK = len(STEP_CASES) - 2
 """Number of candidates of the quick run. The last two are left out, because torchao compiles its steps for minutes."""

@@ -68,7 +68,7 @@ class MachineRates(NamedTuple):
         return cls(2 * order**3 / product, 2 * source.nbytes / copied)
 
     def milliseconds(self, work: StepWork) -> float:
-        """Return the least time of a step with this work: the time for its operations or for its traffic, if longer."""
+        """Return the least time of a step: the longer one of the times for operations and for traffic."""
         return 1e3 * max((work.flops + work.refresh) / self.flops, work.traffic / self.traffic)
 
 

@@ -153,7 +153,7 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
 
 
 def step_times(times: Sequence[float], interval: int) -> StepTimes:
-    """Return the columns about one interval. The time of each of its steps is the median over measured intervals."""
+    """Return the times of one interval. The time of each of its steps is the median over the measured intervals."""
     places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
     steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)
     refresh = sum(max(0.0, own - steady) for own in places)

@@ -88,7 +88,7 @@ def answer(ours: Connection) -> list[list[float]]:
 
 def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
     """Run all jobs as one rank and send the times. This is the main function of a process."""
-    # The bench measures the waiting that this warning is about.
+    # Ranks of a bench are expected to wait for each other, so that they need not warn about it.
     warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")
     try:
         torch.set_num_threads(1)
