@@ -37,10 +37,6 @@ class MatrixSource:
     stack: Callable[[], Tensor | None]
     spectrum: Spectrum | None = None
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields that describe these matrices in each row."""
-        return {"spectrum": self.name, "size": self.size}
-
 
 class OwnMatrices(Bench, ABC):
     """A bench that also accepts the gradients of a user's own run."""

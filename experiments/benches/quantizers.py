@@ -165,7 +165,7 @@ class QuantizerBench(MatrixBench):
     def problems(self) -> Sequence[Problem]:
         times: dict[Any, dict[str, float]] = {}
         return [
-            Problem({**source.fields(), "dtype": dtype, "exponent": str(self.exponent)},
+            Problem({"spectrum": source.name, "size": source.size, "dtype": dtype, "exponent": str(self.exponent)},
                     partial(self._problem, source, dtype, times))
             for dtype in self.dtypes
             for source in self.sources()

@@ -28,13 +28,11 @@ def ridgeless(kind: str) -> Declaration:
     """Return the declaration of a solver, with ridge 0 if its fields allow this. The bench itself adds a ridge."""
     member = RootSolver.members.get(kind)
     own: Declaration = {name: 0.0 for name in ("eps", "floor") if member is not None and name in member.model_fields}
-    for fields in (own, dict[str, Any]()):
-        try:
-            RootSolver.model_validate({"kind": kind, **fields})
-            return {"kind": kind, **fields}
-        except ValueError:
-            continue
-    return {"kind": kind}
+    try:
+        RootSolver.model_validate({"kind": kind, **own})
+    except ValueError:
+        return {"kind": kind}
+    return {"kind": kind, **own}
 
 
 RootSolvers = Annotated[tuple[RootSolver, ...], kinds_as(ridgeless)]
@@ -79,7 +77,10 @@ class RootBench(MatrixBench):
 
     def problems(self) -> Sequence[Problem]:
         return [
-            Problem({**source.fields(), "dtype": dtype, "exponent": str(e)}, partial(self._matrices, source, dtype))
+            Problem(
+                {"spectrum": source.name, "size": source.size, "dtype": dtype, "exponent": str(e)},
+                partial(self._matrices, source, dtype),
+            )
             for dtype in self.dtypes
             for source in self.sources()
             for e in self.exponents

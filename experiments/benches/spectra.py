@@ -21,9 +21,9 @@ FILE = Path(__file__).with_name("recorded.npz")
 
 
 @cache
-def recorded_factors(path: Path = FILE) -> Tensor:
+def recorded_factors() -> Tensor:
     """Return all recorded factors `[N, 64, 64]` in float32, in the order of training. Cached: do not write into it."""
-    with np.load(path) as file:
+    with np.load(FILE) as file:
         triangles = torch.from_numpy(np.stack([file[name] for name in sorted(file.files) if name != "made"]))
     d = int((2 * triangles.shape[1]) ** 0.5)
     upper = triangles.new_zeros(len(triangles), d, d)

@@ -27,7 +27,6 @@ class ComparisonRow:
         provenance.
     style: number of the colour and the marker in all figures.
     runs: one run for each seed.
-    metric: metric of the comparison.
     baseline: row to compare with; None for the baseline itself.
     """
 

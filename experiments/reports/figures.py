@@ -46,9 +46,7 @@ class Curve:
     label: text in the legend.
     style: number of the colour and the marker in all figures.
     x: abscissas.
-    mean: mean over seeds.
-    low: smallest value over seeds.
-    high: largest value over seeds.
+    mean, low, high: mean, smallest and largest value over seeds.
     lost: runs that diverged.
     lost_label: text in the legend for these runs.
     """

@@ -80,8 +80,6 @@ class Run:
     """One run directory.
 
     labels: label by axis of the study.
-    seed: seed of the run.
-    directory: directory of the run.
     variant: how the run differs in configuration or provenance from other runs with these labels; empty if it does not.
     """
 
@@ -302,10 +300,7 @@ class Records:
 
     name: name of the study or directory.
     description: question of the study.
-    metric: metric by which runs are compared.
-    compare: axis along which runs are compared.
     baseline: label of the baseline; empty: nothing is subtracted.
-    runs: all runs.
     tuned: results of searches.
     target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
     equal: "steps" if all runs have the steps of their configuration, "seconds" if they train as long as the baseline.

@@ -176,13 +176,11 @@ _LATEX = {
 }
 
 
-def write_tables(records: Records, folder: Path) -> list[Path]:
+def write_tables(records: Records, folder: Path) -> None:
     """Write tables.md and tables.tex with a table for each panel that has started. LaTeX needs the package booktabs."""
     panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
-    written = {"tables.md": markdown, "tables.tex": latex}
-    for name, form in written.items():
+    for name, form in {"tables.md": markdown, "tables.tex": latex}.items():
         write_text(folder / name, "\n\n".join(form(panel, records) for panel in panels) + "\n")
-    return [folder / name for name in written]
 
 
 def markdown(panel: ComparisonPanel, records: Records) -> str:

@@ -33,7 +33,6 @@ class ResultRow:
     """One run.
 
     labels: label by axis.
-    seed: seed of the run.
     numbers: numbers by name; None for a number that the run does not have.
     """
 

@@ -55,20 +55,20 @@ H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
 """Rates of NVIDIA's data sheet, and in bfloat16 the 40 % of it that passes of models reach."""
 
 
-def step_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:
+def step_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
     """Return the milliseconds of one step of a model with a recipe, computed from its operations and bytes."""
-    return 6e3 * _numel(model) * TOKENS / card.bfloat16 + optimizer_ms(recipe, model, card)
+    return 6e3 * _numel(model) * TOKENS / H100.bfloat16 + optimizer_ms(recipe, model)
 
 
-def optimizer_ms(recipe: Mapping[str, Any] | str, model: str, card: Card = H100) -> float:
+def optimizer_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
     """Return the milliseconds that the optimizer adds to one step of a float32 model, computed in the same way."""
     full, half, traffic = _work(json.dumps(recipe), model)
-    return 1e3 * max(full / card.float32 + half / card.bfloat16, traffic / card.traffic)
+    return 1e3 * max(full / H100.float32 + half / H100.bfloat16, traffic / H100.traffic)
 
 
-def step_costs(recipes: Mapping[str, Mapping[str, Any]], model: str, base: str = "adamw") -> dict[str, float]:
-    """Return the counted time of a step with each recipe, divided by the time with `base`, a shipped recipe."""
-    unit = step_ms(base, model)
+def step_costs(recipes: Mapping[str, Mapping[str, Any]], model: str) -> dict[str, float]:
+    """Return the counted time of a step with each recipe, divided by the time with the shipped recipe adamw."""
+    unit = step_ms("adamw", model)
     return {name: step_ms(recipe, model) / unit for name, recipe in recipes.items()}
 
 

@@ -108,11 +108,9 @@ def entry_study(track: Track, entry: TrackEntry, imports: Iterable[str] = ()) ->
 class TaskRun:
     """One run of an entry.
 
-    seed: seed of the run.
     steps: evaluated steps.
     losses: validation losses at these steps; infinity for a loss that is not finite.
     seconds: training seconds.
-    lr: learning rate.
     edge: "least" or "largest" if the learning rate is at that end of the tried values, else empty.
     data: start of the sha256 of the task's data.
     """
@@ -130,7 +128,6 @@ class TaskRun:
 class EntryRuns:
     """The runs of one entry.
 
-    name: name of the entry.
     runs: task -> runs by ascending seed.
     made: date, machine and versions.
     """
