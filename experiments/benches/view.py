@@ -119,12 +119,8 @@ def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[
 def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
     """Return the title and the lines of a panel."""
     rows, fixed = [row for row in measured_rows(rows) if panel.keep(row)], []
-    for field in panel.same if rows else ():
-        value = rows[0][field]
-        rows = [row for row in rows if row[field] == value]
-        fixed.append(f"{field} {value}")
-    for field in panel.largest if rows else ():
-        value = max(row[field] for row in rows)
+    for field in (*panel.same, *panel.largest) if rows else ():
+        value = rows[0][field] if field in panel.same else max(row[field] for row in rows)
         rows = [row for row in rows if row[field] == value]
         fixed.append(f"{field} {value}")
     candidates, found = groups(rows, lambda row: row["candidate"]), []
