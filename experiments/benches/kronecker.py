@@ -17,11 +17,6 @@ def second_moment(g: Tensor) -> Tensor:
     return flat.T @ flat / len(g)
 
 
-def gram_factors(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return L = E[G G^T] and R = E[G^T G]."""
-    return torch.einsum("kij,klj->il", g, g) / len(g), torch.einsum("kij,kil->jl", g, g) / len(g)
-
-
 def power(a: Tensor, exponent: float) -> Tensor:
     """Return A^p. Eigenvalues below 1e-12 times the largest are raised to that value."""
     values, q = torch.linalg.eigh(a)

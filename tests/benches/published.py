@@ -8,6 +8,11 @@ from torch import Tensor
 from eigengraft.experiments.benches import kronecker
 
 
+def gram_factors(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return L = E[G G^T] and R = E[G^T G]."""
+    return torch.einsum("kij,klj->il", g, g) / len(g), torch.einsum("kij,kil->jl", g, g) / len(g)
+
+
 def fixed_point(g: Tensor, q: float, rounds: int = 30) -> tuple[Tensor, Tensor]:
     """Return L = E[G R^(q-1) G^T] / tr(R^q),  R = E[G^T L^(q-1) G] / tr(L^q),  by alternation from the identity.
 

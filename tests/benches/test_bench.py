@@ -26,7 +26,7 @@ from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, 
 
 from ..refusals import refused
 from ..trajectories import normal, rotation
-from .published import fixed_point
+from .published import fixed_point, gram_factors
 from .record_factors import record
 
 pytestmark = pytest.mark.slow
@@ -383,7 +383,7 @@ class TestKronecker:
 
     def test_the_von_neumann_fixed_point_is_shampoo_over_its_trace(self) -> None:
         g = normal(50, 4, 5, seed=0)
-        left, right = kronecker.gram_factors(g)
+        left, right = gram_factors(g)
         expected = torch.kron(left, right) / left.trace()
         torch.testing.assert_close(torch.kron(*fixed_point(g, 1.0)), expected, rtol=0, atol=1e-12)
 
@@ -420,7 +420,7 @@ class TestStatistics:
         own = [row for row in rows if "gain_error" in row]
         assert [row["layer"] for row in own] == list(GRADIENT_LAYERS) and len(rows) == 3 * len(GRADIENT_LAYERS)
         for layer, row in enumerate(own):
-            left, right = kronecker.gram_factors(g[:12, layer])
+            left, right = gram_factors(g[:12, layer])
             c = kronecker.second_moment(g[:12, layer])
             # float64; the smallest eigenvalues are exact to about 1e-16 of the largest, those that count to 1e-6
             assert row["cosine"] == pytest.approx(kronecker.cosine_product(c, left, right), abs=1e-12)

@@ -11,7 +11,7 @@ from eigengraft.experiments.benches.gradients import GRADIENT_LAYERS, layer_grad
 from eigengraft.preconditioners import NewtonSchulz
 from eigengraft.preconditioners.polar.coefficients import CoefficientName
 
-from .published import fixed_point
+from .published import fixed_point, gram_factors
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def test_kronecker_approximations_are_ordered() -> None:
     seen, one = layer_gradients(WIDTH, SAMPLES + SAMPLES // 2)[:SAMPLES], torch.eye(WIDTH, dtype=torch.float64)
     for layer in range(len(GRADIENT_LAYERS)):
         c = kronecker.second_moment(seen[:, layer])
-        left, right = kronecker.gram_factors(seen[:, layer])
+        left, right = gram_factors(seen[:, layer])
         best, product = kronecker.best_cosine(c, WIDTH, WIDTH), kronecker.cosine_product(c, left, right)
         root = kronecker.cosine_product(c, kronecker.power(left, 0.5), kronecker.power(right, 0.5))
         sides = [kronecker.cosine_product(c, left, one), kronecker.cosine_product(c, one, right)]
