@@ -395,11 +395,7 @@ def read_records(
 
     Raises ValueError if no run has started, or if an argument names a label that does not exist.
 
-    baseline: label to compare with, or `axis=label`. The runs are compared along the axis of this label. None: the
-        baseline of the study; without a study there is none.
-    only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such as
-        `soap*` selects several labels. Empty: all runs.
-    labels: texts that replace labels, by label.
+    baseline, only, labels: the arguments of `Report` with these names.
     """
     manifest = read_object(directory / f"{MANIFEST}.json")
     records = _of_study(manifest, directory) if manifest else _joint(directory)
