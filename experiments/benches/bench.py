@@ -62,8 +62,6 @@ class Bench(Component, ABC, family="bench"):
     """Meaning and unit of each measured number of a row, by name of the number."""
     quick_fields: ClassVar[Mapping[str, Any]]
     """Values that fields of the bench have in the quick run, which takes seconds."""
-    joint: ClassVar[bool] = False
-    """True if a cell has all candidates on a problem, False if it has one. The rows of a cell are measured together."""
 
     @abstractmethod
     def problems(self) -> Sequence[Problem]:
@@ -73,15 +71,15 @@ class Bench(Component, ABC, family="bench"):
         """Return the name of a candidate in tables and figures."""
         return label(candidate)
 
-    @abstractmethod
     def measure(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> Iterable[Row]:
-        """Measure one candidate on one problem.
+        """Measure one candidate on one problem. Only a bench with its own `cells_of` does not need this method.
 
         fields: the fields of the problem.
         given: the object that `Problem.make` returned.
 
         Yield the measured columns of each row. A column replaces the field of the problem with the same name.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def table(self) -> Table:
@@ -133,11 +131,12 @@ class Bench(Component, ABC, family="bench"):
     @final
     def cells(self) -> int:
         """Return the number of items of `cell_by_cell`."""
-        return len(self.problems()) * (1 if self.joint else len(self.contenders()))
+        own = type(self).cells_of is not Bench.cells_of
+        return len(self.problems()) * (1 if own else len(self.contenders()))
 
     @final
     def cell_by_cell(self) -> Iterator[list[Row]]:
-        """Yield the rows of one cell after the other. `joint` says what a cell is.
+        """Yield the rows of one cell after the other, as `cells_of` defines cells.
 
         The cells are measured with `threads` threads of torch. The default is one, because threads delay each other on
         small matrices.
@@ -151,7 +150,10 @@ class Bench(Component, ABC, family="bench"):
             torch.set_num_threads(threads)
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of one problem, a list for each cell."""
+        """Yield the rows of one problem, a list for each cell. A cell is one candidate on one problem.
+
+        A bench whose own method measures all candidates together yields one cell for each problem.
+        """
         given = problem.make()
         first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]
         for candidate in self.contenders():

@@ -43,7 +43,6 @@ class RankBench(Bench):
     width: int = Field(256, ge=1, description="width w")
     intervals: int = Field(2, ge=1, description="intervals of refreshes that are measured, after the first one")
     candidate_field: ClassVar[str] = "recipes"
-    joint: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {
         "min_wave_work": Column("least refresh work of a step, in units of the costliest block"),
         "steps": Column("number of measured steps, whole intervals of refreshes"),
@@ -124,9 +123,6 @@ class RankBench(Bench):
 
     def label(self, candidate: str) -> str:
         return candidate
-
-    def measure(self, candidate: str, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
-        raise AssertionError("this bench measures all ranks together, so measure() cannot be called; call cells_of()")
 
     def table(self) -> Table:
         return Table(

@@ -62,7 +62,6 @@ class StepBench(Bench):
     warm: int = Field(4, ge=1, description="first rounds, in which state, roots and bases are made")
     periods: int = Field(3, ge=1, description="intervals measured; 10 steps at least")
     candidate_field: ClassVar[str] = "candidates"
-    joint: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {
         "numbers": Column("entries of all parameters"),
         "steady": Column("time of a step without refreshes, the lower quartile over the steps of an interval", "ms"),
@@ -129,11 +128,6 @@ class StepBench(Bench):
 
     def label(self, candidate: StepCase) -> str:
         return candidate.label()
-
-    def measure(self, candidate: StepCase, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
-        raise AssertionError(
-            "this bench measures its candidates in turn, so measure() cannot be called; call cells_of()"
-        )
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
         """Yield the rows of all candidates on one set of parameters. Candidates with the same algorithm take turns."""
