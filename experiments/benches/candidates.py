@@ -33,7 +33,7 @@ def default_members(
 ) -> Callable[[], tuple[Any, ...]]:
     """Return a function that makes the candidates that `defaults` declares.
 
-    usual: function from a kind to its usual declaration; None: `kind_alone`. Fields of `preferred` replace its fields.
+    usual: function from a kind to its usual declaration; None: `kind_alone`. Fields of `preferred` take precedence.
     keep: function that returns True for members that are candidates.
     """
 

@@ -25,8 +25,8 @@ class Table:
     """A table with one line for each combination of values of some fields.
 
     title: text above the table.
-    by: headings of the first columns, and the fields whose values they show.
-    cells: headings of the other columns, and the texts that they show.
+    by: heading -> field of rows, for the first columns.
+    cells: heading -> function that returns the text of a cell, for all other columns.
     """
 
     title: str
@@ -39,10 +39,10 @@ class Panel:
     """One half of a figure, with two logarithmic axes.
 
     x, y: labels of the axes.
-    lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
+    lines: name -> points of a line, drawn for each candidate. "{}" in a name stands for the candidate.
     keep: function that returns True for rows that are drawn.
-    same: fields of which one value is drawn, that of the first row. The panel's title shows this value.
-    largest: fields of which only the largest value is drawn. The panel's title shows this value.
+    same: fields whose value in the first row selects the rows that are drawn. The panel's title shows this value.
+    largest: fields whose largest value selects the rows that are drawn. The panel's title shows this value.
     band: interval to compare with, drawn as a band, or as a line if both ends are equal; None: not drawn.
     """
 

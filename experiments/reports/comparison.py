@@ -1,6 +1,6 @@
 """Comparison of the runs of a study along one of its axes, the compared axis.
 
-A panel has all runs with equal labels on the other axes. It has a row for each label of the compared axis, and each row
+A panel has all runs with equal labels on all other axes. It has a row for each label of the compared axis, and each row
 is drawn as one line in every figure of the panel. A sweep is a curve of the final metric over labels that are numbers,
 such as learning rates or intervals.
 """

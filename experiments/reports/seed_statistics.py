@@ -1,6 +1,6 @@
 """Statistics over seeds: means, spreads, paired comparisons, and the first step at which a curve reaches a value.
 
-Tests and intervals are those of `scipy.stats`, which is imported when one is computed: it takes half a second.
+Tests and intervals are those of `scipy.stats`. It is imported at first use, because this takes half a second.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences d over the `n` common seeds of two results: t = mean(d) sqrt(n) / spread(d), with n - 1 degrees
-    of freedom.
+    """Differences d of two results over their `n` common seeds.
 
     mean: mean difference.
-    t: test statistic; None with fewer than two pairs, or if all differences are equal.
+    t: mean(d) sqrt(n) / spread(d), with n - 1 degrees of freedom; None for a single pair, or if all differences are
+        equal.
     p: p-value of the two-sided test that the true difference is 0; None where t is None.
     half: half of the 95 % interval mean - half to mean + half; None where t is None.
     bootstrap: the interval of `bootstrap_interval`; None with fewer than `BOOTSTRAP_PAIRS` pairs or where t is None.

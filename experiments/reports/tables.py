@@ -264,7 +264,7 @@ def write_runs_csv(records: Records, path: Path) -> None:
 def write_parquet(records: Records, folder: Path) -> list[Path]:
     """Write runs.parquet with a row for each run, as in runs.csv, and metrics.parquet with a row for each logged step.
 
-    Labels, seed and status are columns of both. Numbers are not rounded, and missing numbers are null. Raises
+    Labels, seed and status are columns of both files. Numbers are not rounded, and missing numbers are null. Raises
     RecipeError if pyarrow is not installed.
     """
     try:

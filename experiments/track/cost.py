@@ -1,10 +1,10 @@
-"""The counted cost of a step: the least time that a model and its optimizer take on a stated card.
+"""The counted cost of a step: the least time that a model and its optimizer take on a GPU with known rates, the card.
 
 A step takes t = 6 N T / m + max(F / f + H / m, B / b).
 
 - N: parameters of the model. T: tokens of a step on the card. 6 N T: operations of its forward and backward pass.
-- F: operations of the optimizer in float32. H: operations of stages with `precision: bfloat16`. Both are those that the
-  plan of the recipe counts (`eigengraft plan`). The operations of a refresh are divided by its interval.
+- F: operations of the optimizer in float32. H: operations of stages with `precision: bfloat16`. `eigengraft plan`
+  counts both. The operations of a refresh are divided by its interval.
 - B: bytes that the optimizer reads or writes: 3 for each byte of parameters (gradient, and parameter twice) and 2 for
   each byte of state.
 - m, f, b: rates of the card, for products in bfloat16, for products in float32, and for bytes.

@@ -21,8 +21,8 @@ class ShapeSet(NamedTuple):
 
     name: name as it was declared.
     shapes: shape of each parameter.
-    varied: the dimension that was given, as "layers"; "" for a set of the default dimensions.
-    value: the value of that dimension; 0 for a set of the default dimensions.
+    varied: the declared dimension, such as "layers"; "" for the default dimensions.
+    value: the value of this dimension; 0 for the default dimensions.
     """
 
     name: str
@@ -76,7 +76,7 @@ SETS: Mapping[str, Callable[..., Shapes]] = {
 
 
 def shape_set(name: str) -> ShapeSet:
-    """Return the set called `name`, or "name:dimension=number" with one of its dimensions given, as gpt:layers=8."""
+    """Return the set that a name declares, such as "gpt", or "gpt:layers=8" with a value for one dimension."""
     kind, _, given = name.partition(":")
     dimension, _, number = given.partition("=")
     if kind not in SETS:
