@@ -25,20 +25,25 @@ def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple
     return (*chosen, *({"kind": kind} for kind in others))
 
 
+def kind_alone(kind: str) -> Declaration:
+    """Return the declaration of a kind without further fields."""
+    return {"kind": kind}
+
+
 def default_members(
     family: type[Component],
     preferred: Iterable[Declaration],
-    usual: Callable[[str], Declaration] | None = None,
+    usual: Callable[[str], Declaration] = kind_alone,
     keep: Callable[[Any], bool] = bool,
 ) -> Callable[[], tuple[Any, ...]]:
     """Return a function that makes the candidates that `defaults` declares.
 
-    usual: function from a kind to its usual declaration; None: `kind_alone`. Fields of `preferred` take precedence.
+    usual: function from a kind to its usual declaration. Fields of `preferred` take precedence.
     keep: function that returns True for members that are candidates.
     """
 
     def make() -> tuple[Any, ...]:
-        declared = ({**(usual or kind_alone)(item["kind"]), **item} for item in defaults(family, preferred))
+        declared = ({**usual(item["kind"]), **item} for item in defaults(family, preferred))
         return tuple(member for item in declared if keep(member := validated(family, item)))
 
     return make
@@ -60,11 +65,6 @@ def listed(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not value:
         raise PydanticCustomError("empty", "an empty list is given; give at least one item")
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def kind_alone(kind: str) -> Declaration:
-    """Return the declaration of a kind without further fields."""
-    return {"kind": kind}
 
 
 def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:

@@ -121,15 +121,10 @@ def _row(run: Run, edge: str) -> dict[str, Any]:
 
 
 def _read(row: Mapping[str, Any], study: Study) -> ResultRow:
-    labels = row.get("labels") or _own_labels(row, study)
-    return ResultRow({axis: labels[axis] for axis in study.axes}, row["seed"], row)
-
-
-def _own_labels(row: Mapping[str, Any], study: Study) -> dict[str, str]:
-    """Return label by axis for a row with its labels among its numbers. The key is the axis, or the last part of its
-    path.
-    """
-    return {axis: as_label(row[axis] if axis in row else row[axis.rpartition(".")[2]]) for axis in study.axes}
+    """Return a run. An older row has its labels among its numbers, by the axis or by the last part of its path."""
+    known = row.get("labels", row)
+    labels = {axis: as_label(known[axis if axis in known else axis.rpartition(".")[2]]) for axis in study.axes}
+    return ResultRow(labels, row["seed"], row)
 
 
 def _short(value: Any) -> Any:
