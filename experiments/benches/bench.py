@@ -98,7 +98,7 @@ class Bench(Component, ABC, family="bench"):
         return None
 
     def reference(self, given: Any) -> Iterable[Row]:
-        """Return rows of a problem without a candidate, such as the best possible value."""
+        """Return rows that are about a problem and no candidate, such as the best possible value."""
         return ()
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
@@ -152,7 +152,7 @@ class Bench(Component, ABC, family="bench"):
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
         """Yield the rows of one problem, a list for each cell. A cell is one candidate on one problem.
 
-        A bench whose own method measures all candidates together yields one cell for each problem.
+        A bench that overrides this method to measure all candidates together yields one cell for each problem.
         """
         given = problem.make()
         first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]

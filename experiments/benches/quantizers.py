@@ -107,10 +107,10 @@ class QuantizerBench(MatrixBench):
     """Quantizers x spectra x sizes x dtypes: errors of a stored matrix, and of the root (B + r I)^-e with r = ridge
     lambda_max.
 
-    A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. A quantizer stores it in the first of
-    `roles` that it accepts. In the role statistic it stores A, and B is the decoded A. In the role basis it stores V,
-    and B = W Diag(l) W^T with the decoded basis W and the exact l. In the role root it stores A^-e, and errors are
-    those of the decoded root.
+    A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. The role is the first of `roles` that a
+    quantizer accepts. In the role statistic A is stored, and B is the decoded A. In the role basis V is stored, and B =
+    W Diag(l) W^T with the decoded basis W and the exact l. In the role root A^-e is stored, and errors are those of the
+    decoded root.
 
     Each matrix is encoded `writings` times, each time over the previous codes, because the format `eigen` is made for
     matrices that change slowly. Error feedback makes the single decoding that is measured here less accurate, and the
@@ -320,7 +320,7 @@ class StorageProblem:
         return worst_of(torch.where(low > rounding, high / low, torch.inf))
 
     def exact(self, role: Role) -> Tensor:
-        """Return the exact matrix in float64, to compare a decoded one with: the root in the role root, else A."""
+        """Return the matrix that a decoded one should equal, in float64: the root in the role root, else A."""
         return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:

@@ -97,7 +97,8 @@ class ComparisonRow:
         return found
 
     def at_first_evaluation(self, axis: int) -> set[int]:
-        """Return the seeds whose runs reach the metric at their first evaluation, so that `reached` is an upper bound.
+        """Return the seeds whose runs reach the baseline's metric by their first evaluation: `reached` is an upper
+        bound.
 
         axis: 0 for the step, 1 for the second.
         """

@@ -37,9 +37,8 @@ class DiffRow:
 def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[DiffRow]:
     """Return a row for each difference between the labels of a panel.
 
-    A field with different values is a row. A component that only some labels have is a single row, which lists its
-    fields, except for fields that have rows of their own. If the value of a label differs between panels, the name of
-    the panel follows each value.
+    A field with different values is a row. A component that only some labels have is one row with its fields. If the
+    value of a label differs between panels, the name of the panel follows each value.
 
     configs: panel -> label -> configuration.
     """

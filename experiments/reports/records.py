@@ -125,7 +125,8 @@ class Run:
 
     @cached_property
     def layers(self) -> dict[str, dict[str, float]]:
-        """Measures of layers at the end of the run, by measure and layer. Values that are not finite are infinite."""
+        """Measures of layers at the end of the run, by measure and layer. A value that is not finite becomes infinity.
+        """
         rows = [row for row in self.diagnostics if row["stage"] == row["slot"] == ""]
         found: dict[str, dict[str, float]] = {}
         for row in rows:
@@ -164,7 +165,8 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        """True if other load slowed the run: in a tenth of the rows, the median step took 1.5 times that of the run."""
+        """True if other load slowed the run: in a tenth of the rows, steps took 1.5 times as long as in the median row.
+        """
         found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
         return len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
 
@@ -429,7 +431,7 @@ def _compared_with(records: Records, baseline: str) -> Records:
 
 
 def _selected(records: Records, only: Iterable[str]) -> Records:
-    """Return the records with only the runs that `only` selects on every axis that it names."""
+    """Return the records with the runs that match `only` on each of its axes."""
     patterns: dict[str, list[str]] = {}
     for text in only:
         axis, equals, label = text.partition("=")

@@ -24,7 +24,7 @@ from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")
 ENTRIES_FILE, RESULTS_FILE = "entries.yaml", "results.csv"
-"""Files in the folder of a track: the recipe of each entry, and a row for each run."""
+"""Names of the files in the folder of a track: one has the recipes of entries, the other a row for each run."""
 MADE = ("track", "date", "cpu", "device", "threads", "python", "torch", "eigengraft")
 """Columns of the provenance of a run: version of the rules, date, machine and versions."""
 RUN_COLUMNS = ("entry", "task", "seed", "lr", "edge", *RESULT_NUMBERS, "data", "curve", *MADE)
