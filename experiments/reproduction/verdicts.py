@@ -41,9 +41,9 @@ class LossCurve(NamedTuple):
 
 
 def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve:
-    """Fit a curve by least squares: the exponent is searched, and floor and scale follow from a linear fit.
+    """Fit a `LossCurve` to losses by least squares: a search for the exponent, and a linear fit of floor and scale.
 
-    Raises ValueError for fewer than four lengths, one more than the law has parameters.
+    Raises ValueError for fewer than four lengths of runs, because the curve has three parameters.
     """
     if len(set(steps)) < 4:
         raise ValueError(f"fitted_steps: needs runs of at least four lengths, got {sorted(set(steps))}")

@@ -56,7 +56,7 @@ def matrices() -> Shapes:
 
 
 def squares(blocks: int = 256, size: int = 32) -> Shapes:
-    """Return the shapes of many equal square matrices."""
+    """Return the shapes of many square matrices of one size."""
     return [(size, size) for _ in range(blocks)]
 
 

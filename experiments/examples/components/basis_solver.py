@@ -1,4 +1,4 @@
-"""A basis solver of your own: one or more steps of orthogonal iteration from the basis before.
+"""A basis solver of your own: one or more steps of orthogonal iteration from the previous basis.
 
 In an experiment:
 
