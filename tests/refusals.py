@@ -31,7 +31,7 @@ VARYING = (
     (re.compile(r"[^\s'\"`(\[]*/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s'\"`:,;)\]]+"), "<tmp>"),
     (re.compile(re.escape(ROOT)), "<root>"),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "<address>"),
-    (re.compile(r"\b(?:[0-9a-f]{40,64}|[0-9a-f]{16})\b"), "<hash>"),
+    (re.compile(r"(?<![.\d])\b(?:[0-9a-f]{40,64}|[0-9a-f]{16})\b"), "<hash>"),
     (re.compile(r"\b\d+\.\d+\.\d+(?:\+\w+)?\b"), "<version>"),
     (re.compile(r"\.py:\d+"), ".py:<line>"),
     (re.compile(r"\b\d+(?:\.\d+)? (?:s|ms|seconds)\b"), "<time>"),
