@@ -192,7 +192,8 @@ def show_command(
             return
         if catalog.print_family(source):
             return
-    if path.is_file() and "task" in (read_yaml(path) or ()):
+    is_experiment = path.is_file() and "task" in (read_yaml(path) or ())
+    if is_experiment:
         if task is not None:
             raise ValueError(
                 f"--task: cannot be combined with the experiment {source}, which has a task; remove --task"
@@ -216,6 +217,25 @@ def show_command(
         typer.echo(f"# expected: {line}")
     for remark in (*optimizer.slow_products(), *optimizer.solver_choices("cuda"), *optimizer.delays()):
         typer.echo(f"# {remark}")
+    if not is_experiment:
+        typer.echo(f"# {_cost_line(recipe)}")
+
+
+def _cost_line(recipe: eigengraft.Recipe) -> str:
+    """Return a line with the counted cost of a recipe for GPT-2 small, or with the reason why it cannot be counted."""
+    from ..track.cost import COUNTED_MODELS, H100, TOKENS, state_bytes, step_ms
+
+    model, title = next(iter(COUNTED_MODELS.items()))
+    declared = recipe.declaration()
+    try:
+        ratio = step_ms(declared, model) / step_ms("adamw", model)
+        bytes_each = state_bytes(declared, model)
+    except ValueError as error:
+        return f"{title}: the cost cannot be counted: {error}"
+    return (
+        f"{title}, {TOKENS:,} tokens a step on one {H100.name}, counted and not measured: a step takes at least "
+        f"{ratio:.2f} times as long as with adamw; {bytes_each:.1f} bytes of state per parameter"
+    )
 
 
 @app.command("schema")

@@ -66,6 +66,12 @@ def optimizer_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
     return 1e3 * max(full / H100.float32 + half / H100.bfloat16, traffic / H100.traffic)
 
 
+def state_bytes(recipe: Mapping[str, Any] | str, model: str) -> float:
+    """Return the bytes of state per parameter of a float32 model."""
+    numel = _numel(model)
+    return (_work(json.dumps(recipe), model)[2] - 12.0 * numel) / (2.0 * numel)
+
+
 def step_costs(recipes: Mapping[str, Mapping[str, Any]], model: str) -> dict[str, float]:
     """Return the counted time of a step with each recipe, divided by the time with the shipped recipe adamw."""
     unit = step_ms("adamw", model)

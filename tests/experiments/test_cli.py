@@ -428,6 +428,8 @@ class TestShow:
     def test_every_shipped_recipe_can_be_shown(self, name: str) -> None:
         output = succeeds("show", name, "--task", "digits")
         assert "state bytes" in output and "declared bytes" in output
+        ((ratio, state),) = re.findall(r"at least ([\d.]+) times as long as with adamw; ([\d.]+) bytes", output)
+        assert float(ratio) > 0.9 and (name != "adamw" or (ratio, state) == ("1.00", "8.0"))
 
 
 class TestSchema:
