@@ -37,8 +37,8 @@ Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in the first steps of a 
 as the weights.
 """
 HEALTHY_STEP = 0.03
-"""Upper bound of the median ratio |update| / |weight| of all layers except one. Only if the median is below this bound,
-the one layer is reported for far larger updates.
+"""A layer is reported for far too large updates only if the median ratio |update| / |weight| of the other layers is
+below this value.
 """
 SMALL_STEP = 1e-6
 """Ratio |update| / |weight| of all layers together below which the learning rate of a stalled run counts as too low.
@@ -51,21 +51,22 @@ LEAST_FALL = 0.02
 that learn exceed this value by far.
 """
 EXPLODED = 10
-"""Growth of a layer's weight norm above which the layer counts as exploding: over its first norm, and over the median
-growth of the other layers.
+"""A layer counts as exploding if its weight norm has grown to this many times its first value, and has grown this many
+times as much as the median of the other layers.
 """
 EXPLODED_ALONE = 10
-"""Factor on EXPLODED for a run in which nothing else is wrong. Layers with small initial weights grow in healthy runs
-too.
+"""Further factor of the growth, required if nothing else is wrong with the run. In healthy runs, too, layers with small
+initial weights grow.
 """
 RISEN = 0.9
 """Fraction of the fall of the loss. A run counts as having got worse if its loss has risen again by this fraction at
 the end.
 
-A short run with a high but usable learning rate may lose up to 0.8 of its fall for a while.
+Not less than 0.9: in short runs with a high but usable learning rate, the loss rose by up to 0.8 of its fall and then
+fell again.
 """
 LEAST_RISEN = 0.1
-"""Fraction of the first loss. If the loss fell by less, the fall may be noise, and a later rise is no finding."""
+"""Fraction of the first loss. If the loss fell by less, the fall may be noise, and a later rise is not reported."""
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
@@ -226,7 +227,7 @@ class Record:
 
     @property
     def imported(self) -> bool:
-        """True if another training loop logged the run. Such a run has no record of the identity of its data."""
+        """True if another training loop logged the run. Such a run has no record of the identity of its data set."""
         return bool(self.run.environment) and "data" not in self.run.provenance
 
     @property
@@ -237,7 +238,7 @@ class Record:
 
     @property
     def ended_by_fault(self) -> bool:
-        """True if the run has a fault and did not recover: an imported run ends lost, another run has no result."""
+        """True if the run recorded a fault and did not recover from it."""
         return self.fault is not None and (self.ends_lost if self.imported else not self.run.result)
 
     def lost_rows(self, column: str) -> list[Mapping[str, Any]]:
@@ -268,7 +269,7 @@ class Record:
 
     @property
     def quarters(self) -> list[float]:
-        """Median loss over each quarter of the rows, the last row in the last; of fewer than four rows, each loss."""
+        """Median loss of each quarter of the rows. With fewer than four rows, the loss of each row."""
         losses = self.losses
         size = max(1, len(losses) // 4)
         ends = range(len(losses), max(0, len(losses) - 4 * size), -size)
@@ -319,7 +320,7 @@ After a finding of this kind, layers and initial weights are checked too, and fi
 
 
 def _unlogged(record: Record) -> Iterator[str]:
-    """Yield a line about the checks that the run of another training loop cannot get."""
+    """Yield a note that names the checks for which the log of another training loop has no data."""
     if not any(row.get("weight_growth_largest_layer") for row in record.run.rows):
         yield (
             "data, initial outputs, roots and layers, as the run was logged by another training loop, which records "
@@ -330,7 +331,7 @@ def _unlogged(record: Record) -> Iterator[str]:
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield the recorded fault of the run, if any.
 
-    If the steps were large, a fault attributed to the model is attributed to the learning rate instead.
+    If steps were too large, the finding names the learning rate as the cause also where the fault names the model.
     """
     fault = record.fault
     if fault is None:
@@ -355,8 +356,9 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 def _extent(record: Record, fault: Fault) -> str:
     """Return a clause about the rows of an imported run in which its losses are not finite.
 
-    fault: the first loss that is not finite, whose step the text before the clause has. A clause about the other loss
-        begins with its first step. The clause is empty for logs of older versions, which did not mark such rows.
+    Returns an empty text for logs of older versions, which did not mark such rows.
+
+    fault: the first loss that is not finite. The clause follows a text that names its step.
     """
     columns = {"loss": "training", "val_loss": "validation"}
     if fault.place == "evaluation":
@@ -451,7 +453,7 @@ def _route(record: Record, layer: str) -> str:
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     """Yield the layer whose weights or updates were far larger than those of the other layers, if there is one.
 
-    sick: True if something else is wrong with the run. If False, the growth must be EXPLODED_ALONE times as large.
+    sick: True if something else is wrong with the run. If False, a layer must have grown EXPLODED_ALONE times as much.
     """
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
@@ -486,7 +488,7 @@ def _or_infinite(value: float | None) -> float:
 
 
 def _dead(record: Record) -> Iterator[Finding]:
-    """Yield a finding about layers whose gradient was missing or 0 in all measured steps, which are at least two."""
+    """Yield a finding about layers whose gradient was missing or 0 in all measured steps, if there are at least two."""
     measured = sum(row.get("gradient_norm") is not None for row in record.run.rows)
     dead = [name for name, zeros in record.run.layers.get("zero_gradients", {}).items() if zeros == 1]
     if not dead and not record.run.layers:  # without a table of layers: the run was stopped or trains
@@ -532,7 +534,7 @@ def _stalled(record: Record) -> Finding:
 def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
     """Yield the finding about initial outputs that are far from a uniform guess.
 
-    notes: receives the reason if the task or its data are not on this machine.
+    notes: list to which the reason is appended if the task or its data are not on this machine.
     """
     try:
         loss, classes = _initial_loss(load_experiment(dict(record.run.config)))
@@ -546,7 +548,7 @@ def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
 
 
 def _initial_loss(experiment: Experiment) -> tuple[float, int]:
-    """Return the loss of the first batch with the initial weights, and the number of classes, 0 for other tasks."""
+    """Return the loss of the first batch with the initial weights, and the number of classes (0 without classes)."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
         inputs, targets = task.load().batch(experiment.seed, 0)

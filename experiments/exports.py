@@ -33,8 +33,8 @@ def export_sweep(
 ) -> Path:
     """Write a study as a sweep of Weights & Biases: sweep.yaml, and experiment.yaml with the base of the study.
 
-    Axes and seeds become a grid. With a search of the kind `random` or `tpe`, its space joins the axes in one search
-    over all cells, with the seeds of the search.
+    Without `tune`, the sweep is a grid of axes and seeds. With a `tune` of the kind `random` or `tpe`, the sweep is one
+    search over the axes and the search space together, with the seeds of `tune`.
 
     Args:
         source: a study, or the file or mapping of one.
@@ -88,8 +88,8 @@ def export_sweep(
 
 
 def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the path that an axis sets, and its value for each label. A label that does not set this path has the
-    value of the base.
+    """Return the path of the field that an axis sets, and the value of this field for each label. A label that does
+    not set the field has the value of the base.
 
     Raises RecipeError if the axis sets several paths.
     """
@@ -129,7 +129,7 @@ def _distribution(values: Any) -> dict[str, Any]:
 
 
 def _for_wandb(data: Any) -> str:
-    """Return plain data as YAML that W&B's reader, of YAML 1.1, understands: there a float needs a point."""
+    """Return plain data as YAML 1.1, which W&B reads. In YAML 1.1 the float 1e-05 must be written 1.0e-05."""
     return re.sub(r"(?<![\w.])(\d+)(e[+-]\d+)\b", r"\1.0\2", write_yaml(data))
 
 
@@ -141,10 +141,10 @@ def export_algoperf(
     Args:
         recipe: the recipe, as `load_recipe` accepts it.
         folder: folder of the files, which is created if it does not exist.
-        overrides: changes of the recipe. `path=a,b` are the values of a hyperparameter, `path=interval(a,b)` its range,
-            logarithmic if `a` is positive. The paths `lr`, `weight_decay`, `warmup_factor`, `grad_clip`,
-            `dropout_rate` and `label_smoothing` are those of the training loop. Without `lr`, the range is a tenth to
-            ten times that of the recipe.
+        overrides: changes of the recipe, or hyperparameters to tune. `path=a,b` lists the values of a hyperparameter;
+            `path=interval(a,b)` is its range, logarithmic if `a` is positive. The hyperparameters `lr`,
+            `weight_decay`, `warmup_factor`, `grad_clip`, `dropout_rate` and `label_smoothing` belong to the training
+            loop. If `lr` is not given, its range is 0.1 to 10 times the learning rate of the recipe.
 
     Returns:
         The path of submission.py.
@@ -195,7 +195,7 @@ def _range(path: str, low: str | float, high: str | float) -> dict[str, Any]:
 
 
 def _hyperparameter(path: str) -> str:
-    """Return the name of a hyperparameter for AlgoPerf, changed to a valid identifier of Python."""
+    """Return the path of a hyperparameter as a name for AlgoPerf, which must be a valid identifier of Python."""
     name = "learning_rate" if path == "lr" else path.replace(".", "__")
     if not name.isidentifier():
         raise RecipeError(f"{path}: a hyperparameter of AlgoPerf must be a name in Python, got '{name}'")
@@ -203,7 +203,7 @@ def _hyperparameter(path: str) -> str:
 
 
 def export_benchopt(folder: Path) -> Path:
-    """Copy the solver for benchopt into a folder, `solvers` of a benchmark. Return its path."""
+    """Copy the solver for benchopt into a folder, such as `solvers` of a benchmark. Return the path of the copy."""
     make_directory(folder)
     return _copied("benchopt", folder / "eigengraft.py")
 

@@ -23,13 +23,13 @@ PARTIAL = ".partial"
 
 
 _LONGEST = 255
-"""Longest name of a file in bytes. Common file systems (ext4, XFS, APFS, NTFS) accept no longer ones."""
+"""Largest length of a file name in bytes. It is the limit of common file systems (ext4, XFS, APFS, NTFS)."""
 
 
 def short_name(name: str, suffix: str = "") -> str:
     """Return `name` and `suffix` as the name of a file.
 
-    A name that is too long for a file system, or has a slash, is cut. A hash of the whole name then makes it unique.
+    A name that is too long for a file system, or contains a slash, is changed, and ends with a hash of the whole name.
     """
     plain = name.replace("/", "-")
     if plain == name and len((name + suffix).encode()) <= _LONGEST:
@@ -84,7 +84,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, complete or not at all."""
+    """Write a text file. If writing fails, an older file of this name is unchanged."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

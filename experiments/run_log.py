@@ -32,9 +32,9 @@ from .training.divergence import Fault, FaultCause, FaultPlace
 ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
 """Columns that every row has. Reports draw `tokens` and `flops` too, and `load_metrics` returns all columns."""
 NOT_FINITE = ".not_finite"
-"""Ending of a further column of the rows in which a loss is NaN or infinite, such as `"loss.not_finite": "nan"`.
+"""Suffix of the column that marks a loss as NaN or infinite, as in `{"loss": null, "loss.not_finite": "nan"}`.
 
-The loss itself is null in such a row, because JSON has no NaN. Without this column the loss would count as not logged.
+JSON has no NaN, so the loss itself is null. Without the second column the loss would count as not logged.
 """
 
 
@@ -118,8 +118,8 @@ class RunLog:
             step: number of steps so far, from 1.
             loss: mean training loss since the row before.
             numbers: other columns: `val_loss`, `val_accuracy`, `lr`, `tokens`, `flops`, `seconds` (by default the time
-                since the log was made), or any of your own. Tables and reports show the last value of a column
-                `val.NAME`, a further metric of an evaluation.
+                since the log was made), or any of your own. Tables and reports show the last value of each column
+                `val.NAME`, in which NAME is a metric of an evaluation.
         """
         if not 1 <= step <= self.steps:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
@@ -140,11 +140,11 @@ class RunLog:
         self._note_fault(int(step), {"loss": losses.get("loss"), "evaluation": losses.get("val_loss")})
 
     def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
-        """Write fault.json from the first loss that is not finite. Later finite losses leave the file as it is.
+        """Write the first loss that is not finite to fault.json, and keep the file when later losses are finite.
 
-        The file is removed if the step of the fault is logged again and its losses are finite.
+        If the step of the fault is logged again, the file is replaced, or removed if the new losses are finite.
 
-        losses: losses of the row of `step`, by the place of a fault.
+        losses: training loss ("loss") and validation loss ("evaluation") of the step; None: not logged.
         """
         known, given = self._fault, {place: x for place, x in losses.items() if x is not None}
         if known is not None and step <= known.step:
@@ -163,7 +163,7 @@ class RunLog:
         self._fault = known
 
     def _lost_loss(self, place: FaultPlace, step: int, value: float) -> Fault:
-        """Return the fault that reports a loss that is not finite. Its cause is not searched."""
+        """Return a fault that reports the loss `value`, which is not finite, without a search for the reason."""
         column, name = ("loss", "training") if place == "loss" else ("val_loss", "validation")
         before = [row for row in self.rows if row[column] is not None]
         last = f"; it was {before[-1][column]:.4g} at step {before[-1]['step']}" if before else ", its first row"
@@ -258,7 +258,7 @@ def import_run(
                 f"{file}, row {place}: there is no column 'step'; give the name of the column of steps as step=NAME"
             )
         joined = rows.setdefault(int(step), {})
-        # NaN may also stand for a missing value, so that it replaces no number
+        # A NaN does not replace a number of an earlier row, because it may stand for a missing value.
         joined |= {name: value for name, value in row.items() if name not in joined or math.isfinite(value)}
     if not any("loss" in row or "val_loss" in row for row in rows.values()):
         raise RecipeError(
@@ -273,9 +273,7 @@ def import_run(
 
 
 def _is_number(value: Any) -> bool:
-    """Return True if a value of the file is a number. Columns with other values are left out, unless the caller names
-    them.
-    """
+    """Return True if a value of the file is a number or the text of a number."""
     try:
         float(value)
     except (TypeError, ValueError):

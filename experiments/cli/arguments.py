@@ -17,7 +17,7 @@ Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; d
 
 
 def override_argument(text: str) -> Any:
-    """Return the argument for overrides, `dotted.path=value`. Overrides that a later one replaces are refused."""
+    """Return the argument for overrides, `dotted.path=value`. An override that a later one would replace is refused."""
     return typer.Argument(help=text, callback=_all_have_effect)
 
 

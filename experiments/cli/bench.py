@@ -69,7 +69,7 @@ def _chosen(
 ) -> Bench:
     """Return the bench that the command line declares.
 
-    options: fields that are given by options of their own.
+    options: values of the fields that have an option of their own, such as `--device`.
     only: declarations of candidates that replace the candidates of the bench.
     more: declarations of candidates that are measured in addition.
     """

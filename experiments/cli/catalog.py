@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eigengraft.component import Component
 
 RECIPES, BY_GOAL = "recipes", "goals"
-"""Words for the shipped recipes and for their choice by goal, as arguments of `list` in place of a family's name."""
+"""Two arguments of `list` that are no families: the first lists the shipped recipes, the second recipes by goal."""
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or the least time, on
@@ -175,7 +175,7 @@ def print_kind(family: str, member: type[Component]) -> None:
 
 
 def print_family(name: str) -> bool:
-    """Print the docstring of a family, what a member of it defines, and the path of a worked file.
+    """Print the docstring of a family, the methods that a member of it defines, and the path of an example file.
 
     Return False, and print nothing, if there is no such family.
     """
@@ -194,7 +194,7 @@ def print_family(name: str) -> bool:
 
 
 def _measured(recipe: tuple[str, str]) -> str:
-    """Return the name of a recipe with its measured numbers."""
+    """Return the name of a recipe and its measured numbers as one text."""
     name, numbers = recipe
     return f"{name} ({numbers})" if numbers else name
 
@@ -217,7 +217,7 @@ def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
 
 
 def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
-    """Print rows, the first cell of which is a name, in groups by purpose if there are any."""
+    """Print a table of rows, each of which begins with a name. If purposes are given, group the rows by purpose."""
     table, by_name = _table(*head), {row[0]: row for row in rows}
     for purpose, names in by_purpose(purposes, by_name):
         if purposes:

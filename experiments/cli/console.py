@@ -42,8 +42,9 @@ def print_error(title: str, message: str) -> None:
 
 
 _LOG_SECONDS = (10.0, 600.0)
-"""Least and largest seconds between two lines of progress in a log file. Between these it is a twentieth of the time
-since the start: a run of a minute has a few lines, and a run of a day a few hundred.
+"""Shortest and longest time in seconds between two lines of progress in a log file.
+
+Within these limits the time is a twentieth of that since the start: a run of a day then has a few hundred lines.
 """
 
 
@@ -63,8 +64,9 @@ class LogLines:
         return self._now() - self._began
 
     def write(self, text: Callable[[], str]) -> None:
-        """Write a line with the date if one is due. text: function that returns the text; it is called only if a line
-        is written.
+        """Write a line with the date if enough time has passed since the last line.
+
+        text: function that returns the text of the line; it is called only if a line is written.
         """
         if self._now() >= self._next:
             typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
@@ -88,7 +90,7 @@ def describe_result(result: Result) -> str:
 
 
 def to_yaml(data: Any) -> str:
-    """Return `data` as YAML that reads back equal, also on a standard output that is not UTF-8."""
+    """Return `data` as YAML for the standard output. If this is not UTF-8, characters beyond ASCII are escaped."""
     from eigengraft.optimizers.recipe.loading import write_yaml
 
     return write_yaml(data, _encoding().startswith("utf"))

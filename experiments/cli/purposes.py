@@ -51,7 +51,7 @@ FAMILIES = (
     ),
     Purpose("Benches", "to measure parts alone, on matrices of given spectra or on your own", ("bench", "spectrum")),
 )
-"""Families by purpose, the shipped recipes, and their choice by goal."""
+"""Families by purpose. The first group has no families, but two other lists: recipes by goal, and all recipes."""
 
 STAGES = (
     Purpose(

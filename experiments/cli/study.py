@@ -218,7 +218,9 @@ def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: in
 def run_to_end(
     source: str | Study, overrides: list[str], out: Path | None, workers: int | None, storage: str | None = None
 ) -> Path:
-    """Do the remaining runs of a study, searches included. Print the runs that failed, and then exit with code 1."""
+    """Do the remaining runs of a study and its searches, and return its directory. If runs failed, print them and exit
+    with code 1.
+    """
     from ..reports.records import read_tuned
     from ..studies.running import complete_study
     from ..studies.study import load_study
@@ -309,7 +311,7 @@ def _logged_progress(name: str, figures: Callable[[Tick], str]) -> Callable[[Tic
 
 
 _TIMED_STEPS = 20
-"""Least number of steps, over all runs, from which the progress of a study estimates the time left."""
+"""Number of steps, summed over all runs, after which the progress of a study shows an estimate of the time left."""
 
 
 class StudyProgress:
@@ -379,8 +381,8 @@ class StudyProgress:
     def _figures(self, fraction: float) -> str:
         """Return a text with the number of finished runs, and the time left at the speed so far.
 
-        The time left is omitted until a run has ended or `_TIMED_STEPS` steps are done, because a speed over less work
-        is mostly that of starting processes and compiling.
+        The time left is omitted until a run has ended or `_TIMED_STEPS` steps are done: at first, most of the time is
+        spent on the start of processes and on compilation.
         """
         self.start_fraction = fraction if self.start_fraction is None else self.start_fraction
         gained, spent = fraction - self.start_fraction, monotonic() - self.began
@@ -396,7 +398,7 @@ def _describe_tick(tick: Tick) -> str:
 
 
 def _describe_result(result: Result, metric: str) -> str:
-    """Return the end of a run in a line, which begins with the metric by which the study compares runs."""
+    """Return one line about the result of a run. It begins with the metric by which the study compares runs."""
     if result.val_loss is None:
         return f"[red]diverged[/red] at step {result.steps}"
     own = result.metrics.get(metric)
@@ -437,7 +439,7 @@ def differences_table(preview: StudyPreview) -> Iterator[Table]:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time in seconds below 100 s, in minutes below 100 minutes, and in hours and minutes above."""
+    """Return a time as text: in seconds below 100 s, in minutes below 100 minutes, and in hours and minutes above."""
     if seconds < 100:
         return counted(math.ceil(seconds), "second")
     if round(seconds / 60) < 100:

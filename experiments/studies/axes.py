@@ -67,10 +67,10 @@ def require_baselines(
     exclude: Iterable[Where],
     compared: tuple[str, str],
 ) -> None:
-    """Check the cells of a study that train for equal seconds.
+    """Raise ValueError if the cells of a study cannot train for equal seconds.
 
-    Raises ValueError if a cell has no baseline whose training seconds it could have. Also raises ValueError if a cell
-    that is not a baseline sets `steps`, which would have no effect.
+    This is the case if the baseline of a cell is excluded, or if a label of the compared axis sets `steps`: the steps
+    of all cells but the baseline are computed.
 
     compared: the compared axis and the label of its baseline.
     """

@@ -105,7 +105,7 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
-    """Return the experiment `base` with values set by dotted path. Raises RecipeError."""
+    """Return the experiment `base` with values set by dotted path. Raises RecipeError if the result is invalid."""
     # Whole fields are set first, because a path into a recipe refers to the recipe that the cell has set.
     complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
     deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]

@@ -41,16 +41,17 @@ class PoolEvent:
 
 
 _UNGUARDED = 78
-"""Exit code of a process of a pool whose script tried to start a pool of its own while the process imported it.
+"""Exit code of a worker process if the main script, which it imports, would start another pool.
 
-The code is EX_CONFIG of sysexits.h, so that it is neither an ordinary failure nor a signal.
+The code is EX_CONFIG of sysexits.h, which neither an ordinary failure nor a signal has.
 """
 
 
 def require_guarded() -> None:
-    """End this process if it belongs to a pool and is importing the main script, which calls this function.
+    """End this process if it is a worker process of a pool that is importing the main script.
 
-    The script lacks `if __name__ == "__main__"`. The parent sees the exit code and raises an error about it.
+    The script then calls this function outside of `if __name__ == "__main__"`. The parent process recognizes the exit
+    code and raises an error about it.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(_UNGUARDED)

@@ -26,7 +26,7 @@ class CellPreview:
     runs: number of runs, one for each seed.
     complete: number of runs that have a result.
     tuning: largest number of runs that the search in the cell needs; 0 without a search.
-    timing: number of timed runs that are not done yet.
+    timing: number of runs that only measure the time of a step and are not done yet.
     seconds: expected time of one run in seconds, accurate to a factor of a few.
     state_bytes: planned bytes of optimizer state.
     parameters: number of trainable entries of the model.
@@ -46,7 +46,7 @@ class CellPreview:
 class StudyPreview:
     """All cells of a study, and their configurations.
 
-    configs: compared axis -> panel -> label on this axis -> configuration.
+    configs: configurations of the cells, by compared axis, by labels of the other axes, and by label of this axis.
     comparisons: a sentence for each comparison in the report of the study.
     """
 

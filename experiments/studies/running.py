@@ -207,8 +207,8 @@ def complete_study(
         study: the study.
         directory: directory of the study, which is created if it does not exist.
         workers: number of processes. None: one for each core.
-        watch: context manager that is entered for the runs of each phase; the function that it yields receives their
-            events. None: events are dropped.
+        watch: function that returns a context manager for a phase of the study. The context manager is entered before
+            the runs of the phase, and yields a function that receives their events. None: events are dropped.
         storage: URL of the database through which workers exchange results. None: the workers share `directory`.
 
     Returns:

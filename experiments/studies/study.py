@@ -257,10 +257,10 @@ def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
 
 
 def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str]]:
-    """Return the axes that overrides with several values stand for, and the other overrides.
+    """Return the axes that overrides with several values declare, and the list of all other overrides.
 
-    `lr=0.001,0.01` and `base.lr=0.001,0.01` are the axis `lr`. `seeds=0,1` is the list of a field of studies. A comma
-    inside brackets or quotation marks separates nothing.
+    `lr=0.001,0.01` and `base.lr=0.001,0.01` declare the axis `lr`. `seeds=0,1` is no axis, as `seeds` is a field of
+    studies. A comma inside brackets or quotation marks separates nothing.
     """
     axes: dict[str, list[Any]] = {}
     own = []
@@ -277,7 +277,7 @@ def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str
 
 
 def _values(text: str) -> list[Any]:
-    """Return the values that commas separate in an override, read as YAML; none if the text is not YAML."""
+    """Return the values that commas separate in `text`, read as YAML. Return [] if the text is not YAML."""
     try:
         return list(parse_yaml(f"[{text}]", "override"))
     except RecipeError:

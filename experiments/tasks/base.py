@@ -82,18 +82,15 @@ class LabelError(ValueError):
 
 
 class TaskError(RuntimeError):
-    """An error in the code of a task: in `load` or `build`, or in its model or loss, as about shapes that do not
-    fit.
-    """
+    """An error in the code of a task: in `load` or `build`, or in its model or loss (for example wrong shapes)."""
 
 
 @contextmanager
 def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]:
     """Raise TaskError in place of an error in the block, which calls a method of the task.
 
-    The new error names the method, and the last line of the file of the task that was reached. Two kinds of errors are
-    not changed: errors of class TaskError, and errors of class ValueError that the library itself raised, which have a
-    remedy.
+    The new error names the method, and the last line that was reached in the file of the task. A TaskError is not
+    changed, and neither is a ValueError of the library itself, because its message says what to do.
     """
     try:
         yield
@@ -123,8 +120,8 @@ def load_data(task: Task) -> Dataset:
 def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]:
     """Raise TaskError in place of an error of torch in the block. It names the task, the layer and the batch's shapes.
 
-    Errors about an index out of range, as of an embedding, are replaced too. Errors about memory and ranks are not
-    changed: torch raises them with other classes, derived from RuntimeError.
+    An IndexError, for example of an embedding, is replaced too. Errors about memory and ranks are not changed: their
+    classes are derived from RuntimeError.
     """
     try:
         yield
@@ -187,7 +184,7 @@ class Metrics:
 
     @property
     def columns(self) -> dict[str, float]:
-        """Further metrics by their names in metrics.jsonl and tables, `val.NAME`, which no other number has."""
+        """Further metrics by their columns in metrics.jsonl and tables. The column of the metric NAME is `val.NAME`."""
         return {f"val.{name}": value for name, value in self.others.items()}
 
 

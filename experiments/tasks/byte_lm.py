@@ -24,7 +24,7 @@ from .models import GPT, Init, initialized
 
 SYMBOLS = 256
 IN_LIBRARY = "python:"
-"""Prefix of a path relative to the folder of the standard library, which is valid on every machine."""
+"""Prefix of a path relative to the folder of the standard library. Such a path is valid on every machine."""
 IN_PACKAGE = "package:"
 """Prefix of a path in the folder of an installed package. The package is not imported."""
 INSTALLED = (IN_LIBRARY, IN_PACKAGE)

@@ -192,7 +192,8 @@ class EquationNetwork(nn.Module):
         self.x_axis = Axis(equation.x_range, harmonics, equation.periodic)
         self.t_axis = Axis(equation.t_range, harmonics, False)
         sizes = [self.x_axis.size + self.t_axis.size] + [width] * layers
-        # `fully_shard` gathers the layers of a list when they are called. These layers are never called, so no list.
+        # No list of layers, because `fully_shard` gathers the parameters of a layer of a list only when the layer is
+        # called, and these layers are never called.
         for index, (fan_in, fan_out) in enumerate(pairwise(sizes)):
             self.add_module(f"hidden{index}", nn.Linear(fan_in, fan_out))
         self.head = nn.Linear(width, 1)

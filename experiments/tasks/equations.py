@@ -86,8 +86,8 @@ class _Step(NamedTuple):
 class FourierMethod:
     """v' = L v + D F[n(u)],  v = F[u] the Fourier coefficients of u, in steps of ETDRK4.
 
-    Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29). The coefficients are means over a circle around h
-    L, as in Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26, because their formulas cancel near 0.
+    Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29). The formulas of the coefficients cancel near 0.
+    Their means over a circle around h L are used instead (Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26).
 
     x_range: one period.
     linear: L, a number for each wave number k of the modes exp(i k x).
@@ -111,7 +111,7 @@ class FourierMethod:
         return np.arange(self.points // 2 + 1, dtype=np.float64) * (2 * math.pi / length)
 
     def solve(self, initial: Callable[[Grid], Grid], x: Grid, t: Grid) -> Grid:
-        """Return u [t, x]. t[0] is the time of `initial`; values between the points come from the series."""
+        """Return u [t, x]. t[0] is the time of `initial`. Values between grid points come from the Fourier series."""
         first, length = self.x_range[0], self.x_range[1] - self.x_range[0]
         v = np.fft.rfft(initial(first + length * np.arange(self.points) / self.points))
         rows = [v]

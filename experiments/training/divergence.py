@@ -1,8 +1,7 @@
 """The diagnosis of a run that diverged or got worse: the first value that went wrong, its place and its usual cause.
 
-A step that sees a value that is not finite leads to one search through batch, state, weights, loss, validation and
-gradients. A run does this search once, at the step that failed, so that healthy steps cost nothing. `eigengraft doctor`
-reads its result.
+When a loss or a gradient is not finite, the run searches batch, state, weights, loss, validation and gradients for the
+first such value. It does so once, so that healthy steps cost nothing. `eigengraft doctor` reads the result.
 """
 
 from __future__ import annotations

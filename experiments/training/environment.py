@@ -35,7 +35,7 @@ _COMPUTING = (
 
 
 def describe_provenance(data: Fingerprint, experiment: Experiment | None = None) -> dict[str, Any]:
-    """Return the compared part of an environment: versions, code of the library and of imports, and the data.
+    """Return the entries of an environment that are compared: versions, sha256 of code and imports, and the data.
 
     experiment: the experiment whose imports are included, as far as it uses their components. None: no imports.
     """

@@ -253,7 +253,8 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
     for override in overrides:
         first, dot, _ = _path(override).removeprefix("~").partition(".")
-        # Fields of both, such as `lr`, are numbers in an experiment. A longer path therefore means the recipe.
+        # A field that an experiment shares with its recipe, such as `weight_decay`, is a number in the experiment. A
+        # path into such a field, such as `weight_decay.kind`, therefore belongs to the recipe.
         if first in fields and not (dot and first in {"recipe", *of_recipe}):
             own.append(override)
         elif first == "recipe" or first in of_recipe:

@@ -53,7 +53,7 @@ class Norms:
 
 @dataclass
 class LayerRecord:
-    """The part of the norms of all layers that is stored in a checkpoint. All mappings are by layer.
+    """The history of the norms of all layers, which checkpoints contain. All mappings are by layer.
 
     first: norm of the weight before the first step.
     peak: largest ratio of an update to its weight in a measured step.

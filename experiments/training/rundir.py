@@ -119,7 +119,7 @@ class RunDirectory:
         return read_rows(self.path / "diagnostics.jsonl")
 
     def rewind_fault(self, step: int) -> None:
-        """Remove the record of a fault after `step`, from which the run continues. A later fault is recorded anew."""
+        """Remove fault.json if its fault occurred after `step`, the step from which the run continues."""
         fault = self.read("fault")
         if fault is not None and fault["step"] > step:
             (self.path / "fault.json").unlink()

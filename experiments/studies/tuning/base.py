@@ -171,7 +171,7 @@ def text(value: object) -> str:
 
 
 def six_digits(value: float) -> float:
-    """Return the value rounded to six digits, as names contain it."""
+    """Return the value rounded to six digits, the precision of names of trials."""
     return float(f"{value:.6g}")
 
 
@@ -212,7 +212,7 @@ class Range(Component):
         return self.rounded(found)
 
     def rounded(self, value: float) -> float | int:
-        """Return a value rounded as names contain it, inside the range."""
+        """Return a value rounded to six digits, or to a whole number, and limited to the range."""
         return int(value) if self.integer else min(max(six_digits(value), self.low), self.high)
 
     def edge(self, value: float) -> str | None:

@@ -40,9 +40,9 @@ class RatioGrid(Component):
 class CoordinateDescent(Tuning):
     """x <- argmin over x and its neighbours on a grid, one field after the other, until no neighbour is better.
 
-    A field is either a grid of constant ratio without ends, {ratio: 2}, or a list of values in their order, which
-    starts from its middle value. The start and its neighbours along the first field are tried first. If the best value
-    diverged, only lower neighbours are tried on a grid of constant ratio. The search finds a local minimum.
+    The values of a field are either a grid of constant ratio without ends, {ratio: 2}, or an ordered list, in which the
+    search starts at the middle value. The start and its neighbours along the first field are tried first. If the best
+    value diverged, only lower neighbours are tried on a grid of constant ratio. The search finds a local minimum.
     """
 
     kind: Literal["coordinate_descent"] = "coordinate_descent"

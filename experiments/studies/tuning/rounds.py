@@ -157,7 +157,7 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
 
 
 def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
-    """Return the first steps of a run of the cell, without diagnostics, callbacks and intermediate checkpoints."""
+    """Return a run of only the first steps of the cell, without diagnostics, callbacks and intermediate checkpoints."""
     experiment = changed(study.base, cell.changes)
     steps = min(TIMED_STEPS, experiment.steps)
     timed = experiment.replace(
