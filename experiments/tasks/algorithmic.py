@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
-from .models import GPT, Attention, Block
+from .models import GPT, Block
 
 
 class ModularAddition(Task):
@@ -136,23 +135,6 @@ class Sequences(Dataset):
         return Batch(torch.from_numpy(rows), torch.from_numpy(y.copy()))
 
 
-class DecoderBlock(nn.Module):
-    """Pre-norm block with attention to itself and to a memory, [B, T, width], [B, S, width] -> [B, T, width]."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.memory_norm, self.memory_attention = nn.LayerNorm(width), Attention(width, heads, causal=False)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        x = x + self.memory_attention(self.memory_norm(x), memory)
-        return cast(Tensor, x + self.down(functional.gelu(self.up(self.mlp_norm(x)))))
-
-
 class EncoderDecoder(nn.Module):
     """Encoder and decoder of n symbols each, [B, 2 n] -> logits [B, n, symbols], with learned positions.
 
@@ -167,7 +149,7 @@ class EncoderDecoder(nn.Module):
         self.position = nn.Embedding(2 * length, width)
         self.encoder = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
         self.encoder_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.decoder = nn.ModuleList(Block(width, heads, memory=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, symbols, bias=False)
         for parameter in self.parameters():

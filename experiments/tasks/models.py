@@ -39,18 +39,23 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, [B, T, width] -> [B, T, width]."""
+    """Pre-norm transformer block, [B, T, width] -> [B, T, width]. With `memory` it also attends to a memory."""
 
-    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True, memory: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, causal)
+        if memory:
+            self.memory_norm, self.memory_attention = nn.LayerNorm(width), Attention(width, heads, causal=False)
         self.mlp_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Return the output for x and, in a block with memory, for a memory [B, S, width]."""
         x = x + self.attention(self.attention_norm(x))
+        if memory is not None:
+            x = x + self.memory_attention(self.memory_norm(x), memory)
         return cast(Tensor, x + self.down(functional.gelu(self.up(self.mlp_norm(x)))))
 
 
