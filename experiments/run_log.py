@@ -26,8 +26,9 @@ from torch import Tensor
 from eigengraft.component import Component
 from eigengraft.errors import RecipeError, near_names
 
-from .files import append_text, make_directory, read_object, read_rows, write_text
+from .files import make_directory, write_text
 from .training.divergence import Fault, FaultCause, FaultPlace
+from .training.rundir import RunDirectory
 
 ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
 """Columns that every row has. Reports draw `tokens` and `flops` too, and `load_metrics` returns all columns."""
@@ -84,6 +85,7 @@ class RunLog:
         **settings: Any,
     ) -> None:
         self.directory, self.steps = Path(directory), steps
+        self._run = RunDirectory(directory)
         if isinstance(recipe, Component):
             recipe = recipe.model_dump(mode="json")
         if seed is None:
@@ -96,7 +98,7 @@ class RunLog:
         self._began = time.perf_counter()
 
     def _acquire(self) -> None:
-        known = read_object(self.directory / "config.json")
+        known = self._run.read("config")
         if known and known != json.loads(json.dumps(self.config)):
             raise RecipeError(f"{self.directory}: contains a run with other settings; choose another directory")
         if (self.directory / "result.json").exists():
@@ -105,11 +107,11 @@ class RunLog:
             raise RecipeError(f"{self.directory}: contains other files; choose an empty or new directory")
         make_directory(self.directory)
         where = {"python": platform.python_version(), "platform": platform.platform(), "command": sys.argv}
-        self._write("config", self.config)
-        self._write("env", where)
-        self.rows = read_rows(self.directory / "metrics.jsonl")
-        known = read_object(self.directory / "fault.json")
-        self._fault = Fault(**known) if known else None
+        self._run.write("config", self.config)
+        self._run.write("env", where)
+        self.rows = self._run.rows()
+        fault = self._run.read("fault")
+        self._fault = Fault(**fault) if fault else None
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
         """Append a row. A step that has a row already is logged again: that row and all later ones are dropped.
@@ -134,9 +136,9 @@ class RunLog:
         row |= {f"{name}{NOT_FINITE}": str(x) for name, x in losses.items() if not math.isfinite(x)}
         if self.rows and step <= self.rows[-1]["step"]:
             self.rows = [one for one in self.rows if one["step"] < step]
-            write_text(self._metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
+            write_text(self._run.metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
         self.rows.append({**row, "step": int(step)})
-        append_text(self._metrics, json.dumps(self.rows[-1]) + "\n")
+        self._run.append(self.rows[-1])
         self._note_fault(int(step), {"loss": losses.get("loss"), "evaluation": losses.get("val_loss")})
 
     def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
@@ -157,7 +159,7 @@ class RunLog:
             elif place == "loss" and known.place == "evaluation":  # the training loss was logged later
                 known = replace(known, cause="loss not finite")
         if known is not None and known is not self._fault:
-            self._write("fault", asdict(known))
+            self._run.write("fault", asdict(known))
         elif known is None and self._fault is not None:
             (self.directory / "fault.json").unlink(missing_ok=True)
         self._fault = known
@@ -188,14 +190,7 @@ class RunLog:
         result |= {"train_loss": losses[-1] if losses and not lost else None, "steps": last["step"]}
         if last["seconds"] is not None:
             result |= {"seconds": last["seconds"], "step_ms": 1e3 * last["seconds"] / last["step"]}
-        self._write("result", result)
-
-    @property
-    def _metrics(self) -> Path:
-        return self.directory / "metrics.jsonl"
-
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        write_text(self.directory / f"{name}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+        self._run.write("result", result)
 
     def __enter__(self) -> Self:
         return self
@@ -247,11 +242,13 @@ def import_run(
     rows: dict[int, dict[str, float]] = {}
     for place, raw in enumerate(_read(Path(file)), start=1):
         found = {names.get(name, name): value for name, value in raw.items() if value not in ("", None)}
-        try:
-            wanted = {name: value for name, value in found.items() if name in names.values() or _is_number(value)}
-            row = {name: _parsed(name, value) for name, value in wanted.items()}
-        except ValueError as error:
-            raise RecipeError(f"{file}, row {place}: {error}") from None
+        row: dict[str, float] = {}
+        for name, value in found.items():
+            try:
+                row[name] = _parsed(name, value)
+            except ValueError as error:
+                if name in names.values():  # other columns without numbers are left out
+                    raise RecipeError(f"{file}, row {place}: {error}") from None
         step = row.pop("step", None)
         if step is None or not math.isfinite(step):
             raise RecipeError(
@@ -270,15 +267,6 @@ def import_run(
         for step, row in shifted.items():
             log.row(step, row.pop("loss", None), **{"seconds": None, **row})
     return Path(directory)
-
-
-def _is_number(value: Any) -> bool:
-    """Return True if a value of the file is a number or the text of a number."""
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _read(file: Path) -> Iterator[Mapping[str, Any]]:
