@@ -20,7 +20,6 @@ from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
 from ..files import read_object
-from ..tasks import load_data
 from ..training.experiment import load_experiment
 from ..training.train import isolated_run
 
@@ -48,7 +47,7 @@ class GradientRun:
         """Make data, model and optimizer, for a `with` block with its own random state and number of threads."""
         with isolated_run(self.experiment):
             task, lr = self.experiment.task, self.experiment.lr
-            self.dataset, self.model = load_data(task), task.new_model(self.experiment.seed)
+            self.dataset, self.model = task.new_data(), task.new_model(self.experiment.seed)
             self.optimizer = eigengraft.compose(self.experiment.run_recipe, self.model, lr=lr)
             yield
 

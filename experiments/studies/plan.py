@@ -16,7 +16,7 @@ from eigengraft.errors import RecipeError, name_some
 from ..files import make_directory, short_name
 from ..provenance import REMEDY, provenance_changes
 from ..reports.records import MANIFEST, METRICS, cell_name
-from ..tasks import Fingerprint, Task, load_data
+from ..tasks import Fingerprint, Task
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
 from ..training.rundir import RunDirectory
@@ -125,7 +125,7 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
     if study.metric in METRICS:
         return
     for task in dict.fromkeys(run.experiment.task for run in planned):
-        reported = task.evaluate(task.new_model(0), load_data(task), torch.device("cpu")).columns
+        reported = task.evaluate(task.new_model(0), task.new_data(), torch.device("cpu")).columns
         if study.metric not in reported:
             raise RecipeError(
                 f"metric: the task {getattr(task, 'kind', '?')} reports no {study.metric}; its further metrics are "
@@ -165,7 +165,7 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
             task = (run.read("config") or {}).get("task")
             key = json.dumps(task)
             if key not in data:
-                data[key] = load_data(validated(Task, task, "task")).fingerprint  # type: ignore[type-abstract]
+                data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
             for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
                 faults[fault] = faults.get(fault, 0) + 1
     if faults:
@@ -209,6 +209,6 @@ def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
         key = task.model_dump_json()
         if key not in per_step:
             weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
-            per_step[key] = 2e-3 + 6 * weights * load_data(task).batch(0, 0).targets.numel() / 5e10
+            per_step[key] = 2e-3 + 6 * weights * task.new_data().batch(0, 0).targets.numel() / 5e10
         seconds[run.directory] = run.experiment.steps * per_step[key]
     return seconds

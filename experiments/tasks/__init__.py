@@ -12,7 +12,6 @@ from .base import Task as Task
 from .base import TaskError as TaskError
 from .base import data_fault as data_fault
 from .base import generator as generator
-from .base import load_data as load_data
 from .base import validation_fault as validation_fault
 from .byte_lm import ByteLM as ByteLM
 from .differential_equation import DifferentialEquation as DifferentialEquation

@@ -87,7 +87,7 @@ class TaskError(RuntimeError):
 
 @contextmanager
 def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]:
-    """Raise TaskError in place of an error in the block, which calls a method of the task.
+    """Raise TaskError in place of an error in the block, which calls `method` of the task.
 
     The new error names the method, and the last line that was reached in the file of the task. A TaskError is not
     changed, and neither is a ValueError of the library itself, because its message says what to do.
@@ -108,12 +108,6 @@ def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]
             f"task.{getattr(task, 'kind', '?')}: {method}() raised {type(error).__name__}"
             f"{f': {reason}' if reason else ''}{where}"
         ) from error
-
-
-def load_data(task: Task) -> Dataset:
-    """Return the data of a task. Raise TaskError if its method `load` fails."""
-    with located_call(task, "load"):
-        return task.load()
 
 
 @contextmanager
@@ -289,6 +283,12 @@ class Task(Component, family="task"):
         """Return a new model on the CPU, initialised from torch's global generator. Called by `new_model`, which seeds
         the generator before and restores it afterwards.
         """
+
+    @final
+    def new_data(self) -> Dataset:
+        """Return the data. Raises TaskError if `load` fails."""
+        with located_call(self, "load"):
+            return self.load()
 
     @final
     def new_model(self, seed: int) -> nn.Module:

@@ -109,7 +109,7 @@ class Experiment(Component):
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, data: Any) -> Any:
-        return resolved(data) if isinstance(data, Mapping) else data
+        return _with_recipe(with_imports(data)) if isinstance(data, Mapping) else data
 
     @field_validator("steps")
     @classmethod
@@ -137,9 +137,8 @@ class Experiment(Component):
         return self.recipe.replace(total_steps=self.steps)
 
 
-def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `data` after its imports were executed and its recipe was loaded with overrides."""
-    data = with_imports(data)
+def _with_recipe(data: dict[str, Any]) -> dict[str, Any]:
+    """Load the recipe of `data` with the overrides, and return `data`."""
     overrides = data.pop("overrides", None) or ()
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):
@@ -205,8 +204,8 @@ def load_experiment(
     imported = [override for override in own if _path(override) == "imports"]
     others = [override for override in own if override not in imported]
     try:
-        data = with_imports(apply_overrides(data, imported, parse_yaml))
-        return validated(Experiment, resolved(apply_overrides(data, others, parse_yaml)))
+        data = with_imports(apply_overrides(data, imported, parse_yaml))  # overrides may set fields of its kinds
+        return validated(Experiment, _with_recipe(apply_overrides(data, others, parse_yaml)))
     except RecipeError as error:
         if isinstance(source, (str, Path)):
             several = [text for text in own if re.search(r"=[^\[{'\"]*,", text)]

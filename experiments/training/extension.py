@@ -12,7 +12,6 @@ from typing import Any
 from eigengraft.errors import RecipeError
 from eigengraft.signals import follows_run
 
-from ..tasks import load_data
 from .environment import describe_provenance, require_provenance
 from .experiment import Experiment
 from .rundir import RunDirectory
@@ -49,7 +48,7 @@ def extend_run(run: RunDirectory, experiment: Experiment) -> None:
 
 def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) -> None:
     steps = known["steps"]
-    found = describe_provenance(load_data(experiment.task).fingerprint, experiment)
+    found = describe_provenance(experiment.task.new_data().fingerprint, experiment)
     require_provenance(run, found)
     _require_extensible(run, experiment, steps)
     shared = experiment.schedule.shared_steps(steps, experiment.steps)

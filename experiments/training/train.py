@@ -19,7 +19,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.numerics import local
 
 from ..provenance import provenance_of
-from ..tasks import Batch, Metrics, TaskError, load_data
+from ..tasks import Batch, Metrics, TaskError
 from .callbacks import Callbacks, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
@@ -49,7 +49,7 @@ class Trainer:
         self.experiment, self.directory = experiment, directory
         self.ranks = ranks or Ranks(device=local_device(experiment.device, 0))
         self.device = self.ranks.device
-        self.dataset, self.gradients = load_data(experiment.task), experiment.gradient_pass
+        self.dataset, self.gradients = experiment.task.new_data(), experiment.gradient_pass
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
         # The model is wrapped before the optimizer is made, because the optimizer reads the placements of parameters.
         self.module = experiment.parallel.wrap(self.model, self.ranks)
@@ -373,7 +373,7 @@ def train(
             stack.enter_context(run.locked())
             result = run.read("result")
             if result is not None:
-                data = load_data(experiment.task).fingerprint
+                data = experiment.task.new_data().fingerprint
                 require_provenance(run, describe_provenance(data, experiment))
                 if not experiment.keep_checkpoint:
                     run.drop_checkpoints()
