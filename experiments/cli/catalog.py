@@ -64,10 +64,10 @@ def list_command(
     }
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
     chosen = {what: lists[what]} if what in lists else lists
-    goals = _goals_of_recipes() if what == RECIPES else {}
-    found = {
-        name: [row for row in rows if _contains((*row, goals.get(row[0], "")), sought)] for name, rows in chosen.items()
-    }
+    found = {}
+    for name, rows in chosen.items():
+        texts = {row: " ".join((*row, *(_goals_of(row[0]) if what == RECIPES else ()))).lower() for row in rows}
+        found[name] = [row for row, text in texts.items() if all(word in text for word in sought)]
     if not any(found.values()):
         missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
         hint = "" if what in lists else did_you_mean(what, lists)
@@ -80,18 +80,9 @@ def list_command(
         typer.echo(_NOTES[what])
 
 
-def _goals_of_recipes() -> dict[str, str]:
-    """Return the titles of the goals for which each recipe is named, by recipe."""
-    found = dict[str, str]()
-    for goal in GOALS:
-        for recipe, _ in goal.recipes:
-            found[recipe] = f"{found.get(recipe, '')} {goal.title}"
-    return found
-
-
-def _contains(row: Sequence[str], words: Iterable[str]) -> bool:
-    text = " ".join(row).lower()
-    return all(word in text for word in words)
+def _goals_of(recipe: str) -> list[str]:
+    """Return the titles of the goals for which a recipe is named."""
+    return [goal.title for goal in GOALS if recipe in dict(goal.recipes)]
 
 
 def diff_command(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
@@ -345,9 +344,7 @@ class StudyProgress:
             self.progress.console.print(f"{self.done} of {self.runs} runs are already complete")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
     def on_event(self, event: StudyEvent) -> None:

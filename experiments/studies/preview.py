@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
     cells: dict[str, list[PlannedRun]] = {}
     for run in planned:
         cells.setdefault(Path(run.directory).parent.name, []).append(run)
-    records = _records(study, planned, directory)
+    of_report = tuple(Run(dict(run.labels), run.seed, directory / run.directory) for run in planned)
+    records = Records(study.name, study.description, study.measured, *study.compared, of_report)
     axes = dict.fromkeys(axis for axis in (records.compare, method_axis(records)) if axis is not None)
     found, configs = [], {axis: dict[str, dict[str, dict[str, Any]]]() for axis in axes}
     for runs in cells.values():
@@ -96,12 +97,6 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
             panel = ", ".join(label for other, label in first.labels.items() if other != axis)
             panels.setdefault(panel, {})[first.labels[axis]] = first.experiment.model_dump(mode="json")
     return StudyPreview(study.name, tuple(found), configs, tuple(describe_comparisons(records)))
-
-
-def _records(study: Study, planned: Iterable[PlannedRun], directory: Path) -> Records:
-    """Return the planned runs in the form in which reports read runs."""
-    runs = tuple(Run(dict(run.labels), run.seed, directory / run.directory) for run in planned)
-    return Records(study.name, study.description, study.measured, *study.compared, runs)
 
 
 def _sizes(experiment: Experiment) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from .axes import (
     require_baselines,
     require_known,
 )
-from .tuning.base import Tuning, distinct
+from .tuning.base import Seeds, Tuning
 from .tuning.descent import CoordinateDescent
 
 _SHIPPED = Path(__file__).parent
@@ -74,7 +74,7 @@ class Study(Component):
         (), strict=False, description="cells that are not run: axis -> label or list of labels"
     )
     settings: tuple[Setting, ...] = Field((), strict=False, description="values for combinations of labels")
-    seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="every cell has one run for each seed")
+    seeds: Seeds = Field((0,), strict=False, min_length=1, description="every cell has one run for each seed")
     equal: Literal["steps", "seconds"] = Field(
         "steps",
         description="steps: every cell has the steps that are set; seconds: all cells train as long as the baseline, "
@@ -126,11 +126,6 @@ class Study(Component):
     @classmethod
     def _kind(cls, tune: Any) -> Any:
         return {"kind": "coordinate_descent", **tune} if isinstance(tune, Mapping) else tune
-
-    @field_validator("seeds")
-    @classmethod
-    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return distinct(seeds)
 
     @model_validator(mode="after")
     def _consistent(self) -> Study:

@@ -7,9 +7,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Annotated, Any, Self, final
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
@@ -23,11 +23,15 @@ Values = dict[str, Any]
 """A value for every field of a search space, by dotted path."""
 
 
-def distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
+def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
     """Return the seeds. Raises ValueError if a seed is repeated."""
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be distinct, got {list(seeds)}; remove the repeated ones")
     return seeds
+
+
+Seeds = Annotated[tuple[int, ...], AfterValidator(_distinct)]
+"""Seeds, all of which are different."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,13 @@ class Tuning(Component, ABC, family="tuning"):
     alone. A stopped study therefore continues the same search, with any number of processes.
     """
 
-    seeds: tuple[int, ...] = Field(
+    seeds: Seeds = Field(
         strict=False, min_length=1, examples=[[101]], description="seeds of the search, none of the study's"
     )
     trials: int = Field(10, ge=1, description="largest number of values tried in a cell")
     seconds: float | None = Field(
         None, gt=0, description="training seconds in a cell after which no other value is tried; none: no limit"
     )
-
-    @field_validator("seeds")
-    @classmethod
-    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return distinct(seeds)
 
     @final
     def require_apart(self, seeds: Iterable[int], axes: Iterable[str]) -> None:

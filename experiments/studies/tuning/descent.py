@@ -68,29 +68,24 @@ class CoordinateDescent(Tuning):
         )
 
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
-        starts = self._starts(cell)
-        points = [self._point(trial.values, starts) for trial in trials]
+        points = [self._point(trial.values, cell) for trial in trials]
         if not points:
-            origin = tuple(
-                0 if start is not None else (len(self._list(path)) - 1) // 2 for path, start in starts.items()
-            )
-            first = self._neighbours(origin, 0)
-            return [self._values(point, starts) for point in sorted({origin, *first})]
+            origin = tuple(0 if isinstance(grid, RatioGrid) else (len(grid) - 1) // 2 for grid in self.space.values())
+            return [self._values(point, cell) for point in sorted({origin, *self._neighbours(origin, 0)})]
         best = best_trial(trials)
-        place = self._point(best.values, starts)
+        place = self._point(best.values, cell)
         for axis in range(len(self.space)):
             beyond = self._neighbours(place, axis)
             if math.isinf(best.score) and isinstance(list(self.space.values())[axis], RatioGrid):
                 beyond = beyond[:1]
             if wanted := [point for point in beyond if point not in points]:
                 fits = len(trials) + len(wanted) <= self.trials
-                return [self._values(point, starts) for point in wanted] if fits else []
+                return [self._values(point, cell) for point in wanted] if fits else []
         return []
 
     def edges(self, cell: Experiment, best: Trial, trials: Sequence[Trial]) -> dict[str, str]:
-        starts = self._starts(cell)
-        points = {self._point(trial.values, starts) for trial in trials}
-        place, found = self._point(best.values, starts), {}
+        points = {self._point(trial.values, cell) for trial in trials}
+        place, found = self._point(best.values, cell), {}
         for axis, (path, grid) in enumerate(self.space.items()):
             low, high = _moved(place, axis, -1) in points, _moved(place, axis, 1) in points
             ordered = isinstance(grid, RatioGrid) or all(isinstance(v, (int, float)) for v in grid)
@@ -98,39 +93,23 @@ class CoordinateDescent(Tuning):
                 found[path] = "largest" if low else "least"
         return found
 
-    def _starts(self, cell: Experiment) -> dict[str, float | None]:
-        """Return the start value of every grid of constant ratio by path; None for a list."""
-        return {p: g.first(p, cell) if isinstance(g, RatioGrid) else None for p, g in self.space.items()}
-
-    def _list(self, path: str) -> list[Scalar]:
-        grid = self.space[path]
-        assert isinstance(grid, list)
-        return grid
-
     def _neighbours(self, point: Point, axis: int) -> list[Point]:
         """Return the existing neighbours of a point along one field."""
         grid = list(self.space.values())[axis]
         beside = [_moved(point, axis, by) for by in (-1, 1)]
         return [one for one in beside if isinstance(grid, RatioGrid) or 0 <= one[axis] < len(grid)]
 
-    def _values(self, point: Point, starts: Mapping[str, float | None]) -> Values:
-        values: Values = {}
-        for k, (path, grid) in zip(point, self.space.items(), strict=True):
-            start = starts[path]
-            if isinstance(grid, RatioGrid):
-                assert start is not None
-                values[path] = six_digits(start * grid.ratio**k)
-            else:
-                values[path] = grid[k]
-        return values
+    def _values(self, point: Point, cell: Experiment) -> Values:
+        return {
+            path: six_digits(grid.first(path, cell) * grid.ratio**k) if isinstance(grid, RatioGrid) else grid[k]
+            for k, (path, grid) in zip(point, self.space.items(), strict=True)
+        }
 
-    def _point(self, values: Mapping[str, Any], starts: Mapping[str, float | None]) -> Point:
+    def _point(self, values: Mapping[str, Any], cell: Experiment) -> Point:
         place = []
         for path, grid in self.space.items():
-            start = starts[path]
             if isinstance(grid, RatioGrid):
-                assert start is not None
-                place.append(round(math.log(values[path] / start) / math.log(grid.ratio)))
+                place.append(round(math.log(values[path] / grid.first(path, cell)) / math.log(grid.ratio)))
             else:
                 place.append(grid.index(values[path]))
         return tuple(place)
