@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 
-from ..studies.axes import Label, Where, as_label, read_where, require_known
+from ..studies.axes import Labels, Where, require_known
 from ..studies.study import Study, load_study
 
 Verdict = Literal["holds", "fails", "undecided"]
@@ -35,17 +34,7 @@ class CellPair(Component):
     """Cells of a study to measure. Each is compared with its partner, whose labels differ by `than`."""
 
     of: Where = Field(min_length=1, description="axis -> label or list of labels; axes not named: all labels")
-    than: dict[str, str] = Field(min_length=1, description="axis -> label of the cells that these are compared with")
-
-    @field_validator("of", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
-    @classmethod
-    def _lists(cls, of: Any) -> Any:
-        return read_where(of)
-
-    @field_validator("than", mode="before", json_schema_input_type=dict[str, Label])
-    @classmethod
-    def _labels(cls, than: Any) -> Any:
-        return {axis: as_label(v) for axis, v in than.items()} if isinstance(than, Mapping) else than
+    than: Labels = Field(min_length=1, description="axis -> label of the cells that these are compared with")
 
     def require_axes(self, study: Study, where: str) -> None:
         """Raise ValueError if `of` or `than` names an axis or a label that the study does not have."""

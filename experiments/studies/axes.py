@@ -6,9 +6,9 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from eigengraft.component import Component
 from eigengraft.errors import did_you_mean
@@ -25,15 +25,26 @@ LABEL = re.compile(r"[\w.+-]+")
 """Pattern of a label. A label is part of a directory's name."""
 
 
-Where = dict[str, tuple[str, ...]]
-"""A selection of cells: axis -> labels. A cell is selected if its label on each named axis is among the labels."""
-
-
-def read_where(where: Any) -> Any:
+def _lists(where: Any) -> Any:
     """Return a `Where` in its long form. A file may contain a single label in place of a list of one label."""
     if not isinstance(where, Mapping):
         return where
     return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in where.items()}
+
+
+Where = Annotated[
+    dict[str, tuple[str, ...]], BeforeValidator(_lists, json_schema_input_type=dict[str, Label | list[Label]])
+]
+"""A selection of cells: axis -> labels. A cell is selected if its label on each named axis is among the labels."""
+
+
+def _labels(labels: Any) -> Any:
+    """Return labels by axis as texts."""
+    return {axis: as_label(v) for axis, v in labels.items()} if isinstance(labels, Mapping) else labels
+
+
+Labels = Annotated[dict[str, str], BeforeValidator(_labels, json_schema_input_type=dict[str, Label])]
+"""One label for each named axis."""
 
 
 def inside(where: Where, labels: Mapping[str, str]) -> bool:
@@ -46,11 +57,6 @@ class Setting(Component):
 
     when: Where = Field(min_length=1, examples=[{"method": "soap"}], description="axis -> label or list of labels")
     set: dict[str, Any] = Field(min_length=1, examples=[{"lr": 0.01}], description="dotted path -> value")
-
-    @field_validator("when", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
-    @classmethod
-    def _lists(cls, when: Any) -> Any:
-        return read_where(when)
 
 
 def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]) -> Iterator[dict[str, str]]:

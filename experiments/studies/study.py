@@ -23,16 +23,14 @@ from ..training.experiment import Experiment, load_experiment, read_experiment, 
 from ..training.imports import resolve_paths
 from .axes import (
     Changes,
-    Label,
+    Labels,
     Setting,
     Where,
-    as_label,
     axis_choices,
     changed_paths,
     combinations,
     located_axis,
     located_setting,
-    read_where,
     require_baselines,
     require_known,
 )
@@ -91,7 +89,7 @@ class Study(Component):
     target: Target | None = Field(
         None, description="value of the metric; reports also compare the steps at which runs reach it"
     )
-    baseline: dict[str, str] = Field(
+    baseline: Labels = Field(
         default={},
         max_length=1,
         description="compared axis: label of its baseline; none: its default and its first label; the default is "
@@ -111,16 +109,6 @@ class Study(Component):
         return (
             {axis: axis_choices(str(axis), some) for axis, some in axes.items()} if isinstance(axes, Mapping) else axes
         )
-
-    @field_validator("exclude", mode="before", json_schema_input_type=list[dict[str, Label | list[Label]]])
-    @classmethod
-    def _where(cls, exclude: Any) -> Any:
-        return tuple(map(read_where, exclude)) if isinstance(exclude, (list, tuple)) else exclude
-
-    @field_validator("baseline", mode="before", json_schema_input_type=dict[str, Label])
-    @classmethod
-    def _text(cls, baseline: Any) -> Any:
-        return {k: as_label(v) for k, v in baseline.items()} if isinstance(baseline, Mapping) else baseline
 
     @field_validator("tune", mode="before", json_schema_input_type=Tuning | CoordinateDescent | None)
     @classmethod

@@ -8,10 +8,10 @@ import hashlib
 import importlib.util
 import lzma
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ IN_PACKAGE = "package:"
 """Prefix of a path in the folder of an installed package. The package is not imported."""
 INSTALLED = (IN_LIBRARY, IN_PACKAGE)
 """Prefixes of paths that do not depend on the location of an experiment file."""
+
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class ByteLM(Task):
@@ -141,21 +143,12 @@ def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     for file in files:
-        with _opened(file) as stream:
+        with _OPENERS.get(file.suffix, open)(file, "rb") as stream:
             parts.append(stream.read(max_bytes - size))
         size += len(parts[-1])
         if size >= max_bytes:
             break
     return b"".join(parts)
-
-
-def _opened(file: Path) -> BinaryIO | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile:
-    """Open a file for reading, decompressed as its suffix says."""
-    if file.suffix == ".gz":
-        return gzip.open(file)
-    if file.suffix == ".bz2":
-        return bz2.open(file)
-    return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
 
 
 def library_folder() -> Path:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.optimizers.inspect.norms import NormWatch
 
+from .outcome import finite_or_none
 from .parallel import Ranks
 
 LAYER_MEASURES = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
@@ -126,10 +127,10 @@ class Layers:
         whole = _together(self.last.values()).measures() if layers else {}
         for measure in LAYER_MEASURES:
             own = {name: measures[measure] for name, measures in layers.items() if measure in measures}
-            columns[measure] = _number(whole.get(measure))
+            columns[measure] = finite_or_none(whole.get(measure))
             for end, pick in _ENDS.items():
                 layer = pick(own, key=own.__getitem__) if own else None
-                columns[f"{measure}_{end}"] = None if layer is None else _number(own[layer])
+                columns[f"{measure}_{end}"] = None if layer is None else finite_or_none(own[layer])
                 columns[f"{measure}_{end}_layer"] = layer
         return columns
 
@@ -144,7 +145,7 @@ class Layers:
             over_run = {"update_ratio_peak": self.record.peak[name], "zero_gradients": zeros}
             for measure, value in {**own.measures(), **over_run}.items():
                 fields = {"parameter": name, "stage": "", "slot": "", "measure": measure}
-                yield {**fields, "value": _number(value)}
+                yield {**fields, "value": finite_or_none(value)}
 
 
 _ENDS: dict[str, Callable[..., str]] = {"largest": max, "smallest": min}
@@ -155,8 +156,3 @@ def _together(norms: Collection[Norms]) -> Norms:
     fields = ([one.weight for one in norms], [one.update for one in norms], [one.first for one in norms])
     weight, update, first = (math.hypot(*values) for values in fields)
     return Norms(weight, math.hypot(*(one.gradient or 0.0 for one in norms)), update, first)
-
-
-def _number(value: float | None) -> float | None:
-    """Return the value, or None for infinity, which JSON lacks."""
-    return value if value is not None and math.isfinite(value) else None

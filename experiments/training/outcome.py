@@ -122,7 +122,7 @@ class MetricsWindow:
         return {
             "step": step,
             "loss": finite_or_none(fmean(self.losses)),
-            "val_loss": finite_or_none(metrics.val_loss) if metrics is not None else None,
+            "val_loss": None if metrics is None else finite_or_none(metrics.val_loss),
             "val_accuracy": metrics.val_accuracy if metrics is not None else None,
             **further_metrics(metrics),
             "lr": lr,
@@ -194,6 +194,6 @@ class Diagnostics:
         return self.every is not None and (step % self.every == 0 or step == self.last)
 
 
-def finite_or_none(value: float) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return the value, or None for NaN and infinity, which JSON lacks."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None

@@ -261,7 +261,7 @@ class Trainer:
             parameters=parameters,
             state_bytes=state_bytes,
             state_bytes_per_parameter=state_bytes / parameters,
-            first_loss=None if self.first_loss is None else finite_or_none(self.first_loss),
+            first_loss=finite_or_none(self.first_loss),
             metrics=further_metrics(metrics),
             **numbers,
         )
