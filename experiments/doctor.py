@@ -55,8 +55,8 @@ EXPLODED = 10
 times as much as the median of the other layers.
 """
 EXPLODED_ALONE = 10
-"""Further factor of the growth, required if nothing else is wrong with the run. In healthy runs, too, layers with small
-initial weights grow.
+"""If nothing else is wrong with the run, a layer must have grown by this further factor. Layers with small initial
+weights grow in healthy runs too.
 """
 RISEN = 0.9
 """Fraction of the fall of the loss. A run counts as having got worse if its loss has risen again by this fraction at
@@ -238,7 +238,7 @@ class Record:
 
     @property
     def ended_by_fault(self) -> bool:
-        """True if the run recorded a fault and did not recover from it."""
+        """True if a fault was recorded and the run has no result, or for an imported run no finite loss at the end."""
         return self.fault is not None and (self.ends_lost if self.imported else not self.run.result)
 
     def lost_rows(self, column: str) -> list[Mapping[str, Any]]:
@@ -331,7 +331,7 @@ def _unlogged(record: Record) -> Iterator[str]:
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield the recorded fault of the run, if any.
 
-    If steps were too large, the finding names the learning rate as the cause also where the fault names the model.
+    If steps were too large, the finding names the learning rate as the cause even if the fault names the model.
     """
     fault = record.fault
     if fault is None:
@@ -477,13 +477,13 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
 
 
 def _of_others(record: Record, measure: str, name: str) -> float | None:
-    """Return the median of a measure at the end over all layers except `name`; None if there are no other layers."""
+    """Return the median of a measure at the end over all layers except `name`, or None if there are no others."""
     others = [value for layer, value in record.run.layers.get(measure, {}).items() if layer != name]
     return median(others) if others else None
 
 
 def _or_infinite(value: float | None) -> float:
-    """Return a measure of a row of metrics; infinity for None, which stands for a value that is not finite."""
+    """Return the value, or infinity for None, which rows of metrics have for a value that is not finite."""
     return math.inf if value is None else value
 
 

@@ -56,10 +56,10 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:
-        """Extend the message of an error about an option: say the meaning of a missing value, or the form of a setting
-        that was given as an option.
+        """Make the message of an error about an option helpful. A missing value gets its meaning. A setting that was
+        given as an option gets the right form.
 
-        typer does not export the class of these errors, which are the only ones with the name of an option.
+        Such an error is recognized by its attribute `option_name`, because typer does not export its class.
         """
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
         option: Any = next((one for one in command.params if name in one.opts), None) if command is not None else None

@@ -169,8 +169,8 @@ def ranks_table(plan: Plan, title: str, unit: str) -> Table:
 def growth(plans: Sequence[Plan], unit: str) -> Table:
     """Return a Markdown table with a row for each number of ranks.
 
-    Columns have the largest value over ranks, and the efficiency: the share of an interval that ranks do not spend
-    waiting.
+    A column has the largest value of all ranks. The column of the efficiency has the share of a refresh interval that
+    ranks do not spend waiting.
     """
     import numpy as np
 
@@ -186,7 +186,7 @@ def growth(plans: Sequence[Plan], unit: str) -> Table:
 
 
 def remarks(plan: Plan, unit: str) -> list[str]:
-    """Return lines about imbalance, exceptions, offloaded state and agreement, which the table does not show."""
+    """Return lines with numbers of a plan that the table of its ranks does not show."""
     home = [name for name, share in plan.placements.items() if share.owners is None]
     agreement = plan.traffic["agreement"]
     lines = [

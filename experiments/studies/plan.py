@@ -118,9 +118,9 @@ def unfinished(planned: Iterable[PlannedRun], directory: Path) -> list[PlannedRu
 
 
 def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
-    """Raise RecipeError if a task does not report the further metric of the study.
+    """Raise RecipeError if the metric of the study is `val.NAME` and a task does not report it.
 
-    A new model of each task is evaluated once.
+    To find the metrics of a task, a new model is evaluated once.
     """
     if study.metric in METRICS:
         return
@@ -149,10 +149,10 @@ def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
 
 
 def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError if runs of these cells in `directory` had other code or data, runs of searches included.
+    """Raise RecipeError if runs of these cells in `directory` had other code or data than the present ones.
 
-    Finished runs and later runs are averaged, so all runs of a study must have the same provenance. A run without a
-    result and without a checkpoint starts anew, so it is not compared.
+    Runs of searches are checked too. All runs of a study must have the same provenance, because finished runs and later
+    runs are averaged. A run without a result and without a checkpoint starts anew, so it is not compared.
     """
     experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}

@@ -149,7 +149,7 @@ def _batch(rows: Grid, targets: Grid) -> Batch:
 class Axis(nn.Module):
     """Features of one coordinate z [N]: z scaled to [-1, 1], and sines and cosines of z.
 
-    Their frequencies are 1 to `harmonics` times the base frequency, whose period is twice the range of z. For a
+    The frequencies are 1 to `harmonics` times the base frequency, whose period is twice the range of z. For a
     periodic coordinate the period is the range, and there are only sines and cosines (Dong & Ni 2021, J. Comput. Phys.
     435).
     """

@@ -200,9 +200,9 @@ class Divergence:
         return loss if math.isfinite(loss) else None
 
     def _state(self, role: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the slots of stages as ("<parameter>: <slot>", tensor).
+        """Yield the slots of stages as ("<parameter>: <slot>", tensor), without iterates that hold weights.
 
-        role: role of the slots; None: all roles. Iterates that hold weights belong to no stage, and are left out.
+        role: role of the slots; None: all roles.
         """
         for param_set in self.optimizer.param_sets:
             roles = {str(key): slot.role for own in param_set.stack_states for key, slot in own.slots()}

@@ -131,7 +131,7 @@ class Experiment(Component):
 
     @property
     def run_recipe(self) -> eigengraft.Recipe:
-        """The recipe of this run. It has the length of the run if a schedule of the recipe depends on it."""
+        """The recipe, with `total_steps` set if a schedule of the recipe depends on the length of the run."""
         if self.recipe.total_steps is not None or not follows_run(self.recipe.rules()):
             return self.recipe
         return self.recipe.replace(total_steps=self.steps)
