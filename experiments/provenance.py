@@ -21,7 +21,7 @@ REMEDY = "Choose another directory, or remove this one."
 def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a recorded environment that are compared: versions, and sha256 of data and imported files.
 
-    An entry that an older version did not record is left out. It then differs from an environment that has the entry.
+    An entry that an older version did not record is left out. Such an environment differs from one with this entry.
     """
     found = {key: environment[key] for key in _VERSIONS if key in environment}
     data, imports = environment.get("data"), environment.get("imports")
@@ -34,7 +34,7 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Return a line "entry: recorded -> present" for each entry in which two environments differ."""
-    # This import is here because the module imports torch, which reports do not need.
+    # Imported here, because overrides.py imports torch, which reports do not need.
     from eigengraft.optimizers.recipe.overrides import differences
 
     return differences(provenance_of(known), provenance_of(found))
@@ -48,7 +48,7 @@ def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     if all(one == found[0] for one in found):
         return ["" for _ in found]
-    # This import is here because the module imports torch, which most reports do not need.
+    # Imported here, because overrides.py imports torch, which most reports do not need.
     from eigengraft.optimizers.recipe.overrides import flatten
 
     flat = [{path: str(value) for path, value in flatten(one)} for one in found]

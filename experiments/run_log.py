@@ -59,8 +59,8 @@ class RunLog:
     Used as a context manager, the run is complete at the end of the block, unless the block raises.
 
     Args:
-        directory: directory of the run. Reports name a run by it; directories `NAME/seed-0`, `NAME/seed-1` are the
-            seeds of one method.
+        directory: directory of the run, by which reports name it. Runs in `NAME/seed-0` and `NAME/seed-1` count as two
+            seeds of the method NAME.
         task: name of the task and its data. Runs of other tasks are never compared.
         steps: number of steps of the run.
         seed: seed of the run. None: the number of a directory `seed-K`, else 0.

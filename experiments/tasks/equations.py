@@ -86,8 +86,8 @@ class _Step(NamedTuple):
 class FourierMethod:
     """v' = L v + D F[n(u)],  v = F[u] the Fourier coefficients of u, in steps of ETDRK4.
 
-    Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29). The formulas of the coefficients cancel near 0.
-    Their means over a circle around h L are used instead (Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26).
+    Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29). The formulas of the coefficients lose digits
+    near 0. Their means over a circle around h L are used instead (Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26).
 
     x_range: one period.
     linear: L, a number for each wave number k of the modes exp(i k x).

@@ -50,11 +50,11 @@ class Result:
     step_ms: median milliseconds of a step.
     optimizer_ms: median milliseconds of the optimizer in a step.
     train_loss: mean loss over the steps of the last row of metrics; None if it was not finite.
-    diagnosis: the first value of a diverged run that was not finite, and its usual cause; or the rise of the training
-        loss in a run that got worse; empty if nothing was found.
+    diagnosis: in a diverged run, the first value that was not finite and its usual cause. In a run that got worse, the
+        rise of the training loss. Empty in other runs.
     first_loss: training loss of the first step; None if it was not finite.
-    metrics: further metrics of the task at the end by their columns in metrics.jsonl, `val.NAME`; None for a number
-        that is not finite. Empty if the task has none or the run diverged.
+    metrics: further metrics of the task at the end, by column `val.NAME`. None stands for a number that is not finite.
+        Empty if the task has no further metrics or the run diverged.
     """
 
     diverged: bool

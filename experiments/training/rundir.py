@@ -11,11 +11,11 @@ result.json        written last: the run is complete
 lock               locked while a process trains here
 
 A file is either complete or absent: it is written under a temporary name and then renamed. A checkpoint contains the
-length of metrics.jsonl that it covers. A continued run drops later rows and computes the same rows again.
+length of metrics.jsonl at its step. A continued run drops later rows and computes the same rows again.
 
 Checkpoints of several processes are directories in torch's distributed format. Any number of ranks can read them under
 any `parallel`: shards of parameters and state are saved by name with their offset in the full tensor. The last two
-checkpoints are kept, and that of the step before the learning rate falls.
+checkpoints are kept, and the one of the step before the learning rate falls.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class RunDirectory:
         return read_rows(self.metrics)
 
     def save(self, state: Mapping[str, Any], name: str = "checkpoint") -> None:
-        """Write a checkpoint of a single process, completely or not at all, with the length of covered metrics."""
+        """Write a checkpoint of a single process, completely or not at all, with the length of metrics.jsonl."""
         size = self.metrics_size()
         with replacing(self.path / f"{name}.pt") as temporary, temporary.open("wb") as stream:
             torch.save({**state, "metrics_bytes": size}, stream)
@@ -161,9 +161,7 @@ class RunDirectory:
             shutil.rmtree(folder, ignore_errors=True)
 
     def load(self) -> dict[str, Any] | None:
-        """Return the checkpoint of a single process, None if there is none. Drops the rows of metrics that the
-        checkpoint does not cover.
-        """
+        """Return the checkpoint of a single process, None if there is none. Drops rows of metrics after it."""
         file = self.path / "checkpoint.pt"
         state: dict[str, Any] | None = None
         if any(self.path.glob("checkpoint-*")):
@@ -256,8 +254,8 @@ def save_sharded(
 ) -> None:
     """Write the checkpoint of step `notes["step"]`. All ranks must call this.
 
-    notes: state of the run beside model and optimizer, written by rank 0.
-    branch: step whose checkpoint is kept beside the last ones; None: no step.
+    notes: state of the run without that of model and optimizer. Rank 0 writes it.
+    branch: step whose checkpoint is never removed. None: there is no such step.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -309,7 +307,7 @@ def load_sharded(
 
 
 def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the last checkpoint and its notes, and drop the rows of metrics that it does not cover."""
+    """Return the last checkpoint and its notes, and drop the rows of metrics after it."""
     if (run.path / "checkpoint.pt").exists():
         raise RecipeError(f"{run.path}: its checkpoint was written by a single process; continue with parallel=none")
     found = newest_checkpoint(run)

@@ -36,7 +36,7 @@ class LearningRateSchedule(Component, family="schedule"):
         return self.decay((step - self.warmup_steps) / (steps - self.warmup_steps))
 
     def shared_steps(self, steps: int, longer: int | None = None) -> int:
-        """Return how many factors, from the first step on, a run of `steps` has in common with a longer run.
+        """Return the number of steps from the start in which a run of `steps` and a longer run have equal factors.
 
         longer: length of the longer run; None: twice the length.
         """

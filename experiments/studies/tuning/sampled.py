@@ -25,8 +25,8 @@ class Halving(Component):
 
     The n others are the runs of earlier trials of the cell with the same seed that reached the step. The best run so
     far always continues. Steps are rounded up to the next evaluation. This is the rule of Optuna's
-    SuccessiveHalvingPruner (Li et al. 2018, arXiv:1810.05934, without suspension). Trials that run side by side do not
-    see each other.
+    SuccessiveHalvingPruner (Li et al. 2018, arXiv:1810.05934, without suspension). Trials that run side by side are not
+    compared.
     """
 
     rate: int = Field(3, ge=2, description="one of this many runs continues to this many times the steps")
