@@ -7,7 +7,7 @@ texts.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +46,8 @@ def list_command(
     imports: Imports = None,
 ) -> None:
     """List recipes by goal, all recipes, families of parts, or the members of a family; or search in all of them."""
+    from eigengraft.optimizers.recipe.loading import raw_recipe, shipped_recipes
+
     registered = _registered(imports or ())
     if what is None:
         about = {
@@ -57,9 +59,13 @@ def list_command(
         typer.echo("`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.")
         typer.echo("`eigengraft show KIND` prints a member, `eigengraft show FAMILY` what one of your own defines.")
         return
+    by_goal: list[tuple[str, ...]] = [
+        (goal.title, "\n".join(f"{name} ({numbers})" if numbers else name for name, numbers in goal.recipes), goal.rule)
+        for goal in GOALS
+    ]
     lists: dict[str, list[tuple[str, ...]]] = {
-        BY_GOAL: [(goal.title, "\n".join(map(_measured, goal.recipes)), goal.rule) for goal in GOALS],
-        RECIPES: [*recipe_entries()],
+        BY_GOAL: by_goal,
+        RECIPES: [(name, str(raw_recipe(name).get("about") or "")) for name in shipped_recipes()],
         **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
     }
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
@@ -128,14 +134,6 @@ def _declaration_of(source: str) -> dict[str, Any]:
     return load_recipe(source).model_dump(mode="json")
 
 
-def recipe_entries() -> Iterator[tuple[str, str]]:
-    """Yield (name, text of its field `about`) for every shipped recipe."""
-    from eigengraft.optimizers.recipe.loading import raw_recipe, shipped_recipes
-
-    for name in shipped_recipes():
-        yield name, str(raw_recipe(name).get("about") or "")
-
-
 def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
     """Return (family, component) for each kind that `source` names, as KIND or FAMILY.KIND.
 
@@ -182,12 +180,6 @@ def print_family(name: str) -> bool:
     if file.is_file():
         typer.echo(f"\nA complete file, with its check: {file}")
     return True
-
-
-def _measured(recipe: tuple[str, str]) -> str:
-    """Return the name of a recipe and its measured numbers as one text."""
-    name, numbers = recipe
-    return f"{name} ({numbers})" if numbers else name
 
 
 def _about(cls: type[Component]) -> str:

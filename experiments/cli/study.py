@@ -360,9 +360,9 @@ class StudyProgress:
                 text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
                 self.progress.console.print(text, highlight=False, soft_wrap=True)
         elif event.kind == "progress":
-            first = self.first_steps.setdefault(key, event.value.step)
-            self.timed_steps[key] = event.value.step - first
-            shown = _describe_tick(event.value)
+            self.timed_steps[key] = event.value.step - self.first_steps.setdefault(key, event.value.step)
+            tick = event.value
+            shown = f"step {tick.step}/{tick.steps}  loss {tick.loss:.3f}  {tick.step_ms:.1f} ms"
             self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
             if self.lines is not None:
                 self.lines.write(lambda: f"{self._figures(event.fraction)}; {event.run.title}: {shown}")
@@ -388,10 +388,6 @@ class StudyProgress:
         if not timed or gained <= 0 or spent < 5 or fraction >= 1:
             return text
         return f"{text}{_left(spent * (1 - fraction) / gained)}"
-
-
-def _describe_tick(tick: Tick) -> str:
-    return f"step {tick.step}/{tick.steps}  loss {tick.loss:.3f}  {tick.step_ms:.1f} ms"
 
 
 def _describe_result(result: Result, metric: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -74,23 +74,6 @@ class Result:
 
 
 @dataclass
-class TrainedWork:
-    """The amount of training of a run so far.
-
-    weights: number of trained weights.
-    tokens: number of targets so far: tokens of a text, or images.
-    """
-
-    weights: int
-    tokens: int = 0
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of the model so far: 6 for each weight and target (Kaplan et al. 2020)."""
-        return 6 * self.weights * self.tokens
-
-
-@dataclass
 class MetricsWindow:
     """Losses, milliseconds and events of the steps since the last row of metrics, from which the next row is made.
 
@@ -105,17 +88,11 @@ class MetricsWindow:
     clipped: int = 0
 
     def row(
-        self,
-        step: int,
-        lr: float,
-        seconds: float,
-        work: TrainedWork,
-        metrics: Metrics | None,
-        layers: Mapping[str, Any],
+        self, step: int, metrics: Metrics | None, spent: Mapping[str, float], layers: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return a row of metrics.jsonl: mean loss, median times, counts, metrics of an evaluation, norms of layers.
 
-        work: tokens and FLOPs up to this step.
+        spent: columns with the learning rate of this step, and with seconds, tokens and FLOPs up to this step.
         metrics: result of an evaluation after this step; None: there was none.
         layers: columns with the norms of layers.
         """
@@ -125,10 +102,7 @@ class MetricsWindow:
             "val_loss": None if metrics is None else finite_or_none(metrics.val_loss),
             "val_accuracy": metrics.val_accuracy if metrics is not None else None,
             **further_metrics(metrics),
-            "lr": lr,
-            "seconds": seconds,
-            "tokens": work.tokens,
-            "flops": work.flops,
+            **spent,
             "step_ms": median(self.step_ms),
             "optimizer_ms": median(self.optimizer_ms),
             "skipped": self.skipped,
@@ -140,12 +114,6 @@ class MetricsWindow:
 def further_metrics(metrics: Metrics | None) -> dict[str, float | None]:
     """Return the columns of further metrics, with None for numbers that are not finite. Empty without an evaluation."""
     return {} if metrics is None else {name: finite_or_none(value) for name, value in metrics.columns.items()}
-
-
-def numbers_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a result that follow from the rows of metrics: median times and the last training loss."""
-    times = {key: median(row[key] for row in rows) for key in ("step_ms", "optimizer_ms")}
-    return {**times, "train_loss": rows[-1]["loss"]}
 
 
 @dataclass(frozen=True)

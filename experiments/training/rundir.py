@@ -118,11 +118,13 @@ class RunDirectory:
         """Return the rows of diagnostics so far."""
         return read_rows(self.path / "diagnostics.jsonl")
 
-    def rewind_fault(self, step: int) -> None:
-        """Remove fault.json if its fault occurred after `step`, the step from which the run continues."""
+    def rewind_fault(self, step: int) -> dict[str, Any] | None:
+        """Return the recorded fault, or None without one. Remove a fault after `step`, from which the run continues."""
         fault = self.read("fault")
         if fault is not None and fault["step"] > step:
             (self.path / "fault.json").unlink()
+            return None
+        return fault
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics so far."""

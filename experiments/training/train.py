@@ -26,16 +26,7 @@ from .environment import describe_environment, describe_provenance, record_envir
 from .experiment import Experiment
 from .extension import branch_step, extend_run
 from .layers import LayerRecord, Layers
-from .outcome import (
-    Diagnostics,
-    MetricsWindow,
-    Result,
-    Tick,
-    TrainedWork,
-    finite_or_none,
-    further_metrics,
-    numbers_of_rows,
-)
+from .outcome import Diagnostics, MetricsWindow, Result, Tick, finite_or_none, further_metrics
 from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model
 from .rundir import RunDirectory, load_sharded, newest_checkpoint, save_sharded
 
@@ -62,10 +53,10 @@ class Trainer:
         self.diagnostics = Diagnostics(self.optimizer, *shown)
         self.layers = Layers(self.model, self.optimizer, self.ranks)
         self.batch: Batch | None = None
-        callbacks = experiment.callbacks
-        self.callbacks = Callbacks(callbacks, self.model, self.optimizer, directory, self.ranks, self._current_batch)
+        trained = (self.model, self.optimizer, directory, self.ranks)
+        self.callbacks = Callbacks(experiment.callbacks, *trained, lambda: self.batch or no_batch())
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
-        self.work = TrainedWork(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
+        self.tokens = 0  # targets so far: tokens of a text, or images
         self.first_loss: float | None = None
         self.last_loss: float | None = None  # median over the steps of the last row, robust against a single spike
         self.fault: Fault | None = None
@@ -92,7 +83,8 @@ class Trainer:
                 fault = self._divergence(self.step, *losses).fault()
                 self._note_fault(fault)
             elif self.window.skipped and self.fault is None:
-                self._note_fault(self._skipped_gradient())
+                alone = Ranks(device=self.device)  # without messages, as other ranks may have skipped no gradient
+                self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
             if metrics is not None or not finite or self._due(self.experiment.log_every):
                 self._write_row(lr, metrics)
             if not finite:
@@ -108,12 +100,6 @@ class Trainer:
         key = (self.experiment.seed, step - 1)
         shown = (self.model, self.optimizer, self.gradients, self.dataset, self.dataset.batch(*key))
         return Divergence(*shown, self.dataset.batch_rows(*key), step, loss, val_loss, self.ranks)
-
-    def _skipped_gradient(self) -> Fault:
-        """Return the fault of the last step, in which the optimizer skipped a gradient. No messages are sent between
-        ranks.
-        """
-        return replace(self._divergence(self.step), ranks=Ranks(device=self.device)).fault()
 
     def _note_fault(self, fault: Fault) -> None:
         """Write the first fault of the run to fault.json. Later faults follow from it, and are not written."""
@@ -149,7 +135,7 @@ class Trainer:
             self.layers.before()
         start = self._now()
         whole = self.dataset.batch(self.experiment.seed, self.step)
-        self.work.tokens += whole.targets.numel()
+        self.tokens += whole.targets.numel()
         rows, weight = self.ranks.shard_batch(whole)
         self.batch = batch = rows.to(self.device)
         self.ranks.seed_step(self.experiment.seed, self.step)
@@ -161,25 +147,19 @@ class Trainer:
         self.diagnostics.after(self.step)
         if measured:
             self.layers.after()
-        self._count_skipped()
+        # An update that was skipped on a device is counted a step later.
+        skipped = sum(param_set.skipped.total() for param_set in self.optimizer.param_sets)
+        self.window.skipped, self.skipped = self.window.skipped + skipped - self.skipped, skipped
         self.seconds += end - start
         self.window.losses.append(self.ranks.mean(loss.item()))
         self.first_loss = self.window.losses[-1] if self.step == 1 else self.first_loss
         self.window.step_ms.append(1e3 * (end - start))
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
 
-    def _count_skipped(self) -> None:
-        """Count the skipped updates that the host knows of. Updates skipped on a device are counted a step later."""
-        skipped = sum(param_set.skipped.total() for param_set in self.optimizer.param_sets)
-        self.window.skipped, self.skipped = self.window.skipped + skipped - self.skipped, skipped
-
     def _measured(self, step: int) -> bool:
         """Return True if the norms of a step are measured: of the first step, and of steps with a row of metrics."""
         periods = (self.experiment.log_every, self.experiment.eval_every)
         return step in (1, self.experiment.steps) or any(step % every == 0 for every in periods)
-
-    def _current_batch(self) -> Batch:
-        return no_batch() if self.batch is None else self.batch
 
     def _backward(self, batch: Batch, weight: float) -> Tensor:
         """Compute the gradients of a batch, clip them, and return the loss."""
@@ -224,7 +204,10 @@ class Trainer:
             layers = dict(self.layers.row(self._measured(self.step)))
             if (counts := self.optimizer.spikes) is not None:
                 layers["spikes"] = counts.spikes
-            self.directory.append(self.window.row(self.step, lr, self.seconds, self.work, metrics, layers))
+            weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            flops = 6 * weights * self.tokens  # of forward and backward passes (Kaplan et al. 2020)
+            spent = {"lr": lr, "seconds": self.seconds, "tokens": self.tokens, "flops": flops}
+            self.directory.append(self.window.row(self.step, metrics, spent, layers))
         self.window = MetricsWindow()
 
     def _read_clipped(self) -> None:
@@ -250,7 +233,7 @@ class Trainer:
         return result
 
     def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int, diagnosis: str) -> Result:
-        numbers = numbers_of_rows(self.directory.rows())
+        rows = self.directory.rows()
         result = Result(
             diagnosis=diagnosis or worse_than_at_first(self.first_loss, self.last_loss),
             diverged=metrics is None,
@@ -261,9 +244,11 @@ class Trainer:
             parameters=parameters,
             state_bytes=state_bytes,
             state_bytes_per_parameter=state_bytes / parameters,
+            step_ms=median(row["step_ms"] for row in rows),
+            optimizer_ms=median(row["optimizer_ms"] for row in rows),
+            train_loss=rows[-1]["loss"],
             first_loss=finite_or_none(self.first_loss),
             metrics=further_metrics(metrics),
-            **numbers,
         )
         self.directory.write("result", asdict(result))
         if not self.experiment.keep_checkpoint:
@@ -274,8 +259,7 @@ class Trainer:
         self._read_clipped()
         notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
         notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss, "layers": asdict(self.layers.record)}
-        notes["tokens"] = self.work.tokens
-        notes["scheduler"] = self.scheduler.state_dict()
+        notes |= {"tokens": self.tokens, "scheduler": self.scheduler.state_dict()}
         if self.ranks.distributed:
             save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes, self.branch)
             return
@@ -306,18 +290,9 @@ class Trainer:
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
             # Checkpoints of older versions do not have these entries.
             self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
-            self.work.tokens = notes.get("tokens", 0)
+            self.tokens = notes.get("tokens", 0)
             self.layers.record = LayerRecord(**notes.get("layers", {}))
-        self._continue_fault()
-
-    def _continue_fault(self) -> None:
-        """Read the fault that was recorded up to the last checkpoint, if any. Later faults are dropped."""
-
-        def read() -> dict[str, Any] | None:
-            self.directory.rewind_fault(self.step)
-            return self.directory.read("fault")
-
-        known = self.ranks.on_first(read)
+        known = self.ranks.on_first(lambda: self.directory.rewind_fault(self.step))
         self.fault = Fault(**known) if known is not None else None
 
     def _load_single(self) -> dict[str, Any] | None:
@@ -383,23 +358,14 @@ def train(
         if done is not None:
             return Result(**done)
         with isolated_run(experiment, ranks):
-            with _recorded_start(run, ranks):
+            try:
                 trainer = Trainer(experiment, run, ranks, checked)
+            except TaskError as error:
+                if not ranks.distributed:
+                    next_step = max(run.checkpoint_steps(), default=0) + 1
+                    run.write("fault", asdict(Fault.of_error(error, next_step)))
+                raise
             return trainer.run(progress if ranks.first else None)
-
-
-@contextmanager
-def _recorded_start(run: RunDirectory, ranks: Ranks) -> Iterator[None]:
-    """Write a TaskError of the block to fault.json, as the fault of the step after the last checkpoint, and raise it
-    again. On several ranks nothing is written.
-    """
-    try:
-        yield
-    except TaskError as error:
-        if not ranks.distributed:
-            step = max(run.checkpoint_steps(), default=0) + 1
-            run.write("fault", asdict(Fault.of_error(error, step)))
-        raise
 
 
 def _advice(run: RunDirectory) -> str:

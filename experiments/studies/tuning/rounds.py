@@ -70,21 +70,15 @@ class _CellSearch:
 
     def runs(self, values: Values) -> list[PlannedRun]:
         """Return the runs of the next trial, one for each seed of the search."""
-        name = trial_name(values)
+        name, planned = trial_name(values), []
         own = changed(self.study.base, {**self.cell.changes, **values})
-        return [
-            PlannedRun(
-                {**self.cell.labels, "tuned": name},
-                seed,
-                self._limited(own.replace(seed=seed)),
-                f"tuning/{self.cell.directory}/{short_name(name)}/seed-{seed}",
-            )
-            for seed in self.tuning.seeds
-        ]
-
-    def _limited(self, experiment: Experiment) -> Experiment:
-        limits = self.tuning.limits(experiment, self.trials, self.metric)
-        return experiment if limits is None else experiment.replace(callbacks=(*experiment.callbacks, limits))
+        for seed in self.tuning.seeds:
+            experiment = own.replace(seed=seed)
+            if (limits := self.tuning.limits(experiment, self.trials, self.metric)) is not None:
+                experiment = experiment.replace(callbacks=(*experiment.callbacks, limits))
+            directory = f"tuning/{self.cell.directory}/{short_name(name)}/seed-{seed}"
+            planned.append(PlannedRun({**self.cell.labels, "tuned": name}, seed, experiment, directory))
+        return planned
 
     def _trial(self, values: Values, runs: Sequence[PlannedRun]) -> Trial | None:
         """Return the trial of these runs, or None while a run has not ended. If a run failed, the trial counts as
