@@ -63,9 +63,10 @@ def _require_effect(check: bool, write: bool, out: Path | None, workers: int | N
 def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | None) -> None:
     """Run every study of a folder to its end under `out`, and write its results into the folder as soon as it ends."""
     from ..reproduction.results import collect_results, keep_results
+    from ..studies.study import load_study
 
     for name in claims.studies:
-        run_to_end(str(folder / f"{name}.yaml"), [], out / name, workers)
+        run_to_end(load_study(folder / f"{name}.yaml"), out / name, workers)
         keep_results(collect_results(out / name), folder / "results" / f"{name}.json")
 
 
@@ -115,9 +116,8 @@ def track_run_command(
     from ..track.track import RESULTS_FILE, entry_study, find_entry, keep_entry, load_track
 
     track, found = load_track(), find_entry(entry, folder)
-    directory = run_to_end(
-        entry_study(track, found, imports or ()), [], out or Path("runs/track/runs") / found.name, workers
-    )
+    directory = out or Path("runs/track/runs") / found.name
+    run_to_end(entry_study(track, found, imports or ()), directory, workers)
     for task in keep_entry(track, found, directory, folder):
         remedy = "compare only with entries that were made with the same data"
         typer.echo(f"{task}: the data differ from those of version {track.version}; {remedy}")

@@ -66,19 +66,21 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     if storage is not None and (dry_run or submit is not None):
         other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs share a directory"
         raise RecipeError(f"--storage cannot be combined with {other}; remove one of the two")
-    if dry_run:
-        _print_preview(study, overrides or [], out)
-        return
-    if submit is None and (option or jobs > 1):
+    if submit is None and not dry_run and (option or jobs > 1):
         raise RecipeError(
             f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit, or remove the option"
         )
-    if submit is not None:
-        from ..studies.study import load_study
+    from ..studies.study import load_study
 
-        _submit(load_study(study, overrides or []), out, submit, jobs, workers or 1, option or [])
+    loaded = load_study(study, overrides)
+    directory = out or Path("runs") / short_name(loaded.name)
+    if dry_run:
+        _print_preview(loaded, directory)
         return
-    directory = run_to_end(study, overrides or [], out, workers, storage)
+    if submit is not None:
+        _submit(loaded, directory, submit, jobs, workers or 1, option or [])
+        return
+    run_to_end(loaded, directory, workers, storage)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
 
 
@@ -186,46 +188,37 @@ def demo_command(
 ) -> None:
     """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report."""
     from ..reports.report import Report
-
-    directory = run_to_end("demo", [], out, workers)
-    typer.echo(f"report: {Report(directory).write().resolve()}")
-
-
-def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
-    """Print the runs that a study would do."""
-    from ..studies.preview import preview_study
     from ..studies.study import load_study
 
-    study = load_study(source, overrides)
-    preview = preview_study(study, out or Path("runs") / short_name(study.name))
+    run_to_end(load_study("demo"), out, workers)
+    typer.echo(f"report: {Report(out).write().resolve()}")
+
+
+def _print_preview(study: Study, directory: Path) -> None:
+    """Print the runs that a study would do."""
+    from ..studies.preview import preview_study
+
+    preview = preview_study(study, directory)
     for table in (cells_table(preview), *differences_table(preview)):
         print_table(table)
     for text in (*preview.comparisons, sentence(preview)):
         typer.echo(text)
 
 
-def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: int, options: list[str]) -> None:
+def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int, options: list[str]) -> None:
     """Submit workers of a study as jobs, and print how to follow them."""
     from ..studies.workers.submission import submit_study
 
-    directory = out or Path("runs") / short_name(study.name)
     submitted = submit_study(study, directory, cluster, jobs, workers, options)
     names = ", ".join(job.job_id for job in submitted)
     typer.echo(f"jobs {names}; logs in {directory / 'jobs'}; for a report at any time: eigengraft report {directory}")
 
 
-def run_to_end(
-    source: str | Study, overrides: list[str], out: Path | None, workers: int | None, storage: str | None = None
-) -> Path:
-    """Do the remaining runs of a study and its searches, and return its directory. If runs failed, print them and exit
-    with code 1.
-    """
+def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
+    """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
     from ..reports.records import read_tuned
     from ..studies.running import complete_study
-    from ..studies.study import load_study
 
-    study = load_study(source, overrides)
-    directory = out or Path("runs") / short_name(study.name)
     console = Console(stderr=True)
     runs = 0
 
@@ -253,7 +246,6 @@ def run_to_end(
         where = escape(str(directory))
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)
-    return directory
 
 
 def _left(seconds: float) -> str:

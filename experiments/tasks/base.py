@@ -67,19 +67,6 @@ def _name_rows(rows: Sequence[int]) -> str:
 class LabelError(ValueError):
     """An error about classes in a batch for which the outputs of the model have no score."""
 
-    def __init__(self, kind: str, targets: Tensor, classes: int) -> None:
-        """Make the error with a message that names the range of the classes.
-
-        kind: kind of the task.
-        targets: the classes, integers.
-        classes: number of scores of each output.
-        """
-        low, high = int(targets.min()), int(targets.max())
-        super().__init__(
-            f"task.{kind}: targets from {low} to {high} are out of range, as each output has {classes} scores, for the "
-            f"classes 0 to {classes - 1}; number the classes from 0, or give the model one output for each class"
-        )
-
 
 class TaskError(RuntimeError):
     """An error in the code of a task: in `load` or `build`, or in its model or loss (for example wrong shapes)."""
@@ -311,7 +298,12 @@ class Task(Component, family="task"):
         try:
             return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         except IndexError:  # raised on the CPU only; a device checks labels without telling the host
-            raise LabelError(getattr(self, "kind", "?"), targets, outputs.shape[-1]) from None
+            low, high, classes = int(targets.min()), int(targets.max()), outputs.shape[-1]
+            raise LabelError(
+                f"task.{getattr(self, 'kind', '?')}: targets from {low} to {high} are out of range, as each output has "
+                f"{classes} scores, for the classes 0 to {classes - 1}; number the classes from 0, or give the model "
+                "one output for each class"
+            ) from None
 
     def reported(self, mean: float) -> float:
         """Return the validation loss to report, given the mean of `loss` over all validation targets. The default is

@@ -249,18 +249,15 @@ def process_group(parallel: Parallelism, device_name: str) -> Iterator[Ranks]:
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0)))
     device = local_device(device_name, local_rank, local_size)
     if own:
-        _start(device, parallel.timeout)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), local_size, device, distributed=True)
     finally:
         if own:
             dist.destroy_process_group()
-
-
-def _start(device: torch.device, timeout: float) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:

@@ -67,7 +67,9 @@ class DatabaseRendezvous(Rendezvous):
         wanted = _FILES.c.study == self.study
         if runs is not None:
             wanted = wanted & _FILES.c.run_key.in_([self._key(run) for run in runs])
-        missing = [run for run in self._known(wanted) if not (self.directory / run / _RESULT).exists()]
+        with _transaction(self.url) as connection:
+            known = sorted(map(str, connection.scalars(sql.select(_FILES.c.run).where(wanted).distinct())))
+        missing = [run for run in known if not (self.directory / run / _RESULT).exists()]
         for run in missing:
             rows = sql.select(_FILES.c.file, _FILES.c.content).where(_FILES.c.run_key == self._key(run))
             with _transaction(self.url) as connection:
@@ -94,11 +96,6 @@ class DatabaseRendezvous(Rendezvous):
             connection.execute(sql.delete(_FILES).where(stale))
             if rows:
                 connection.execute(sql.insert(_FILES), rows)
-
-    def _known(self, wanted: sql.ColumnElement[bool]) -> list[str]:
-        """Return the runs that have files in the database and satisfy the condition `wanted`."""
-        with _transaction(self.url) as connection:
-            return sorted(map(str, connection.scalars(sql.select(_FILES.c.run).where(wanted).distinct())))
 
     def _path(self, run: str, file: str) -> Path:
         return fault_file(self.directory / run) if file == _FAULT else self.directory / run / file
