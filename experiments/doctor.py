@@ -329,10 +329,7 @@ def _unlogged(record: Record) -> Iterator[str]:
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
-    """Yield the recorded fault of the run, if any.
-
-    If steps were too large, the finding names the learning rate as the cause even if the fault names the model.
-    """
+    """Yield the recorded fault of the run, if any. Too large steps change its cause to the learning rate."""
     fault = record.fault
     if fault is None:
         return
@@ -431,10 +428,7 @@ def _fastest_layer(record: Record) -> str:
 
 
 def _route(record: Record, layer: str) -> str:
-    """Return a clause about the route of a layer if the route multiplies the learning rate, else an empty text.
-
-    The text is also empty if the task cannot be loaded.
-    """
+    """Return a clause about the route of a layer if the route multiplies the learning rate, else an empty text."""
     if not any(route.get("lr_multiplier", 1) != 1 for route in record.run.config.get("recipe", {}).get("routes", ())):
         return ""
     try:

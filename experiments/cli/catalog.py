@@ -1,7 +1,6 @@
 """The catalog of the library: shipped recipes, families and kinds, each with its formula and its fields.
 
-The commands `list`, `show` and `diff` print it. The reference pages of the documentation describe fields by the same
-texts.
+The commands `list`, `show` and `diff` print it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
 
     Raises RecipeError that names every invalid cell.
 
-    tuned: results of searches by cell name; their values are set in the cells. None: no cell was tuned.
+    tuned: result of the search in a cell, by name of the cell. Its best values are set in the cell. None: no searches.
     """
     planned, faults = list[PlannedRun](), dict[str, list[str]]()
     for cell in cells(study):
@@ -134,7 +134,7 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
 
 
 def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError if `directory` contains runs of these cells with other settings."""
+    """Raise RecipeError if a run in `directory` has other settings than the planned run of this directory."""
     faults = []
     for run in planned:
         known = RunDirectory(directory / run.directory)

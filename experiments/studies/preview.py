@@ -62,7 +62,7 @@ class StudyPreview:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of all runs that are not done yet, one after the other. Timed runs count as whole runs."""
+        """Expected seconds of all runs that are not done yet, one after the other. Timed runs count like all others."""
         runs = ((cell.runs - cell.complete + cell.tuning + cell.timing, cell.seconds) for cell in self.cells)
         return sum(count * seconds for count, seconds in runs)
 

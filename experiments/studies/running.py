@@ -63,11 +63,11 @@ class PreparedStudy:
     """A checked study with the runs that are not done yet.
 
     A study with searches is prepared and run several times, until no search needs more runs. If cells train for equal
-    seconds, timed runs come first.
+    seconds, short runs that measure the time of a step come first.
 
     rendezvous: exchange between the workers of the study.
-    phase: "timing" if `runs` are timed runs, "tuning" if they are the next runs of searches, "study" if they are the
-        study's own.
+    phase: "timing" if `runs` only measure the time of a step, "tuning" if they are the next runs of searches, "study"
+        if they are the runs that the study compares.
     runs: all runs of the phase.
     left: runs without a result, the longest first.
     seconds: guessed seconds of every run, by its directory.

@@ -45,7 +45,7 @@ FaultCause = Literal[
     "error",
     "loss not finite",
 ]
-"""The usual cause of a fault; "loss not finite": the run of another training loop, in which causes are not searched."""
+"""The usual cause of a fault. "loss not finite" stands for all causes in a run that another training loop logged."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Divergence:
     ranks: Ranks
 
     def fault(self) -> Fault:
-        """Return the first value that is not finite, in the order batch, state, weight, loss, validation, gradient.
+        """Return the fault of the first value that is not finite, in the order batch, state, weight, loss, validation,
+        gradient.
 
-        State is checked before weights, because gradients that are not finite change neither. If both state and weights
-        are wrong, a step wrote the wrong state first and then the weights. All ranks must call this, and all receive
-        the same fault.
+        State is checked before weights: if both are wrong, a step wrote the state first and computed the weights from
+        it. All ranks must call this, and all receive the same fault.
         """
         if text := data_fault(self.batch, self.rows):
             text = f"the batch of step {self.step} has {text}; the data are at fault, another learning rate cannot help"

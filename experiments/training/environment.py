@@ -69,10 +69,7 @@ def describe_environment(
 
 @cache
 def library_digest() -> str:
-    """Return the sha256 of the library's code that affects the numbers of a run, in the order of its paths.
-
-    Two checkouts of one version have different digests if this code differs.
-    """
+    """Return the sha256 of the library's code that affects the numbers of a run, in the order of its paths."""
     digest, home = hashlib.sha256(), Path(eigengraft.__path__[0])
     files = [(file.name, file) for file in sorted(home.glob("*.py"))]
     for package in _COMPUTING:

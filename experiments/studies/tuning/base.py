@@ -43,7 +43,7 @@ class Trial:
     stopped: step at which successive halving stopped a run; the score is then the metric at this step. None: all runs
         were completed.
     seconds: training seconds of all runs together.
-    curves: seed -> evaluated step -> metric.sign * metric; None: not recorded.
+    curves: metric.sign * metric by seed and evaluated step. None: not recorded.
     """
 
     values: Mapping[str, Any]

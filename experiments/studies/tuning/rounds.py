@@ -1,4 +1,4 @@
-"""The runs that precede the study's own runs: runs of searches, and timed runs for cells of equal seconds."""
+"""The runs before a study's own: runs of searches, and short timed runs from which equal seconds are computed."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ class _CellSearch:
         return planned
 
     def _trial(self, values: Values, runs: Sequence[PlannedRun]) -> Trial | None:
-        """Return the trial of these runs, or None while a run has not ended. If a run failed, the trial counts as
-        diverged.
-        """
+        """Return the trial of these runs, or None while a run has not ended. A failed run makes the trial diverged."""
         scores, seconds, stopped, curves = [], 0.0, [], {}
         for planned in runs:
             if planned.directory in self.failed:

@@ -49,8 +49,8 @@ class Halving(Component):
         return found
 
     def limits(self, experiment: Experiment, trials: Sequence[Trial], metric: Metric) -> Limits | None:
-        """Return the limits for a run of the next trial: for each step at which runs are compared, the worst metric to
-        continue with.
+        """Return the limits of a run of the next trial: for each step at which runs are compared, the worst metric with
+        which the run continues.
 
         The limits follow from runs of earlier trials with the seed of `experiment`. Returns None if there are no limits
         yet. Raises RecipeError if there is no evaluation before the last step.

@@ -64,8 +64,8 @@ class Leases(ABC):
     def hold(self) -> Iterator[int]:
         """Hold the run inside the block.
 
-        Yields the number of the lease, which is one more than the number of workers that died with this run, or 0 if
-        another worker holds the run.
+        Yields 0 if another worker holds the run, else the number of the lease: one more than the number of workers that
+        died with this run.
         """
         own = self._last() + 1
         if own > 1 and self.alive(own - 1):
