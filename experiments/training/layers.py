@@ -135,7 +135,7 @@ class Layers:
         return columns
 
     def table(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and two over the run so far.
+        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and two of the whole run so far.
 
         update_ratio_peak: largest update_ratio of a measured step.
         zero_gradients: fraction of measured steps in which the gradient was missing or 0.

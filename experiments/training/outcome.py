@@ -132,12 +132,12 @@ class Diagnostics:
     writes: bool = True
 
     def before(self, step: int) -> None:
-        """Prepare the optimizer to measure the step with this number, 1 .. last, if a table is due."""
+        """Prepare the optimizer to measure the step with this number, 1 .. last, if the step gets a table."""
         if self._due(step):
             self.optimizer.watch_next_step()
 
     def after(self, step: int) -> None:
-        """Write the table of a step if it is due: a line for each parameter, stage and measure, over all blocks."""
+        """Write the table of a step that gets one: a line for each parameter, stage and measure, over all blocks."""
         if not self._due(step):
             return
         rows = self.optimizer.inspect().by_parameter().records()

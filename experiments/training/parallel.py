@@ -285,9 +285,9 @@ class Terminated(DistributedError):
 
 @contextmanager
 def report_lost_rank(ranks: Ranks, advice: Callable[[], str]) -> Iterator[None]:
-    """Replace the error that the loss of another rank causes in the block by a DistributedError.
+    """If the block fails because another rank was lost, raise a DistributedError in place of the error.
 
-    The message of the DistributedError names this rank and ends with `advice()`.
+    Its message names this rank and ends with `advice()`.
     """
     if not ranks.distributed:
         yield
