@@ -78,7 +78,7 @@ class RunDirectory:
         """Raise RecipeError if configurations differ in fields that change the trajectory.
 
         known: configuration of the run in this directory.
-        config: configuration that is given.
+        config: configuration of the run to do.
         extensible: True if the error may advise `--extend` for another number of steps.
         """
         # Paths in `imports` differ in a checkout that was moved. The other fields do not change the trajectory.
