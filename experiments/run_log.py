@@ -27,6 +27,7 @@ from eigengraft.errors import RecipeError, near_names
 
 from .files import make_directory, write_text
 from .training.divergence import Fault, FaultCause, FaultPlace
+from .training.outcome import finite_or_none
 from .training.rundir import RunDirectory
 
 ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
@@ -131,7 +132,7 @@ class RunLog:
                     raise ValueError(f"{name}: the row has no loss, did you mean '{near[0]}'?")
         parsed = {name: _parsed(name, value) for name, value in given.items() if value is not None}
         losses = {name: parsed[name] for name in ("loss", "val_loss") if name in parsed}
-        row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: _finite(x) for name, x in parsed.items()}}
+        row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: finite_or_none(x) for name, x in parsed.items()}}
         row |= {f"{name}{NOT_FINITE}": str(x) for name, x in losses.items() if not math.isfinite(x)}
         if self.rows and step <= self.rows[-1]["step"]:
             self.rows = [one for one in self.rows if one["step"] < step]
@@ -197,11 +198,6 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
-
-
-def _finite(number: float) -> float | None:
-    """Return a number of a row, or None for NaN and infinity, which JSON lacks."""
-    return number if math.isfinite(number) else None
 
 
 def _parsed(name: str, value: Any) -> float:
