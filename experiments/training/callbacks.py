@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, field_validator
+from pydantic import Field, Strict
 from torch import nn
 
 import eigengraft
@@ -114,16 +114,11 @@ class Limits(Callback):
         default="val_loss", description="metric that has limits: val_loss, val_accuracy, or val.NAME"
     )
     larger: bool = Field(default=False, description="true if larger values of a further metric are better")
-    limits: tuple[tuple[int, float], ...] = Field(
+    limits: tuple[Annotated[tuple[int, float], Strict(False)], ...] = Field(
         strict=False,
         examples=[[[100, 2.5]]],
         description="(step, largest loss or least accuracy with which the run continues at this step)",
     )
-
-    @field_validator("limits", mode="before", json_schema_input_type=list[tuple[int, float]])
-    @classmethod
-    def _pairs(cls, limits: Any) -> Any:
-        return tuple(map(tuple, limits)) if isinstance(limits, list) else limits
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
         value = run.rows[-1].get(self.metric)

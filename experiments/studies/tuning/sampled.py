@@ -67,11 +67,7 @@ class Halving(Component):
             place = max((len(others) + 1) // self.rate - 1, 0)
             if place < len(others) and math.isfinite(others[place]):
                 limits.append((step, metric.sign * others[place]))
-        return (
-            Limits.model_validate({"metric": metric.key, "larger": metric.sign < 0, "limits": limits})
-            if limits
-            else None
-        )
+        return Limits(metric=metric.key, larger=metric.sign < 0, limits=tuple(limits)) if limits else None
 
 
 class Sampled(Tuning, ABC):
