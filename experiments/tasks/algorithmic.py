@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
-from .models import GPT, Block
+from .models import GPT, Block, HeadCount
 
 
 class ModularAddition(Task):
@@ -27,14 +27,12 @@ class ModularAddition(Task):
     train_fraction: float = Field(default=0.5, gt=0, lt=1, description="share of all pairs to train on")
     layers: int = Field(default=1, ge=1, le=16, description="transformer blocks")
     width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
-    heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
+    heads: HeadCount = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
     batch_size: int = Field(default=512, ge=2, description="pairs per step; at most the number of training pairs")
     reports_accuracy: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(f"heads: must be a divisor of width {self.width}, got {self.heads}")
         if not self.batch_size <= self.shown < self.modulus**2:
             raise ValueError(
                 f"batch_size, train_fraction: the number of training pairs must be at least batch_size "
@@ -93,16 +91,10 @@ class SequenceToSequence(Task):
     length: int = Field(default=12, ge=2, le=1024, description="n, symbols per sequence")
     layers: int = Field(default=1, ge=1, le=16, description="blocks of the encoder, and of the decoder")
     width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
-    heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
+    heads: HeadCount = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
     batch_size: int = Field(default=32, ge=2, description="sequences per step")
     eval_sequences: int = Field(default=256, ge=1, description="validation sequences")
     reports_accuracy: ClassVar[bool] = True
-
-    @model_validator(mode="after")
-    def _heads_suit_the_width(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(f"heads: must be a divisor of width {self.width}, got {self.heads}")
-        return self
 
     def load(self) -> Dataset:
         return Sequences(self)

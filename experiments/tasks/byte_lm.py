@@ -16,11 +16,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field, field_validator
-from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor, nn
 
 from .base import Batch, Dataset, Fingerprint, Task, generator
-from .models import GPT, Init, initialized
+from .models import GPT, HeadCount, Init, initialized
 
 SYMBOLS = 256
 IN_LIBRARY = "python:"
@@ -49,7 +48,7 @@ class ByteLM(Task):
     max_bytes: int = Field(default=8 * 2**20, ge=4096, description="read at most this many bytes of text")
     layers: int = Field(default=2, ge=1, le=64, description="transformer blocks")
     width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
-    heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
+    heads: HeadCount = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
     context: int = Field(default=64, ge=2, le=8192, description="bytes per sequence")
     batch_size: int = Field(default=32, ge=1, description="sequences per step")
     init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
@@ -63,14 +62,6 @@ class ByteLM(Task):
         if path is None or path.startswith(INSTALLED):
             return path
         return str(Path(path).expanduser().absolute())
-
-    @field_validator("heads")
-    @classmethod
-    def _heads_divide_width(cls, heads: int, info: ValidationInfo) -> int:
-        width = info.data.get("width", heads)
-        if width % heads:
-            raise ValueError(f"must be a divisor of width {width}")
-        return heads
 
     def load(self) -> Dataset:
         if self.path is None:

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
+from pydantic import AfterValidator, ValidationInfo
 from torch import Tensor, nn
 from torch.nn import functional
 
 from eigengraft.optimizers.recipe.routing import describe_model
+
+
+def _divides_width(heads: int, info: ValidationInfo) -> int:
+    width = info.data.get("width", heads)  # absent if it is invalid itself
+    if width % heads:
+        raise ValueError(f"must be a divisor of width {width}")
+    return heads
+
+
+HeadCount = Annotated[int, AfterValidator(_divides_width)]
+"""Number of attention heads of a task with the field `width` before it."""
 
 
 class Attention(nn.Module):
