@@ -25,7 +25,7 @@ def _divides_width(heads: int, info: ValidationInfo) -> int:
 
 
 HeadCount = Annotated[int, AfterValidator(_divides_width)]
-"""Number of attention heads of a task with the field `width` before it."""
+"""Number of attention heads, a divisor of the field `width`, which a task declares before this field."""
 
 
 class Attention(nn.Module):
