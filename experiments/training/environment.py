@@ -37,7 +37,7 @@ _COMPUTING = (
 def describe_provenance(data: Fingerprint, experiment: Experiment | None = None) -> dict[str, Any]:
     """Return the entries of an environment that are compared: versions, sha256 of code and imports, and the data.
 
-    experiment: the experiment whose imports are included, as far as it uses their components. None: no imports.
+    experiment: its imported files are included, unless they define components that it does not use. None: no imports.
     """
     return {
         "torch": torch.__version__,
