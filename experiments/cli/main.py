@@ -56,8 +56,7 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:
-        """Make the message of an error about an option helpful. A missing value gets its meaning. A setting that was
-        given as an option gets the right form.
+        """Change the message of an error about an option: say what the missing value means, or how a setting is given.
 
         Such an error is recognized by its attribute `option_name`, because typer does not export its class.
         """
