@@ -95,7 +95,7 @@ def _require_alike(saved: Recipe, wanted: Recipe) -> None:
 
 
 def _fresh_copy(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
-    """Return an optimizer of the same parameters with new state, for the conversion only."""
+    """Return an optimizer of the same parameters with another recipe and new state."""
     infos, groups = {}, []
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")

@@ -23,7 +23,7 @@ from eigengraft.numerics import active_fake_mode, fake_mode
 
 
 class _Grouped(Protocol):
-    """An optimizer of which only the parameters are read."""
+    """The part of an optimizer that this module reads."""
 
     param_groups: list[dict[str, Any]]
 
@@ -49,10 +49,10 @@ def kept_from_compiler(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a bound method without its decorator `torch._disable_dynamo`.
+    """Undo the decorator `torch._disable_dynamo` of a bound method, and return the method.
 
-    The first call of the decorated method would import the compiler, which takes a second. The method is returned
-    unchanged if the compiler is already imported, or if another decorator has wrapped the method too.
+    The first call of the decorated method would import the compiler, which takes a second. The decorator stays if the
+    compiler is already imported, or if the method has another decorator too.
     """
     plain: Callable[..., _T] | None = getattr(method, "__wrapped__", None)
     if "torch._dynamo" in sys.modules or plain is None or hasattr(plain, "__wrapped__"):
@@ -61,7 +61,7 @@ def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[_O, _P], _T]:
-    """Return a method of an optimizer that runs `method` in `isolation`, and that torch.compile does not trace."""
+    """Decorate a method of an optimizer: it runs in `isolation`, and torch.compile does not trace it."""
 
     @wraps(method)
     def run(optimizer: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -72,11 +72,7 @@ def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[
 
 
 def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
-    """Return a context without gradients, autocast and inference mode. If the parameters are fake tensors, the context
-    is in their fake mode.
-
-    Only modes that are active now are disabled, so that the result is usually `torch.no_grad()` alone.
-    """
+    """Return a context without gradients, autocast and inference mode. Fake parameters keep their fake mode."""
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     wanted, active = fake_mode(own), active_fake_mode()
@@ -96,10 +92,9 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function that runs under the autocast and inference mode that are active at this call.
+    """Wrap a function so that it always runs under the autocast and inference mode that are active now.
 
-    A step runs in isolation. The step wraps its closure by this function, so that the closure runs in the caller's
-    modes.
+    A step, which runs in isolation, calls the user's closure in the user's modes by this function.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
@@ -122,7 +117,7 @@ def _without_autocast() -> list[AbstractContextManager[Any]]:
 
 @contextmanager
 def _fresh_casts() -> Iterator[None]:
-    """Clear autocast's cache of cast parameters after the context, because the parameters change in the context."""
+    """Clear autocast's cache of cast parameters on leaving the context, because a step has changed the parameters."""
     try:
         yield
     finally:
@@ -140,7 +135,7 @@ def _autocast_devices() -> list[str]:
 
 @contextmanager
 def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter all contexts in their order."""
+    """Return one context that enters several contexts in order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

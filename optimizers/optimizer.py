@@ -76,17 +76,17 @@ class Optimizer(Reporting):
     _unknown_buffers = False
     """True if there was a warning that buffers are not restored, because no model is known."""
     _watches_rounding = False
-    """True until it was checked once that updates are not lost to rounding. False if the recipe has a constraint that
-    rounds."""
+    """True if steps still check that updates are not lost to rounding. A recipe with a constraint that rounds needs no
+    check."""
     _rounding: RoundingWatch | None = None
-    """The watch that checks whether updates are lost to rounding. None: there was no step yet."""
+    """The check that updates are not lost to rounding. None before the first step."""
     _asks_fused = False
-    """True if `fused=True` was given and not checked yet. The option is checked when the param group has its state."""
+    """True if `fused=True` was given, and it is still to be checked whether a fused kernel fits."""
     _warned_of_peak = False
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
-    """Attribute that `torch.amp.GradScaler` checks. If True, the scaler sets `found_inf` and `grad_scale` on the
-    optimizer, whose step uses them, and reads no tensor on the device itself."""
+    """Attribute of torch's protocol with `GradScaler`. True: the scaler sets `found_inf` and `grad_scale` on the
+    optimizer, and does not wait for the device, because the step applies both."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class Optimizer(Reporting):
         return [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
 
     def step_some(self, param_set: ParamSet, hypers: Sequence[Hyper], taken: int, only: NDArray[np.bool_]) -> None:
-        """Update some parameters of a set during backward. The method `step` updates the rest and ends the step.
+        """Update some parameters of a set during backward. The method `step` later updates the rest.
 
         hypers: values of the param groups.
         taken: number of steps before this one.
@@ -323,7 +323,7 @@ class Optimizer(Reporting):
 
     @property
     def _calls_again(self) -> str | None:
-        """Field of the recipe that calls the closure several times, `sam` or `line_search`; None: neither is set."""
+        """The option that calls the closure several times, "sam" or "line_search"; None if the recipe sets neither."""
         return next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
@@ -343,10 +343,9 @@ class Optimizer(Reporting):
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
     def _loss(self, passes: Passes, parameters: Iterable[Tensor]) -> Any:
-        """Call the closure, and return the loss of its first call.
+        """Call the closure, which computes gradients, and return the loss of its first call.
 
-        Afterwards the gradients and signals for the step are set. With `sam`, they come from a second call of the
-        closure, at perturbed parameters.
+        With `sam`, the gradients and signals of the step come from a second call, at perturbed parameters.
         """
         if self.recipe.sam is None:
             return passes.first()
@@ -394,12 +393,11 @@ class Optimizer(Reporting):
     def unprovided_signals(self) -> list[tuple[str, str, bool]]:
         """Return the requested signals that have no source.
 
-        A number that `provide` received for the next step counts as a source. A closure counts as the source of the
-        loss.
+        A number that `provide` received for the next step counts as a source, and a closure as the source of the loss.
 
         Returns:
-            Triples (signal, path of the part of the recipe that requests the signal, True if a step without the signal
-            raises an error).
+            Triples (name of the signal, path of the stage or constraint that requests it, required). `required` is True
+            if a step without the signal raises an error.
         """
         return self.param_sets.signals.unprovided(self.param_sets)
 
@@ -477,11 +475,10 @@ class Optimizer(Reporting):
 
 
 class ModelLink:
-    """The model of an optimizer, and the names of the parameters in its groups.
+    """The model of an optimizer, to detect that a parameter was replaced in the model after the optimizer was made.
 
-    A parameter is looked up in the model only if it requires a gradient and has none. The model is referenced weakly.
-    Parameters are not referenced, because `model.to` swaps DTensor parameters, and torch refuses to swap a parameter
-    that has weak references.
+    Parameters are found by name. A weak reference to a parameter would make `model.to` fail for DTensors, because torch
+    refuses to swap a parameter that has weak references.
 
     model: weak reference to the model.
     """
@@ -492,15 +489,14 @@ class ModelLink:
         self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if the model has, in place of a parameter of the optimizer, one that is not in the groups.
+        """Raise RuntimeError if a parameter was replaced in the model by one that is in no group and has a gradient.
 
-        The error is raised only if the replacement has a gradient. Weights that were tied after the optimizer was
-        made are accepted, because the tied parameter is in the groups.
+        Weights that were tied after the optimizer was made are accepted, because the tied parameter is in a group.
         """
         model = self.model()
         if model is None:
             return
-        # groups that were added later have no names, and are not checked
+        # groups that were added after the model was linked have no names, and are not checked
         for group, names in zip(groups, self._names, strict=False):
             for parameter, name in zip(group["params"], names, strict=False):
                 if parameter.grad is None and parameter.requires_grad and name is not None:

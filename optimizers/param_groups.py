@@ -53,31 +53,28 @@ _MOMENTS = {
     "beta2": ("second_moment",),
     "betas": ("first_moment", "second_moment"),
 }
-"""Options of torch's optimizers that are decays of moments. For each option: the roles of the slots that store these
-moments."""
+"""Options of torch's optimizers that are decays of moments, with the roles of the slots that store these moments."""
 _CYCLE = "[{'from': 0.95, 'to': 0.85, 'steps': 300}, {'from': 0.85, 'to': 0.95, 'steps': 700}]"
-"""The momentum of OneCycleLR with its default arguments in a run of 1000 steps, as a schedule of a recipe."""
+"""A schedule to show in an error: the momentum of OneCycleLR with default arguments in a run of 1000 steps."""
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
-"""Options of torch's Adadelta, RMSprop and ASGD whose names wrappers of optimizers (SAM, LookSAM) also write into the
-groups of the wrapped optimizer."""
+"""Options of torch's Adadelta, RMSprop and ASGD that are accepted as the user's own keys, because wrappers (SAM,
+LookSAM) write keys of these names into the groups of the optimizer that they wrap."""
 KNOWN_KEYS = frozenset((*_KEYS, *_HOW, *_OFF))
-"""Keys of a param group that `warn_of_options` does not check."""
+"""Keys of a param group for which `warn_of_options` never warns."""
 WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
-"""Remedy for wrappers that shard parameters as flat pieces."""
+"""Advice in errors about wrappers that cut parameters into flat shards."""
 
 
 def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = None) -> None:
-    """Warn of options of torch's optimizers that have no effect here.
-
-    `foreach=True` is always in effect. `fused=True` is checked later, when the optimizer has decided how its steps run.
+    """Warn of options of torch's optimizers that have no effect here. `fused=True` is checked later.
 
     given: the options.
     who: name of the caller, the beginning of messages.
-    recipe: recipe with fields that an unknown option may mean. None: the error names no fields.
+    recipe: recipe for which the error about an unknown option suggests overrides; None: no suggestion.
 
     Raises:
-        TypeError: an option is unknown. The message names the overrides of the recipe that have the same meaning.
-        ValueError: an option is not supported and is not off.
+        TypeError: an option is unknown.
+        ValueError: an option that is not supported was set.
     """
     for key, value in given.items():
         if key not in (*_HOW, *_OFF):
@@ -103,9 +100,10 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
 
 
 def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return, by dotted path, the overrides of a recipe that have the meaning of an option of torch's optimizers.
+    """Translate an option of torch's optimizers into overrides of a recipe: a mapping {dotted path: value}.
 
-    `momentum` and `betas` are the decays of first and second moments. Any other option means the fields of that name.
+    `momentum` and `betas` become the decays of first and second moments. Any other option becomes the fields of stages
+    that have its name.
     """
     roles = _MOMENTS.get(key, ())
     values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
@@ -122,9 +120,9 @@ def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
 
 
 class Defaults(dict[str, Any]):
-    """The defaults of param groups, which raise an error with advice if a scheduler of torch sets a momentum.
+    """The defaults of param groups. A scheduler of torch that wants to set a momentum gets an error with advice.
 
-    path: path of the recipe's field that a momentum means; None if there is no such field.
+    path: path of the recipe's field with the decay of the first moment; None if there is no such field.
     """
 
     def __init__(self, values: Mapping[str, Any], recipe: Recipe | None = None) -> None:
@@ -132,7 +130,7 @@ class Defaults(dict[str, Any]):
         self.path = next(iter(meant_overrides("momentum", 0.9, recipe)), None) if recipe is not None else None
 
     def __contains__(self, key: object) -> bool:
-        """Return True for a default. Raise ValueError for a momentum that OneCycleLR or CyclicLR wants to change."""
+        """Return True if a default has this name. Raise ValueError if OneCycleLR or CyclicLR asks for a momentum."""
         scheduler = sys._getframe(1).f_globals.get("__name__") == "torch.optim.lr_scheduler"
         if scheduler and key in ("momentum", "betas"):
             remedy = f", and give the field a schedule: overrides={{'{self.path}': {_CYCLE}}}" if self.path else ""
@@ -144,7 +142,7 @@ class Defaults(dict[str, Any]):
 
 
 def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return a param group with the user's own keys, but without options of torch's optimizers that have no effect.
+    """Return a param group with the user's own keys, but without options such as `foreach` and `fused`.
 
     recipe: JSON text of the optimizer's recipe.
 
@@ -182,8 +180,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
     """Warn of keys in param groups that have no effect because the recipe declares the values.
 
     Such a key is an option of torch's optimizers (`group["momentum"] = 0.5`), a field of recipes, or a field of one of
-    this recipe's stages (`group["beta"] = 0.5`). The warning names the path in the recipe. There is no warning for any
-    other key, which is the user's own.
+    this recipe's stages (`group["beta"] = 0.5`). Any other key is the user's own and causes no warning.
     """
     for group in groups:
         for key in sorted(group.keys() - KNOWN_KEYS):
@@ -196,7 +193,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Return the names of options of torch's optimizers and of fields of recipes, except names that wrappers use."""
+    """Return the names of all options of torch's optimizers and fields of recipes, without `_OF_WRAPPERS`."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
     return (frozenset(options) - _OF_WRAPPERS) | Recipe.model_fields.keys()
@@ -235,8 +232,7 @@ def first_peak(group: Mapping[str, Any]) -> float:
 def flat_piece(parameter: Tensor) -> str:
     """Return an error text if a tensor is a flat shard of FSDP1 or of DeepSpeed's ZeRO-3, else "".
 
-    Both libraries mark their tensors. FSDP1 sets the attribute `_fsdp_flattened`. ZeRO-3 sets `ds_id`, and on
-    parameters of the model also `ds_shape`. Values of ZeRO-3 parameters are on other ranks most of the time.
+    Both libraries mark their tensors by attributes. ZeRO-3 sets `ds_shape` only on parameters of the model.
     """
     if getattr(parameter, "_fsdp_flattened", False):
         return f"a flat one of FullyShardedDataParallel (FSDP1); {WHOLE_SHARDS}"
@@ -320,10 +316,10 @@ def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
 
 def unclear_heads(recipe: Recipe, rows: Sequence[tuple[Tensor, ParamInfo]], names_only: bool) -> Iterator[str]:
-    """Yield a warning if the recipe has a route for output heads, but the last layer, possibly a head, has no route.
+    """Yield a warning if the recipe has a route for output heads, but no route matches the model's last layer.
 
-    The last layer is then updated by the recipe's main update. There is no warning if a head was recognized, is frozen
-    or is tied, and none for models with adapters or with stacks of equal blocks.
+    The last layer may be a head that was not recognized, and would be updated like hidden layers. There is no warning
+    if the layer is frozen, or if the model has adapters.
 
     rows: all parameters with their descriptions.
     names_only: True if only names and shapes of the parameters are known, but not their model.

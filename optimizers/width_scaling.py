@@ -13,7 +13,7 @@ from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.base import chain_bounds
 
 MATRIX_ROLES = ("hidden", "head")
-"""Roles of matrices whose outputs are sums over all columns. An output of any other parameter reads one input only."""
+"""Roles of matrices whose outputs are sums over all inputs. An output of any other parameter reads one input only."""
 
 
 class WidthScaling(Component):
@@ -22,12 +22,13 @@ class WidthScaling(Component):
     s(m, n) is the largest spectral norm that a direction of the chain can have. The scaled update then has the spectral
     norm sqrt(m / n), so that outputs of size 1 change by lr in every layer, of any width. This is the spectral
     condition (Yang, Simon & Bernstein 2023, arXiv:2310.17813, Condition 1). If entries of directions have the size 1
-    (Adam, SOAP, signs), s = sqrt(m n) and f = 1 / n; after `spectral` (Muon), s = 1 and f = sqrt(m / n). Factors of
-    stages (`scale`) are included in s, and therefore cancel. m and n are lengths of the whole matrix, as its view
-    defines it, before blocks and shards. An output of an embedding, vector or bias reads one input only: n = 1.
-    Decoupled weight decay is not scaled. With `base_width` b, the factor is f(m, n) / f(b, b) for matrices and 1 for
-    all other parameters. Learning rates are then relative to a model of width b, in which hidden matrices b x b keep
-    the recipe's learning rate. For Adam this is muP (Yang et al. 2021, arXiv:2203.03466, Table 3).
+    (Adam, SOAP, signs), s = sqrt(m n) and f = 1 / n. After `spectral` (Muon), s = 1 and f = sqrt(m / n). Stages that
+    multiply directions by a number (`scale`) have no effect on f U, because s contains the number too. m and n are
+    lengths of the full matrix, before it is split into blocks or shards. An output of an embedding, vector or bias
+    reads one input only: n = 1. Decoupled weight decay is not scaled. With `base_width` b, the factor is
+    f(m, n) / f(b, b) for matrices and 1 for all other parameters. Learning rates are then relative to a model of width
+    b, in which hidden matrices b x b keep the recipe's learning rate. For Adam this is muP (Yang et al. 2021,
+    arXiv:2203.03466, Table 3).
     """
 
     base_width: int | None = Field(
