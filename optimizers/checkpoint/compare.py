@@ -22,12 +22,11 @@ from ..write import Averaging
 from ..write.averaging import MODES, Mode
 
 _SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "graph")
-"""Fields of a recipe that change no number, so that differences in these fields are ignored."""
+"""Fields of a recipe that change no result of a step, so that differences in these fields are ignored."""
 _OF_GROUPS = ("lr", "weight_decay.rate")
 """Fields that are only defaults of param groups. A load restores the saved values of the groups, as in torch."""
 _RENAMED = {"soap": "soap_fitted"}
-"""Mapping from a shipped name to the present name of another recipe, which had that shipped name in an earlier
-version."""
+"""Names of shipped recipes that belonged to another recipe in an earlier version, and that recipe's name now."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ class RecipeChange:
     """Differences between the recipe of a checkpoint and that of an optimizer, as lines "path: old -> new".
 
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
-    settings: all other differences. The optimizer's settings apply after the load.
+    settings: differences in settings. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: present name of the saved recipe, if its earlier name now belongs to this optimizer's recipe; else None.
+    renamed: what the saved recipe is called now, if its name was given to the optimizer's recipe; else None.
     """
 
     meaning: tuple[str, ...] = ()
@@ -48,7 +47,7 @@ class RecipeChange:
     def refusal(self, faults: list[str]) -> str:
         """Return the text of the error that refuses a checkpoint.
 
-        faults: lines that name the state that does not fit; []: only the recipes differ.
+        faults: a line for each state that does not fit; [] if only the recipes differ.
         """
         lines = [*self.meaning, *(self.settings if faults else ())]
         remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
@@ -122,7 +121,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
 
 
 def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's plain data without the fields that change no number."""
+    """Return a recipe's plain data without the fields that change no result of a step."""
     found = {key: value for key, value in recipe.items() if key not in _SILENT}
     if "routes" in found:
         found["routes"] = [{key: one for key, one in own.items() if key != "compile"} for own in found["routes"]]
@@ -130,21 +129,17 @@ def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_locations(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe without offloading: slots keep their formats and are stored on their own devices.
-
-    Recipes are compared without their offloading, because no number depends on the memory that stores a slot.
-    """
+    """Return a copy of a recipe without offloading, which changes no result of a step. Slots keep their formats."""
     if all(quantizer.location is None for quantizer in recipe.storage.values()):
         return recipe
     return recipe.replace(storage={k: own.codec for k, own in recipe.storage.items() if own.codec is not None})
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the present name of the saved recipe if its earlier name now belongs to the recipe `own`, else None.
+    """Return what the saved recipe is called now, if its name was given to the recipe `own` (`_RENAMED`); else None.
 
-    A name may have belonged to one shipped recipe in an earlier version and belong to another one now. As `own` and
-    `saved` may have overrides, each of them counts as that one of the two shipped recipes from which it differs in
-    fewer fields.
+    Both recipes may have overrides. A recipe therefore counts as the shipped recipe from which it differs in fewer
+    fields.
     """
     for name, now in _RENAMED.items():
         successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
@@ -155,7 +150,7 @@ def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 
 def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the fields that give numbers in slots their meaning, by path of the update rule and path of the field."""
+    """Return the fields on which the meaning of saved state depends: {path of the update rule: {path: value}}."""
     found = {}
     for at, rule in recipe.rules().items():
         own: dict[str, Any] = {}
@@ -170,11 +165,10 @@ def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[str]:
-    """Return the paths of the fields `view` by which two recipes divide a parameter's entries into different matrices.
+    """Return the paths of all fields `view` that form other matrices in the recipe `after` than in `before`.
 
     Views of entry-wise updates are ignored, because these updates use no matrices.
 
-    before, after: the two recipes.
     infos: descriptions of the parameters.
     """
     found = dict[str, None]()
@@ -204,13 +198,12 @@ def _of_component(component: Component, path: str) -> Iterator[tuple[str, Any]]:
 def compare_groups(
     groups: Sequence[Mapping[str, Any]], infos: Sequence[Sequence[ParamInfo]], saved: Any
 ) -> tuple[list[list[Any]], RecipeChange]:
-    """Match saved param groups with those of an optimizer.
+    """Match the parameters of an optimizer with those of a state dict: by name if names are known, else by order.
 
-    Return, for each group, the keys of its parameters in the saved state, and the differences of the two recipes.
+    Return (for each group, the keys of its parameters in the saved state; the differences of the recipes).
 
     groups: the optimizer's param groups.
-    infos: descriptions of the parameters of each group. If names are known on both sides, parameters are matched by
-        name, else by order.
+    infos: descriptions of the parameters of each group.
     saved: the 'param_groups' of the state dict.
 
     Raises:
@@ -251,10 +244,12 @@ def compare_groups(
 
 
 def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
-    """Return the mode of saved groups, "train" or "eval": the iterate that the parameters held.
+    """Return the iterate that the saved parameters held, "train" or "eval".
+
+    averages: True if the optimizer averages iterates.
 
     Raises:
-        ValueError: the groups disagree, or the mode needs an averaging that the optimizer does not have.
+        ValueError: the groups disagree, or the iterate is "eval" and the optimizer averages no iterates.
     """
     found = [group.get("iterate", "train") for group in groups]
     for index, mode in enumerate(found):
@@ -272,8 +267,8 @@ def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
 def _saved_names(saved: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return canonical names of the parameters of each saved group, or an empty list if names are unknown.
 
-    torch.distributed.checkpoint replaces indices in 'params' by names and does not reorder `param_names`. Names in
-    'params' therefore have precedence.
+    Names in 'params', which torch.distributed.checkpoint writes in place of indices, are preferred to `param_names`,
+    which it does not reorder.
     """
     names: list[list[str]] = []
     for other in saved:

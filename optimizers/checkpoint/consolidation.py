@@ -27,7 +27,7 @@ GATHER_FIRST = (
 
 @dataclass(frozen=True)
 class ConsolidatedState:
-    """The full state of an optimizer, gathered on one rank, and valid until the state changes.
+    """The full state of an optimizer, gathered on one rank. It is used until the optimizer's state changes.
 
     rank: the rank that stores the gathered state.
     state: state by index of the parameter; None on all other ranks.
@@ -37,10 +37,7 @@ class ConsolidatedState:
     state: dict[int, dict[str, Tensor]] | None
 
     def shown(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict with the full state.
-
-        On ranks that do not store the full state, the result has no state and cannot be pickled.
-        """
+        """Return the state dict with the full state. On ranks without it, the result is empty and cannot be pickled."""
         if self.state is None:
             return ShardedStateDict({**state_dict, "state": {}})
         return {**state_dict, "state": self.state}
@@ -48,7 +45,7 @@ class ConsolidatedState:
 
 @contextmanager
 def divided_state(optimizer: ComposedOptimizer) -> Iterator[None]:
-    """Make torch's `state_dict` contain DTensors for sharded state, and names without wrappers, within the context."""
+    """Within this context, torch's `state_dict` has DTensors for sharded state, and names without wrappers."""
     handle = optimizer.register_state_dict_post_hook(_state_hook, prepend=True)
     try:
         yield
@@ -102,7 +99,7 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
 
 
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Complete a state dict (a hook of torch): names without wrappers, and sharded or consolidated state."""
+    """Write names without wrappers, and the sharded or consolidated state, into a state dict (a hook of torch)."""
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
             # A parameter without a name keeps the name that a loaded checkpoint has for it.
@@ -130,7 +127,7 @@ def _synchronize(rank_groups: list[RankGroup], what: str) -> None:
 
 @contextmanager
 def _all_ranks(what: str) -> Iterator[None]:
-    """Return a context that adds to the error of a failed collective that all ranks must call `what`."""
+    """If a collective fails in this context, say in the error that all ranks must call the method `what`."""
     try:
         yield
     except DistributedError as error:
@@ -142,8 +139,7 @@ class ConsolidateOnSave:
     """A callback for Hugging Face's Trainer that gathers the state before Trainer saves.
 
     Use it as `Trainer(callbacks=[ConsolidateOnSave()])`. Under DDP, Trainer calls `state_dict` on one rank alone, so
-    the callback calls `consolidate_state_dict` on all ranks first. The class does not import transformers. All events
-    except the three below have an empty handler.
+    the callback calls `consolidate_state_dict` on all ranks first.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -155,7 +151,7 @@ class ConsolidateOnSave:
         _consolidate(args, control.should_save, others)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Gather after an evaluation if Trainer saves the best model, which it chooses only after this event."""
+        """Gather after an evaluation if Trainer may save the best model, because it decides that after this event."""
         _consolidate(args, getattr(args, "save_strategy", None) == "best", others)
 
     def __getattr__(self, name: str) -> Callable[..., None]:

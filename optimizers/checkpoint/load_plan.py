@@ -31,8 +31,8 @@ class LoadPlan:
     """A state dict that has been checked against an optimizer and is not loaded yet.
 
     mode: "train" or "eval", the iterate that the saved parameters hold.
-    batches: for each batch, its parameter sets after the load and the values of their state. A batch consists of param
-        groups that were added to the optimizer together.
+    batches: for each batch (param groups that were added together), its parameter sets after the load, and the values
+        for their state.
     state: the optimizer's `state` mapping, which stays the same object.
     extra: entries of the user in the saved state that belong to no parameter.
     rest: the state dict without its state, for torch to load.
@@ -95,10 +95,10 @@ class LoadPlan:
 
 @contextmanager
 def strict_loading(optimizer: ComposedOptimizer, state_dict: Any) -> Iterator[None]:
-    """Add the check of a state dict, and the installation of its plan, to torch's `load_state_dict` in this context.
+    """Within this context, torch's `load_state_dict` checks the state dict first and then installs its values.
 
-    The check is the last hook before the load, and the installation is the first hook after the load. Hooks of the user
-    therefore work as in torch: pre-hooks may change the state dict, and post-hooks receive the loaded state.
+    The check is the last hook before the load, and the installation the first hook after it. Hooks of the user
+    therefore work as in torch: pre-hooks may change the state dict, and post-hooks see the loaded state.
     """
     _require_state_dict(state_dict)
     with ExitStack() as hooks:
@@ -125,9 +125,9 @@ def _require_state_dict(given: Any) -> None:
 
 
 def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a saved group for torch to load.
+    """Return the entries of a saved group for torch to load: without names if the optimizer has names of its own.
 
-    The optimizer's own parameter names replace saved ones. Entries that older versions did not save are added.
+    The entry `peak_lr`, which older versions did not save, is added.
     """
     filled = {"peak_lr": group["peak_lr"], **saved}
     if "param_names" in group:
@@ -136,10 +136,9 @@ def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 
 
 def _as_saved(parameter: Tensor, state: Any) -> Any:
-    """Return the saved state of a parameter in the form that the optimizer stores.
+    """Return the saved state of a parameter, with a step count that is a plain number converted to a tensor.
 
-    Entries that a framework around the optimizer has added to the state are copied to the parameter's device. A step
-    count that a tool saved as a plain number is converted to a tensor.
+    Entries that a framework has added to the state are copied to the parameter's device.
     """
     if not isinstance(state, Mapping):
         return state
@@ -150,8 +149,9 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """Return the parameter sets of a batch of param groups, or new parameter sets if the checkpoint has state of other
-    parameters.
+    """Return the parameter sets of a batch of param groups, built again if the saved state is of other parameters.
+
+    Parameters may have been frozen or thawed since then.
 
     values: saved state of each parameter of the batch.
     """
@@ -195,7 +195,7 @@ def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange 
 
 
 def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[Tensor, Any]]) -> list[str]:
-    """Return a list with one fault if ranks received the state of different parameters, else an empty list.
+    """Return a list with one error text if the state dicts of ranks have different parameters, else an empty list.
 
     All ranks must call it.
     """
@@ -233,7 +233,7 @@ def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -
 
 
 def _is_absent(got: Any) -> bool:
-    """Return True if a parameter has no saved state, for example because it was frozen."""
+    """Return True if the saved state of a parameter is empty, for example because the parameter was frozen."""
     return isinstance(got, Mapping) and not own_state(got)
 
 

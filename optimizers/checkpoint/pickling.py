@@ -1,4 +1,4 @@
-"""Pickles and copies of an optimizer: its declaration and state, from which parameter sets are built again."""
+"""Pickles and copies of an optimizer. They contain the recipe and the state; parameter sets are built again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ T = TypeVar("T", bound=ComposedOptimizer)
 
 
 def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
-    """Return the contents of an optimizer's pickle: param groups, state, recipe and descriptions of parameters, by
-    name.
-    """
+    """Return the contents of an optimizer's pickle by name, such as its param groups, state and recipe."""
     param_sets = optimizer.param_sets
     param_sets.resolve_deferred()
     return {
@@ -48,7 +46,11 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
 
 
 def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdict[Any, Any]) -> None:
-    """Build the parameter sets of an optimizer again, with the state in `saved`, a result of `snapshot`."""
+    """Build the parameter sets of an optimizer again.
+
+    saved: result of `snapshot`, with the state.
+    state: the new `optimizer.state`, in which the state is shown.
+    """
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
     for first, end in pairwise([0, *saved["batches"]]):  # owners of a batch depend on the batches before it
         for index in range(first, end):

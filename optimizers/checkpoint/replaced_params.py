@@ -1,4 +1,4 @@
-"""Parameters that a framework replaced, cast or moved after the optimizer was made, or that were tied in the model."""
+"""Parameters that a framework replaced, cast or moved after the optimizer was made."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ..state.param_sets import ComposedOptimizer, ParamSets, inherit_counts
 
 
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
-    """Bring the state in line with parameters that changed since the optimizer was made.
+    """Adopt parameters that were replaced, cast or moved since the optimizer was made.
 
-    Before the first step, parameters may be replaced (accelerate, sharding) or cast. The state is then built again;
-    names, routes and groups stay. Parameters may move to another device at any time (`model.to("cuda")`). Returns True
-    if the caller has to copy the state of stepped parameters to their new device.
+    Before the first step, parameters may be replaced (accelerate, sharding) or cast. Their names, routes and groups
+    stay, and their state is made again. Parameters may move to another device at any time (`model.to("cuda")`). If this
+    happens after a step, the result is True, and the caller must copy the state to the new device. Otherwise the result
+    is False.
 
     Raises:
-        ValueError: parameters were replaced or cast after a step or after a load, have another shape or number, or are
-            on the meta device now, which holds no values. The optimizer is then unchanged.
+        ValueError: the number or the shape of parameters changed, parameters were replaced or cast after a step or a
+            load, or are on the meta device now. The optimizer does not change.
     """
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     if not param_sets.same_parameters(groups):
@@ -44,7 +45,7 @@ def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
 
 
 def _rebuild(optimizer: ComposedOptimizer) -> None:
-    """Replace the state of all parameters by new state, with the same descriptions and groups of parameters."""
+    """Replace the state of all parameters by new state. Descriptions and groups of the parameters stay."""
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     param_sets.resolve_deferred()
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
@@ -58,7 +59,7 @@ def _rebuild(optimizer: ComposedOptimizer) -> None:
 
 
 def _stepped(param_sets: ParamSets) -> bool:
-    """Return True if any parameter has been stepped, here or in the run whose state was loaded."""
+    """Return True if any parameter was updated, by this optimizer or in the run whose state was loaded."""
     return any(bool(param_set.step_counts.any()) for param_set in param_sets)
 
 
@@ -107,7 +108,7 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
     """Raise ValueError if a parameter has another shape, was cast after a step, or is on the meta device.
 
     spec: the parameter's description when the optimizer was made.
-    stepped: True if any parameter of the optimizer has been stepped.
+    stepped: True if any parameter of the optimizer was updated.
     """
     made, got = (f"{tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
     if parameter.shape != spec.shape or (stepped and parameter.dtype is not spec.dtype):
@@ -123,14 +124,14 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
 
 
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
-    """Raise ValueError if a group holds flat pieces of parameters in place of the parameters.
+    """Raise ValueError if a wrapper has put flat pieces of parameters into a group in place of the parameters.
 
-    Some wrappers mark their pieces. DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, replace all matrices by
-    a single vector without a mark, which is recognized by its shape.
+    Some wrappers mark their pieces (`flat_piece`). DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, put one
+    unmarked vector in place of all matrices.
 
-    found: tensors in the group.
+    found: tensors in the group now.
     own: parameters of the group when the optimizer was made, by name.
-    matrices: names of the parameters of `own` with two axes or more.
+    matrices: names of the parameters in `own` with two axes or more.
     """
     for name, old in own.items():
         if piece := flat_piece(old):

@@ -84,15 +84,15 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 
 
 PIECE = 1 << 26
-"""Bytes of full tensors that ranks exchange at a time if state is offloaded. With one exchange of all state, as without
-offloading, the messages would take the memory that offloading saves; more than 64 MiB would hardly be faster."""
+"""Bytes of full tensors that ranks exchange at a time if state is offloaded. An exchange of all state at once would
+take the memory that offloading saves, and more than 64 MiB would hardly be faster."""
 
 
 def _pieces(entries: Sequence[Entry], offloaded: bool) -> Iterator[range]:
-    """Yield ranges of indices of the entries that ranks exchange together. The ranges are the same on every rank.
+    """Divide state tensors into ranges of indices. Ranks exchange the tensors of one range together.
 
-    offloaded: True if any state is offloaded; then a range has at most `PIECE` bytes, or one entry. If False, one range
-        has all entries.
+    offloaded: True if any state is offloaded. A range then has at most `PIECE` bytes, or one tensor. If False, one
+        range has all tensors.
     """
     start, size = 0, 0
     for index, entry in enumerate(entries):
@@ -105,14 +105,14 @@ def _pieces(entries: Sequence[Entry], offloaded: bool) -> Iterator[range]:
 
 
 def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key: str) -> Location | None:
-    """Return where a state tensor is stored between steps. None: on the device of its parameter."""
+    """Return the location of an offloaded state tensor, or None if it is stored on the device of its parameter."""
     return offloaded.get((position, str(StateKey.parse(key)._replace(part="")))) if offloaded else None
 
 
 def _stored(value: Tensor, location: Location | None) -> Tensor:
-    """Copy this rank's entries of a tensor or DTensor to host memory, and return the tensor or DTensor with the copies.
+    """Return a copy of a tensor or DTensor whose local entries are in host memory.
 
-    location: where to store the entries; None: the tensor is returned unchanged.
+    location: where in host memory. None: the tensor itself is returned.
     """
     if location is None:
         return value
@@ -130,7 +130,7 @@ def _stored(value: Tensor, location: Location | None) -> Tensor:
 def local_state(
     param_set: ParamSet, values: Mapping[Tensor, Mapping[str, Tensor]], mode: Mode
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return this rank's tensors of a checkpoint's state, by parameter. All ranks must call it.
+    """Return this rank's part of a checkpoint's state, by parameter and key. All ranks must call it.
 
     The state must have been checked. A parameter without saved state has an empty mapping.
     """
@@ -219,11 +219,10 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
 
 
 def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement]]:
-    """Return the mesh and placements of state that has an entry for each entry of a parameter.
+    """Return the mesh and placements of entry-wise state of a parameter, which is sharded as the parameter is.
 
-    Such state is sharded as the parameter is. If replicas divide the update of a parameter, its state is sharded over
-    the replicas too. If replicas divide the rows of a shard, no placement describes the division, and the state is
-    sharded evenly along its first axis over all ranks.
+    If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. If
+    they divide rows of a shard, which no placement describes, the state is sharded evenly along its first axis.
 
     lead: number of axes of the state before those of the parameter.
     """
@@ -248,11 +247,9 @@ def _cut_in_shards(param_set: ParamSet, position: int) -> bool:
 
 
 def _full(tensor: Tensor, param_set: ParamSet, position: int, lead: int) -> Tensor:
-    """Gather the full tensor of a state that has an entry for each entry of a parameter. All ranks must call it.
+    """Gather an entry-wise state tensor of a parameter from all ranks. All ranks must call it.
 
-    Each rank stores the state of those entries of the parameter that it updates.
-
-    tensor: the entries that this rank stores.
+    tensor: the entries that this rank stores, those of the parameter's entries that this rank updates.
     lead: number of axes of the state before those of the parameter.
     """
     boxes, ranks = layout_of_parameter(param_set, position).boxes, _rank_group(param_set)
@@ -268,14 +265,14 @@ def _full(tensor: Tensor, param_set: ParamSet, position: int, lead: int) -> Tens
 
 
 def _even_rows(full: Tensor, rank_group: RankGroup, axis: int) -> Tensor:
-    """Return this rank's rows of a tensor that `Shard(axis)` divides over all ranks of a group."""
+    """Return the rows that `Shard(axis)` over all ranks of a group gives to this rank."""
     rows = -(-full.shape[axis] // rank_group.size)
     start = min(rank_group.rank * rows, full.shape[axis])
     return full.narrow(axis, start, min(rows, full.shape[axis] - start))
 
 
 def _after(lead: int, placement: Placement) -> Placement:
-    """Return a placement that shards the same axis of a tensor after `lead` axes were added in front of its axes."""
+    """Return a placement for a tensor with `lead` more axes in front: the index of the sharded axis grows by `lead`."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -285,7 +282,7 @@ def _after(lead: int, placement: Placement) -> Placement:
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
-    """Return a DTensor unchanged if it is sharded along its first axis over all ranks, else as a full plain tensor.
+    """Return the full plain tensor of a DTensor, unless all ranks already shard it along its first axis.
 
     A plain tensor is returned unchanged.
     """
@@ -297,7 +294,10 @@ def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tenso
 
 
 def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> Tensor:
-    """Return this rank's shard of a value that is sharded like its parameter, and any other value as a plain tensor."""
+    """Return this rank's shard of a state tensor, or the full plain tensor if such state is not sharded.
+
+    like: this rank's present tensor of the same state.
+    """
     if not is_divided(like, param_set, position):
         return local(value)
     if is_dtensor(value):
