@@ -26,7 +26,7 @@ from ..write.averaging import Mode
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
-    """Return, for each parameter, a mapping from the key of each state tensor to its shape, dtype and owner."""
+    """Return a mapping for each parameter, from the key of a state tensor to the tensor's shape, dtype and owner."""
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
     for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
         for block in block_group.blocks:
@@ -43,10 +43,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
 
 
 def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
-    """Return the locations in host memory of the offloaded state of all blocks. All ranks return the same mapping.
-
-    Its keys are (position of the parameter, state key of the slot). State that is not offloaded has no key.
-    """
+    """Return the location of each offloaded slot by (position of the parameter, state key), equal on all ranks."""
     found, storage = dict[tuple[int, str], Location](), param_set.recipe.storage
     if all(quantizer.location is None for quantizer in storage.values()):
         return found
@@ -68,10 +65,9 @@ def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
 
 
 def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
-    """Return empty state tensors, by key, for a parameter that ranks update in place and of which this rank has an
-    empty shard.
+    """Return empty state tensors, by key, if ranks update a parameter in place and this rank's shard is empty.
 
-    Return {} for any other parameter.
+    Return {} otherwise.
     """
     spec, shard = param_set.specs[position], param_set.local[position]
     assert spec.placement is not None
@@ -85,9 +81,8 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     """Return True if a state tensor without an owner is sharded as its parameter is.
 
-    A state tensor without an owner is either a number, which every rank stores, or its last axes are those of the
-    parameter. Averagings and constraints declare no other slots (`IterateStore`), and parameters under stages with
-    other slots are not updated in place (`place`).
+    Such a state tensor is either a number, which every rank stores, or its last axes are those of the parameter. State
+    of other shapes has an owner.
     """
     return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
 
@@ -98,10 +93,10 @@ def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
 
 
 def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Return, by position, the scalar averaging state of each parameter of which some ranks hold an empty shard.
+    """Return the scalar averaging state, by position, of parameters of which some ranks hold an empty shard.
 
-    A rank with an empty shard never updates these scalars, but a checkpoint may read them from any rank. Therefore a
-    rank whose shard is not empty broadcasts the scalars.
+    A rank with an empty shard never updates the scalars, but a checkpoint may read them from any rank. A rank with
+    entries therefore sends its scalars to all ranks.
     """
     rank_group = param_set.rank_group
     assert rank_group is not None
@@ -128,7 +123,7 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
-    """Return the layout of a parameter's entry-wise state: the entries that each rank holds or updates in place."""
+    """Return the layout of a parameter's entry-wise state: the entries of the parameter that each rank updates."""
     placement = param_set.specs[position].placement
     assert placement is not None
     return placement.updated

@@ -40,10 +40,10 @@ class ParamSets:
     follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None if no part does.
     checked: True if the contract of every stage is checked at every step.
     others: descriptions of parameters of the same model that other optimizers update.
-    infos: for each group, a description of each of its parameters.
-    parameters: for each group, its parameters.
+    infos: descriptions of the parameters, a list for each group.
+    parameters: the parameters, a list for each group.
     batches: for each batch, the number of groups after it was added. Owners of blocks are assigned batch by batch.
-    built: for each batch, its parameter sets, as `build` makes them.
+    built: the parameter sets, a list for each batch.
     signals: signals that stages request.
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
@@ -70,9 +70,9 @@ class ParamSets:
         return chain.from_iterable(self.built)
 
     def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
-        """Add the last of the param groups, and complete its entries.
+        """Register the last of the param groups, and add entries such as `recipe` and `peak_lr` to it.
 
-        known: descriptions of parameters, by id of the parameter; None: there are none.
+        known: descriptions of parameters by id; None: the descriptions are made from names and shapes.
         """
         group = groups[-1]
         check_values(group)
@@ -84,9 +84,9 @@ class ParamSets:
         self.declare(group["params"], infos)
 
     def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
-        """Add a group without state and without owners.
+        """Register a group. State and owners of its blocks follow later.
 
-        frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` now.
+        frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
         """
         self.infos.append(infos)
         self.parameters.append(list(parameters))  # a copy, because a framework may change the group's list
@@ -94,15 +94,15 @@ class ParamSets:
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), frozen)
 
     def assign(self, index: int) -> None:
-        """Assign owners to blocks of the groups from `index` on, as a new batch, and phases to blocks of all groups."""
+        """Assign owners to blocks of the groups from `index` on, as a new batch, and refresh phases to all blocks."""
         self._assignments.assign(index)
         self.batches.append(len(self.infos))
         self.built.append([])
 
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
-        """Assign owners and create state for the groups from `index` on, as one batch.
+        """Assign owners and create state for the groups from `index` on.
 
-        The groups form one batch so that no result depends on the grouping of parameters.
+        The groups form one batch, so that no result depends on the grouping of parameters.
 
         groups: all param groups.
 
@@ -137,10 +137,7 @@ class ParamSets:
         self._assignments.forget(index)
 
     def matches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return True if the groups have the parameters for which the state was made, with unchanged properties.
-
-        The properties are device, dtype and shape.
-        """
+        """Return True if parameters, their devices, dtypes and shapes are those for which the state was made."""
         return self.same_parameters(groups) and not self.changed()
 
     def same_parameters(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -151,7 +148,7 @@ class ParamSets:
         )
 
     def changed(self) -> list[tuple[Tensor, ParamSpec]]:
-        """Return the parameters with state whose device, dtype or shape differs from their specification."""
+        """Return the parameters whose device, dtype or shape is not that for which the state was made."""
         return [
             (parameter, spec)
             for param_set in self
@@ -171,7 +168,7 @@ class ParamSets:
                 )
 
     def frozen(self) -> list[list[bool]]:
-        """Return for each group flags of its parameters: True if `requires_grad` was False when the group was added."""
+        """Return a list for each group, with True for parameters that were frozen when the group was added."""
         return [[spec.frozen for spec in self._assignments[index]] for index in range(len(self.infos))]
 
     def names(self) -> set[str]:
@@ -179,10 +176,7 @@ class ParamSets:
         return {info.name for infos in self.infos for info in infos if info.name is not None}
 
     def labels(self, index: int) -> list[str]:
-        """Return the names of a group's parameters for errors and counts.
-
-        A parameter without a name is described by the indices of its group and of itself in the group.
-        """
+        """Return the names of a group's parameters, or "group 0 parameter 2" for a parameter without a name."""
         return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
 
     def rows(self) -> list[tuple[Tensor, ParamInfo]]:
@@ -194,10 +188,10 @@ class ParamSets:
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
 
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
-        """Build new parameter sets for a batch, of those parameters whose id is in `wanted`.
+        """Build new parameter sets for a batch, from the parameters whose id is in `wanted`.
 
-        Parameters on one device that one group of ranks shares form a parameter set. If stages request the learning
-        rate, each param group has parameter sets of its own. The division depends on nothing else.
+        Parameters on the same device that the same ranks share form one parameter set. If stages request the learning
+        rate, each param group has parameter sets of its own.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
         with_lr = {path for path, rule in self.recipe.rules().items() if "lr" in asking(rule.stages())}
@@ -257,7 +251,7 @@ class ParamSets:
     def follow(
         self, state: MutableMapping[Tensor, Any], mode: Mode, thorough: bool = True, moved: bool = False
     ) -> None:
-        """Apply changes that a user or framework made to `optimizer.state`, before state is stepped or read.
+        """Apply changes that a user or framework made to `optimizer.state`. Every step and report begins with this.
 
         Changed values are copied into the stacks. A parameter whose entry was emptied or removed has no state until its
         next gradient, with which it starts again.
@@ -332,7 +326,7 @@ class ParamSets:
         self._note_shown(state)
 
     def skipped(self) -> Counter[str]:
-        """Return, by name of the parameter, how many of its gradients were not finite."""
+        """Return the number of gradients that were not finite, by name of the parameter."""
         self.resolve_deferred()
         return sum((param_set.skipped for param_set in self), Counter())
 
@@ -358,7 +352,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
 
 
 def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
-    """Add the counts of skipped gradients in the previous parameter sets to the new sets with the same parameters."""
+    """Copy the counts of skipped gradients from previous parameter sets into new ones, by name of the parameter."""
     counts = {param_set: dict(param_set.skipped) for param_set in before}
     for param_set in param_sets:
         for other, skipped in counts.items():

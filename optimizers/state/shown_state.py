@@ -1,10 +1,10 @@
 """`optimizer.state` as users and training frameworks see it, and the detection of changes that they make to it.
 
-A step updates stacks of blocks. `optimizer.state` has the entries of each parameter: tensors over the memory of the
-stacks, each with a storage as small as the tensor, so that the state of one parameter can be saved and copied alone. A
-framework (a host, in names of this file) may replace these tensors (an offload to the CPU and back), zero them (a
-reset) or remove entries. Such changes are detected before state is next stepped or read. Changed values are copied into
-the stacks. A value that cannot be state raises an error with its name.
+A step updates stacks, which hold blocks of many parameters. `optimizer.state` shows the state of each parameter in
+tensors that share the memory of the stacks. Each of these tensors has a storage of its own size, so that the state of
+one parameter can be saved and copied alone. A framework (a host, in names of this file) may replace these tensors (an
+offload to the CPU and back), zero them (a reset) or remove entries. The next step or report detects the changes and
+copies changed values into the stacks. A value that cannot be state raises an error with its name.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .manifest import manifest
 
 _END = object()
 _LARGEST = 64
-"""Number of state tensors whose address and version each step checks, to detect changes by other code. The check takes
-4 microseconds. The largest tensors suffice, because a framework that moves or resets state in place changes all
-tensors, or at least the largest."""
+"""Number of state tensors, the largest ones, whose address and version each step checks for changes by other code. They
+suffice, because a framework that moves or resets state changes all tensors, or at least the largest. The check takes 4
+microseconds."""
 _version = attrgetter("_version")
 
 
@@ -61,7 +61,7 @@ def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
 def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Tensor]]:
     """Return the entries of `optimizer.state`: views of this rank's state, and empty tensors for other ranks' state.
 
-    The keys are equal on all ranks, because torch.distributed.checkpoint reads them from `optimizer.state`.
+    All ranks have the same keys, because torch.distributed.checkpoint requires it.
     """
     views = param_set.views(mode)
     if param_set.rank_group is None:
@@ -79,8 +79,8 @@ def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Ten
 def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     """Copy values into the state of a parameter.
 
-    state, values: state by key. Values under keys of frameworks (`is_host_key`) become the new entries themselves. They
-        are not copied into old tensors.
+    state, values: state by key. A value under a key of a framework (`is_host_key`) is not copied: it replaces the old
+        entry.
 
     Raises:
         ValueError: a value is the empty tensor that stands for the state of another rank.
@@ -103,10 +103,9 @@ class ShownState:
     tensors: for each parameter, its state tensors by key.
     missing: parameters without state.
 
-    `is_held` compares three properties: tensor objects; addresses, which `x.data = y` changes; and versions, which
-    in-place writes increase. Versions are compared only for state in which zeros are no valid value (`_answered`). A
-    step compares addresses and versions of only the largest tensors. For 200 parameters with 3 tensors each, this takes
-    45 microseconds of a step of 1.1 ms.
+    `is_held` compares the tensor objects, the addresses, which `x.data = y` changes, and the versions, which in-place
+    writes increase. A step compares addresses and versions of only the largest tensors. For 200 parameters with 3
+    tensors each, this takes 45 microseconds of a step of 1.1 ms.
     """
 
     def __init__(
@@ -158,9 +157,9 @@ class ShownState:
 
 
 def _answered(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
-    """Yield (parameter, key) of state in which zeros are no valid value.
+    """Yield (parameter, key) of state that must not be zero, in which in-place writes (a reset to zero) are detected.
 
-    This is state with nonzero initial values, codes of quantizers, and iterates of the weights.
+    Such state has nonzero initial values, or consists of codes of quantizers or of iterates of the weights.
     """
     for stack_state in param_set.stack_states:
         begun = [key for key, slot in stack_state.slots() if slot.fill != 0 or _holds_weights(slot)]
@@ -180,12 +179,10 @@ def _holds_weights(slot: Slot) -> bool:
 
 @dataclass
 class HostChanges:
-    """Changes that other code, such as a framework, made to `optimizer.state` of one parameter set.
+    """Changes that a framework or user made to `optimizer.state` of one parameter set, checked but not yet applied.
 
-    The values have been checked and are not in use yet.
-
-    values: for each position of a parameter, the values to copy, by key.
-    changed: for each position of a parameter, the keys with changed values.
+    values: values to copy, a mapping by key for each parameter.
+    changed: keys with changed values, a set for each parameter.
     faults: error messages for values that cannot be state.
     replaced: True if a tensor of `optimizer.state` was replaced by another tensor.
     """
@@ -204,7 +201,7 @@ class HostChanges:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Write initial values into slots that other code has zeroed to reset them, if initial values are not zero."""
+        """Write the initial values into slots that other code has set to zero in order to reset them."""
         for stack_state in self.param_set.stack_states:
             for row, position, block in stack_state.rows():
                 if keys := self.changed[position]:
@@ -220,9 +217,7 @@ class HostChanges:
 def host_changes(
     param_set: ParamSet, state: Mapping[Tensor, Any], shown: ShownState, mode: Mode, rebuilt: bool
 ) -> HostChanges:
-    """Return the changes that other code, such as a framework, made to the state of a parameter set.
-
-    The state itself is not modified.
+    """Find the changes that a framework or user made to the state of a parameter set. Nothing is modified.
 
     state: `optimizer.state` with these changes.
     shown: record of `optimizer.state` as the optimizer has written it.
@@ -261,10 +256,7 @@ def host_changes(
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a value of a parameter's state, as a tensor if it is a plain number under the key `step`.
-
-    Frameworks may write such numbers.
-    """
+    """Return a value of a parameter's state. A step count that a framework wrote as a plain number becomes a tensor."""
     number = key == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
     dtype = torch.int64 if isinstance(value, int) else torch.float64
     return torch.tensor(value, dtype=dtype, device="cpu") if number else value
@@ -288,7 +280,7 @@ def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | N
 
 
 def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tensor], changed: set[str]) -> list[str]:
-    """Return error messages for state that stores weights and was set to zero, which would lose these weights."""
+    """Return an error message if state that stores weights was set to zero, by which the weights would be lost."""
     steps, weights = int(state["step"]), param_set.local[position]
     if not steps or not changed:
         return []
@@ -307,7 +299,7 @@ def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tenso
 
 
 def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a cast to a dtype is exact."""
+    """Return True if a cast of the tensor to a dtype changes no value."""
     if value.dtype is dtype:
         return True
     if value.is_complex() != dtype.is_complex:
