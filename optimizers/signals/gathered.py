@@ -15,10 +15,10 @@ from eigengraft.numerics import number_like
 from eigengraft.signals import Signal
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
-"""Levels of a signal on a rank. MISSING: a required value is missing. SOME: only optional values are missing. ALL: no
-value is missing."""
+"""How complete the values of a signal are on a rank. MISSING: a required value is missing. SOME: only optional values
+are missing. ALL: no value is missing."""
 TENSORS = ("input_matrix", "output_matrix", "outputs")
-"""Extents of signals that are tensors of equal shapes on all ranks and are reduced over ranks."""
+"""Kinds of signals (`Signal.extent`) whose values are tensors with the same shape on all ranks. Ranks reduce them."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class SignalCall:
     needed: Sequence[int]
 
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
-        """Return the fields to gather over ranks, by name.
+        """Return the numbers that ranks gather for this signal, by name of the field.
 
-        All signals have a field for the level, which says if values of the signal are missing on this rank. Signals
-        that are numbers have a second field with the numbers, `[1]` or `[P]`. Signals that are tensors have a second
-        field with the sizes of the tensors, `[P]`.
+        Every signal has a field with its level (`MISSING`, `SOME` or `ALL`). A second field has the values of a signal
+        that consists of numbers, `[1]` or `[P]`, or the sizes of the tensors of a signal that consists of tensors,
+        `[P]`. A signal with a value for each entry has no second field.
 
         positions: number P of parameters.
         """
@@ -59,16 +59,16 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Return the name of the field that says if values of the signal are missing on a rank."""
+        """Return the name of the field with the signal's level."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
         """Return the positions that receive the signal.
 
-        A signal with numbers for outputs is used for the parameters for which it is provided. All other signals are
+        A signal with numbers for outputs is used for the parameters that have a value on all ranks. Any other signal is
         used for all positions in `wanted` or, if a value is missing on some rank, for the positions in `needed`.
 
-        level: lowest of the levels of all ranks. `ALL` means that no rank lacks a value.
+        level: lowest of the levels of all ranks.
         sizes: `[R, P]`, sizes of tensors; None for signals without sizes.
         """
         if self.signal.extent == "outputs" and sizes is not None:
@@ -82,8 +82,8 @@ class GatheredSignals:
     """The signals of one parameter set in one step.
 
     numbers: numbers by name of the signal, float64: `[P]`, one for each parameter, or 0-d for the whole step.
-    tensors: tensors by name of the signal and position of the parameter. A tensor of an entry signal has the entries
-        that this rank updates.
+    tensors: tensors by name of the signal and position of the parameter. If a signal has a value for each entry, its
+        tensors have the entries that this rank updates.
     missing: required signals that are missing on some rank.
     """
 
@@ -129,7 +129,8 @@ def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks:
     """Return the tensors of a signal by position, reduced over ranks. Raise ValueError on all ranks if sizes differ.
 
     used: positions of the parameters that receive the signal.
-    sizes: `[R, P]`, sizes of the tensors on all ranks; None for entry signals, which are not reduced.
+    sizes: `[R, P]`, sizes of the tensors on all ranks; None for signals with a value for each entry, which are not
+        reduced.
     """
     tensors, signal = {at: call.values[at] for at in used}, call.signal
     if ranks is None or sizes is None:

@@ -22,9 +22,8 @@ Steps = Sequence[tuple[ParamSet, Step | None]]
 
 @dataclass(frozen=True)
 class PairedParameter:
-    """A parameter that may have a partner, the other factor of a product of two parameters.
+    """A parameter that may have a partner: the two are factors of a product, as in LoRA.
 
-    parameter: the parameter.
     factor: name of the partner and the parameter's side of the product; None if the parameter has no partner.
     param_set: the set that contains the parameter; None if the parameter is frozen.
     position: position of the parameter in the set.
@@ -38,10 +37,9 @@ class PairedParameter:
     step: Step | None = None
 
     def full(self, mine: Tensor, what: str) -> Tensor:
-        """Return the full tensor from the shards of all ranks that share the parameter. All these ranks must call this
-        method.
+        """Gather a tensor that is sharded as the parameter is. All ranks that share the parameter must call it.
 
-        mine: this rank's shard of a tensor with the sharding of the parameter.
+        mine: this rank's shard of the tensor.
         what: name of the collective, for messages.
         """
         if self.param_set is None:
@@ -60,12 +58,12 @@ class PairedParameter:
 
     @property
     def partner(self) -> str:
-        """Return the name of the parameter that is the other factor."""
+        """Return the name of the partner."""
         assert self.factor is not None
         return self.factor.partner
 
     def signal(self, name: str, partner: PairedParameter) -> Tensor:
-        """Return the signal `name` of this parameter, `[p, r]`: the partner's value, its earlier value or its gradient.
+        """Return the signal `name`, `[p, r]`: the partner's value, earlier value or gradient.
 
         The result is a copy, because the partner may be updated before the signal is used.
         """
@@ -84,7 +82,7 @@ class PairedParameter:
 
     @property
     def kept(self) -> Tensor:
-        """Return this rank's shard at the time of the partner's last update, or the present shard if none is stored."""
+        """Return this rank's shard as of the partner's last update, or the present shard if none is stored."""
         slots = {} if self.param_set is None else self.param_set.iterates.tensors[self.position]
         return slots[PARTNER_STAGE]["before"] if PARTNER_STAGE in slots else self.value
 
@@ -109,7 +107,7 @@ class PairedParameter:
 def with_partners(
     asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: Steps
 ) -> Steps:
-    """Return the steps with their partner signals. All ranks of the optimizer must call it.
+    """Add the partner signals to the steps, and return the steps. All ranks of the optimizer must call it.
 
     asked: requested signals by path of the update rule, as in `Listeners.asked`.
     rows: all parameters of the optimizer with their descriptions.

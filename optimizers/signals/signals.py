@@ -31,9 +31,9 @@ from .gathered import GatheredSignals, SignalCall, gather_signals
 class Listeners:
     """The stages and constraints of a recipe that request signals.
 
-    asking: for each requested signal, the path of the first stage or constraint that requests it.
-    asked: for each update rule, by path, a mapping like `asking` for the stages and constraints of this rule alone.
-    somewhere: for each signal that at least one parameter must have, the path of the first constraint that requests it.
+    asking: path of the first stage or constraint that requests a signal, by name of the signal.
+    asked: the same for one update rule alone, by path of the rule and name of the signal.
+    somewhere: path of the first constraint that requires a signal for at least one parameter, by name of the signal.
     paused: True during trial forwards, from which no signal is collected.
     """
 
@@ -76,8 +76,8 @@ class Listeners:
     def next(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
         """Return the ids of parameters whose update uses a signal in its next step.
 
-        On an accelerator the finite check may still reject the last gradient of a parameter, whose step count is then
-        reduced by one. The result therefore includes parameters that would use the signal with the smaller step count.
+        On an accelerator it may not be known yet whether the last gradient was finite. If it was not, the step count is
+        reduced by one. Parameters that would then use the signal are therefore included.
 
         rows: all parameters of the optimizer with their descriptions, including parameters without state.
         """
@@ -105,7 +105,7 @@ class Listeners:
         )
 
     def _takes_first(self, info: ParamInfo, name: str) -> bool:
-        """Return True if a parameter that has no state yet uses a signal in its first step."""
+        """Return True if the update of a parameter uses a signal in its first step."""
         path = self.recipe.route(info)[0]
         return self._takes(path, name, 1 - int(self._rules[path].lagging()))
 
@@ -141,7 +141,7 @@ class Provided:
         return {name for name, values in self._kept.items() if values}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
-        """Join a value with earlier values for the same step, by the operation that the signal declares.
+        """Join a value with earlier values for the same step, by `signal.reduce`.
 
         Raises:
             ValueError: a key is no parameter of the optimizer, or a value has a wrong shape.
@@ -177,7 +177,7 @@ class Provided:
 
 
 def require_form(signal: Signal, value: Given) -> None:
-    """Raise ValueError unless the value is no mapping for a signal that is one number, and a mapping for any other."""
+    """Raise ValueError for a mapping if the signal is one number of the whole step, and for a number otherwise."""
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
         raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
@@ -215,8 +215,8 @@ def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> 
 class FirstStep:
     """The signals that stages require in the first step only, until this step has been made.
 
-    open: for each such signal, the paths of the update rules that require it. A signal is removed when a parameter of
-        these updates has made a step.
+    open: paths of the update rules that require a signal, by name of the signal. The signal is removed when a parameter
+        of one of these rules has made a step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -227,30 +227,28 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Stop requiring signals if a parameter that needs them has made a step, in this run or before a checkpoint."""
+        """Remove signals that only a step before this one needed, possibly a step of the run that was loaded."""
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
             self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
 
     def close(self, names: Iterable[str]) -> None:
-        """Stop requiring the signals that were provided to a step, even if the step had no usable gradient."""
+        """Remove signals that were provided to a step, even if the step had no usable gradient."""
         for name in names:
             self.open.pop(name, None)
 
     def asks(self, name: str, path: str) -> bool:
-        """Return True if the next step is the first step of the update rule at `path`, and the rule requires the signal
-        `name` in its first step.
-        """
+        """Return True if the next step is the first of the update rule at `path`, and requires the signal `name`."""
         return path in self.open.get(name, ())
 
     def when(self, name: str) -> str:
-        """Return a text for error messages about the steps in which a missing signal is required."""
+        """Return "the first step" or "every step", for an error about a missing signal."""
         return "the first step" if name in self.open else "every step"
 
 
 def steps_taken(param_sets: Iterable[ParamSet]) -> int:
-    """Return the number of steps of the run, which is the largest step count in the state of a parameter."""
+    """Return the number of steps of the run so far, the largest step count of all parameters."""
     return max((int(param_set.step_counts.max()) for param_set in param_sets), default=0)
 
 
@@ -281,9 +279,9 @@ class Schedules:
 
 
 def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tensor:
-    """Return a signal with numbers for outputs in a shape that broadcasts to this rank's shard of a parameter.
+    """Return numbers for a parameter's outputs in a shape that broadcasts to this rank's shard of the parameter.
 
-    value: `[parts]`, a number for each of several equal parts of the parameter's outputs.
+    value: `[parts]`, the values of a signal. The outputs are divided into this many equal parts, such as heads.
     at: position of the parameter in its set.
     name: name of the signal, for the message.
 
@@ -361,13 +359,11 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if steps of parameter sets use any signal or sum of slots that is not computed for each stack."""
+        """Return True if steps use a signal that is not computed for each stack, or a sum of slots over all blocks."""
         return not self.listeners.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
-        """Call the functions that return values in every step, and store their values. This method is called before
-        `take`.
-        """
+        """Call the functions that return values in every step, and store the values for the next call of `take`."""
         for name, sources in self.provided.sources.items():
             for given in [source() for source in sources]:
                 if given is not None:
@@ -383,7 +379,7 @@ class Signals:
     def take(
         self, steps: Sequence[tuple[ParamSet, Step | None]], taken: int | None = None
     ) -> list[tuple[ParamSet, Step | None]]:
-        """Return the steps with their signals. Raise ValueError on all ranks if a required signal is missing.
+        """Add the signals to the steps, and return the steps. Raise ValueError on all ranks if a signal is missing.
 
         taken: number of steps before this one. None: the largest step count of the parameters.
         """
@@ -399,8 +395,7 @@ class Signals:
         return found
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
-        """Raise ValueError if an update needs a sum over all parameters of a model and other optimizers update some of
-        these.
+        """Raise ValueError if an update needs a sum over all parameters of a model, and some have other optimizers.
 
         others: descriptions of the model's parameters that other optimizers update.
         """
@@ -427,7 +422,7 @@ class Signals:
             )
 
     def totals(self, param_set: ParamSet) -> Mapping[str, str]:
-        """Return each key of a slot whose sum over all blocks and ranks a stage reads, with the path of its update."""
+        """Return the slots whose sums over all blocks and ranks are read by a stage: {key: path of the update rule}."""
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
@@ -439,7 +434,7 @@ class Signals:
     def _of_all(
         self, ready: Sequence[tuple[ParamSet, Step]], taken: int | None
     ) -> Iterator[tuple[str, Tensor | float]]:
-        """Yield (name, number) of the signals and sums of slots that have one number for all parameters together."""
+        """Yield (name, number) for signals of the whole step and for sums of slots over all parameters."""
         if ready and "step_fraction" in self.listeners.asking:
             assert self.recipe.total_steps is not None
             taken = steps_taken(param_set for param_set, _ in ready) if taken is None else taken
@@ -455,7 +450,7 @@ class Signals:
     def _of_one(self, param_set: ParamSet, step: Step, shared: Mapping[str, Tensor | float]) -> Step:
         """Return the step of a parameter set with its signals.
 
-        shared: signals that have one number for all parameters together.
+        shared: numbers by name, as `_of_all` yields them.
         """
         asked = {name for spec in param_set.specs for name in self.listeners.asked[spec.path]}
         entries: dict[str, Sequence[Tensor | None]] = {}
@@ -487,7 +482,7 @@ class Signals:
         return SignalCall(signal, values, wanted, needed)
 
     def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
-        """Return the error of a signal that is required and missing for some parameters."""
+        """Return the error about a signal that some parameters require and do not have."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {name_some(names, 3)}" if names else "none on a rank"
         name = call.signal.name
@@ -506,9 +501,9 @@ def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
 
 
 def _with_tensors(step: Step, gathered: GatheredSignals, param_set: ParamSet) -> Step:
-    """Return a step with the gathered tensors in the form that blocks and constraints read.
+    """Return a step with the gathered tensors, as lists by position of the parameter.
 
-    Tensors of entries and of outputs become lists by position of the parameter; matrices become `SideMatrix` objects.
+    A matrix over the inputs or outputs of a parameter becomes a `SideMatrix`.
     """
     entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
     outputs = dict[str, list[Tensor | None]]()
