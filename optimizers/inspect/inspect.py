@@ -86,7 +86,7 @@ def watch_next_step(optimizer: Watched) -> None:
 
 
 def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection:
-    """Return the table of all parameters. Ranks that share parameters call this together and receive the same rows.
+    """Return the measurements of all parameters. Ranks that share parameters call this together, and get equal rows.
 
     watched: rows of the step that was watched last.
     """
@@ -141,7 +141,7 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield the measurements of a watched step for the blocks of a stack. Later samples replace earlier ones."""
+    """Yield the measurements of a watched step for the blocks of a stack. The last sample of a measure counts."""
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
         if isinstance(rows, torch.Tensor):
@@ -179,14 +179,14 @@ def _of_stack(param_set: ParamSet, stack_state: StackState) -> Iterator[Measurem
 
 
 class Sample(NamedTuple):
-    """Sums from which one measure follows, for some rows (blocks) of a stack.
+    """Sums from which one measure is computed, for some rows (blocks) of a stack.
 
     stage: dotted path of the stage.
     slot: name of the slot; "" for a measure of the direction.
     measure: name of the measure.
     rows: rows of the stack, as a slice or a tensor of indices; None means all rows.
-    mask: `[n]`, True for rows whose state the step writes; None means all rows.
-    sums: `[n, 3]` float64, the numbers a, b, c of the measure a / sqrt(b c) for each row.
+    mask: `[n]`, True for rows that the step updates; None means all rows.
+    sums: `[n, 3]` float64, the numbers a, b, c for each row. The measure is a / sqrt(b c).
     """
 
     stage: str
@@ -209,7 +209,7 @@ class StepWatch(Watch):
     def __init__(self, inner: Watch | None) -> None:
         """Watch the stages of a stack.
 
-        inner: another watch, such as checked mode, that receives the same calls; None if there is none.
+        inner: another watch, such as that of checked mode, which receives the same calls; None if there is none.
         """
         self.inner = inner
         self.samples: dict[tuple[str, str, str, tuple[int, ...] | None], Sample] = {}
@@ -292,9 +292,8 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 Found = dict[tuple[str, str], Tensor]
 """Values of shape `[n]`, one for each block, by (slot, measure)."""
 LONGEST_WAIT = 32
-"""Number of mean intervals of a random cadence in which its last refresh is searched.
-
-The probability that the last refresh is older is e^-32."""
+"""How far back the last refresh of a random cadence is searched, in mean intervals between refreshes. An older one has
+the probability e^-32."""
 
 
 def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, str, str, list[float]]]:
@@ -319,7 +318,7 @@ def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, 
 
 
 def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
-    """Return the measures that follow from the roles of slots.
+    """Return the measures of slots, chosen by the roles of the slots.
 
     condition: condition number of a statistic.
     root_condition: condition number of a root or a learned factor.
@@ -344,7 +343,7 @@ def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
 
 
 def _is_factor(slot: Slot) -> bool:
-    """Return True if a slot is a square matrix of its own, not one number for each entry of a square block."""
+    """Return True if a slot is a matrix such as a Gram matrix, and not one number for each entry of a square block."""
     return len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] and slot.frame == "none"
 
 
@@ -355,9 +354,10 @@ def _pairs(basis: Slot, other: Slot) -> bool:
 
 
 def _staleness(stage: Any, context: StepContext) -> Found:
-    """Return the measure `staleness` of each block: the number of updates since the state of its last refresh.
+    """Return the measure `staleness` of each block: the number of updates since its last refresh.
 
-    For a block that was never refreshed it is the number of all its updates.
+    The result of a delayed refresh counts from the update from which it was computed. A block that was never refreshed
+    has the number of all its updates.
     """
     cadence = stage.cadence()
     if cadence is None:

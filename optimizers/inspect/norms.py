@@ -1,6 +1,6 @@
-"""Norms of parameters, their gradients and their updates in one step: a few kernels for all parameters, and no wait.
+"""Norms of parameters, gradients and updates in one step: a few kernels for all parameters, and no wait for the device.
 
-A watched step of `inspect` has a row for each norm, and a training run has columns of them in its metrics.
+`inspect` shows the norms of a watched step, and a training run writes norms into its metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NormWatch:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        """Copy the parameters, which one step then updates.
+        """Copy the parameters before the step.
 
         parameters: at least one parameter; all are on one device.
         """
@@ -33,9 +33,8 @@ class NormWatch:
     def squares(self, ranks: int = 1) -> Tensor:
         """Return sums of squares `[3, P]` in float64, on the device: of weights before the step, gradients, updates.
 
-        A parameter without a gradient has 0 in the row of gradients. If ranks share the parameters, the sum of the
-        results over all ranks has the values of whole parameters. Call this once, after the step and before gradients
-        are cleared.
+        A parameter without a gradient has 0 in the row of gradients. If ranks share the parameters, the results of all
+        ranks must be added. Call this once, after the step and before gradients are cleared.
 
         ranks: number of ranks that share the parameters.
         """

@@ -50,7 +50,7 @@ class RoutedParameter:
     view: the matrices that the parameter is viewed as, and why; "" if the tensor is used as it is.
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
-    width_factors: distinct factors by which `width_scaling` multiplies the directions of its matrices; () for none.
+    width_factors: distinct factors by which `width_scaling` multiplies updates of its matrices; () for none.
     left_out: a text for each axis that the stages do not precondition, with the reason.
     fallbacks: reasons why the parameter's step is not compiled although the recipe asks for it, not fused although the
         chain is Adam's, or not run in chunks although the parameter is large enough.
@@ -95,7 +95,7 @@ class Reached:
 
 
 def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
-    """Return, for each expectation of a recipe, how much of the model its stage or route receives."""
+    """Return how much of the model the stage or route of each expectation of a recipe receives."""
     if not recipe.expect:
         return []
     rows, rules = [(recipe.route(info)[0], info.numel) for info in infos], recipe.rules()
@@ -109,7 +109,7 @@ def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
 
 
 def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise RecipeError if an expectation does not hold. The message names the largest tensors that violate it."""
+    """Raise RecipeError, which names the largest tensors responsible, if an expectation does not hold."""
     infos = list(infos)
     faults = [
         f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {_astray(recipe, row.key, infos)}"
@@ -121,10 +121,7 @@ def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
 
 def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
-    """Return a text with the largest tensors that a stage or route does not receive.
-
-    For an upper bound, the text has the largest tensors that the stage or route does receive.
-    """
+    """Return a text with the largest tensors that violate an expectation."""
     paths, upper = expected_rules(key, recipe.rules()), parse_expectation(recipe.expect[key]).upper
     rows = [(info, *recipe.route(info)) for info in infos]
     chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
@@ -169,11 +166,7 @@ def slot_bytes(state: Any) -> int:
 
 
 def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
-    """Return the reasons why a parameter's step runs slower than its recipe or its size suggests, by position.
-
-    A reason says why the step is not compiled although the update asks for it, not fused although the chain is Adam's,
-    or not run in chunks although the parameter is large enough to gain from chunks.
-    """
+    """Return the reasons, by position of the parameter, that `RoutedParameter.fallbacks` describes."""
     found: dict[int, dict[str, None]] = {}
     for own in param_set.stack_states:
         for position in dict.fromkeys(own.stack.param_ids.tolist()):
@@ -195,7 +188,7 @@ def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[
 
 
 def unfused_warning(param_sets: Iterable[ParamSet]) -> str:
-    """Return the warning that `fused=True` has no effect on parameters which no fused kernel updates, else ""."""
+    """Return a warning if there are parameters that no fused kernel updates despite `fused=True`, else ""."""
     found = dict[str, str]()
     for each in param_sets:
         for own in each.stack_states:
@@ -218,7 +211,7 @@ def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
 
 
 class Released(Protocol):
-    """Interface to the release of gradients during backward, which `eigengraft.release` makes."""
+    """The object that updates parameters during backward (`eigengraft.release`), as far as the optimizer uses it."""
 
     @property
     def stepped(self) -> Sequence[str]:
@@ -227,13 +220,12 @@ class Released(Protocol):
     def finish(self) -> tuple[list[Hyper], int] | None:
         """End the part of a step that ran during backward.
 
-        Return the values of param groups of the step, and the number of steps before it. Return None if backward has
-        updated no parameter.
+        Return (values of the param groups, number of steps before this step), or None if backward updated no parameter.
         """
 
 
 class Reporting(torch.optim.Optimizer):
-    """The methods by which an optimizer reports about itself. No method changes a trajectory.
+    """The methods by which an optimizer reports about itself. None of them changes the result of a step.
 
     watched_rows: measurements of the step that was watched last.
     released: the object that updates parameters during backward. None: `step` updates all parameters.
@@ -246,7 +238,7 @@ class Reporting(torch.optim.Optimizer):
     released: Released | None = None
 
     def _adopt_changes(self, thorough: bool = True) -> None:
-        """Adopt changes that other code made to parameters and state; called first by every report that reads state."""
+        """Adopt changes that other code made to parameters and state. Reports call this before they read state."""
         raise NotImplementedError
 
     @property
@@ -281,13 +273,13 @@ class Reporting(torch.optim.Optimizer):
     @property
     @isolated
     def skipped(self) -> Counter[str]:
-        """Return for each parameter, by name, how many updates were skipped because its gradient was not finite."""
+        """Return how many updates were skipped because a gradient was not finite, by name of the parameter."""
         return self.param_sets.skipped()
 
     @property
     @isolated
     def spikes(self) -> SpikeCounts | None:
-        """Return how many steps were spikes, and the mean, deviation and bound of the window.
+        """Return how many steps were spikes of the loss or gradient norm, and the statistics that decide it.
 
         None: the recipe has no `failure.spike`. On a device the host waits for the numbers.
         """
@@ -321,7 +313,7 @@ class Reporting(torch.optim.Optimizer):
         return rows
 
     def reached(self) -> list[Reached]:
-        """Return, for each `expect` entry of the recipe, how much of the model its stage or route receives."""
+        """Return how much of the model the stage or route of each entry of `expect` receives."""
         return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
 
     def slow_products(self) -> list[str]:
@@ -336,9 +328,9 @@ class Reporting(torch.optim.Optimizer):
         ]
 
     def solver_choices(self, device: str | None = None) -> list[str]:
-        """Return lines about the solvers that are chosen by device: one for each solver and each size of its matrices.
+        """Return a line for each solver that is chosen by device, and each size of its matrices.
 
-        A line names the path in the recipe, the chosen solver, the other candidates, and the times that decided.
+        A line has the path in the recipe, the chosen solver, the other candidates, and the times that decided.
 
         Args:
             device: type of the accelerator to choose for, such as "cuda". None means the device of the parameters. For
@@ -356,7 +348,7 @@ class Reporting(torch.optim.Optimizer):
         return [f"{path}, order {order} on {place}: {text}" for (path, order, place), text in sorted(found.items())]
 
     def delays(self) -> list[str]:
-        """Return a line for each stage with delayed refreshes: the delay, and where their results are computed."""
+        """Return a line for each stage whose refreshes are delayed: the delay, and where refreshes are computed."""
         found = dict[str, None]()
         for own in self.stack_states():
             if (refreshes := own.refreshes) is None:

@@ -20,8 +20,7 @@ class Measurement:
     stage: dotted path of the stage, or of a chain for its final direction; "" for measures of the parameter.
     slot: name of the measured slot; "" for none.
     measure: name of the measure.
-    sums: the numbers a, b, c. A value that is no ratio of sums has (value, 1, 1), so that values of several blocks are
-        joined to their mean.
+    sums: the numbers a, b, c. A value that is no ratio of sums has (value, 1, 1), whose sum over blocks gives the mean.
     """
 
     parameter: str
@@ -33,9 +32,7 @@ class Measurement:
 
     @property
     def value(self) -> float:
-        """Return a / sqrt(b c), or 0 if a and b c are 0. The value is nan or inf if the state is not finite, and nan if
-        only b c is 0.
-        """
+        """Return a / sqrt(b c): 0 for 0 / 0, nan for any other a / 0, and nan or inf if the state is not finite."""
         a, b, c = self.sums
         below = math.sqrt(b * c) if 0 < b * c < math.inf else math.sqrt(b) * math.sqrt(c)
         return a / below if below else 0.0 if a == 0 else math.nan
@@ -60,7 +57,7 @@ WORST: Mapping[str, tuple[Literal["largest", "smallest"], ...]] = {
     "orthogonality": ("largest",),
     "storage_error": ("largest",),
 }
-"""For each measure, the ends of its range that indicate a layer with a problem. The order is that of reports."""
+"""Measures by which reports name layers with a problem, in order, and whether large or small values indicate it."""
 _COUNTS = ("zero_gradients", "skipped", "failures")
 """Measures that count events. A layer with the count 0 has no problem and is never listed as the worst."""
 
@@ -94,7 +91,7 @@ class Inspection(Sequence[Measurement]):
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
-        """Merge rows with equal keys into one row, whose sums are the added sums of these rows. Return the table."""
+        """Return a table in which rows with equal keys are merged into one. The sums of these rows are added."""
         found: dict[tuple[str, int | None, str, str, str], Measurement] = {}
         for row in rows:
             known = found.get(row.key)
@@ -105,7 +102,7 @@ class Inspection(Sequence[Measurement]):
         return cls(tuple(found.values()))
 
     def by_parameter(self) -> Self:
-        """Return a table with the blocks of each parameter joined into one row for each measure.
+        """Return a table with one row for each measure of each parameter, joined over the parameter's blocks.
 
         A ratio is computed from sums over all entries of the parameter. Any other value is the mean over blocks.
         """
@@ -132,10 +129,10 @@ class Inspection(Sequence[Measurement]):
         return type(self)(tuple(row for row in rows if stage in (None, row.stage, row.stage.rpartition(".")[2])))
 
     def worst(self) -> Self:
-        """Return the rows with extreme values of the measures in `WORST`, in the order of `WORST`.
+        """Return the rows with the extreme values of the measures in `WORST`, in the order of `WORST`.
 
-        A condition number has one row, its largest value. Gradients and updates have two rows, the largest and then the
-        smallest value, because both may indicate a problem. A count that is 0 everywhere has no row.
+        A condition number has one row, with its largest value. Gradients and updates have two rows, with the largest
+        and then the smallest value. A count that is 0 everywhere has no row.
         """
         return type(self)(tuple(worst_ends((row, row.measure, row.value) for row in self.rows)))
 
