@@ -26,7 +26,7 @@ _WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
     OUTPUT_GRAM: watch_output_gradients,
     "max_logit": watch_logits,
 }
-"""Signals that are collected by hooks in a model, with the function that registers the hooks."""
+"""For each signal that hooks in a model collect, the function that registers the hooks."""
 
 
 def compose(  # noqa: PLR0913  its arguments after the model are options
@@ -84,7 +84,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
 def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> DescribedParameters:
     """Describe param groups of a model for `compose`: `compose("soap", grouped(model, groups))`.
 
-    Routes and signals work as with the model itself.
+    Unlike with groups alone, routes and signals work as if `compose` were given the model.
 
     Args:
         model: the model that has the parameters.
@@ -128,9 +128,9 @@ def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
     """Describe some layers of a model for `compose`, for pipeline stages: `compose("soap", submodel(layers, full))`.
 
-    Routes and refreshes depend on all parameters of a model. The optimizer of the layers updates them exactly as one
-    optimizer of the full model would. `compose` refuses recipes that need a sum over all parameters, such as a norm,
-    unless the layers are the full model.
+    The optimizer updates the layers exactly as one optimizer of the full model would, because routes and the steps of
+    refreshes depend on all parameters of the full model. `compose` refuses recipes that need a sum over all parameters,
+    such as a norm, unless the layers are the full model.
 
     Args:
         model: the layers that this optimizer updates.

@@ -30,9 +30,8 @@ def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 
 
     H is the Hessian of the loss, and the probes u are tensors of random signs. This is Hutchinson's estimator as in
     Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian. D is unbiased, and exact for a diagonal H.
-    Every rank calls the function with the loss of its own batch, and D is the mean over ranks. The probes follow from
-    names and steps, so that all ranks draw equal probes. Buffers of the model that the optimizer was composed with are
-    restored.
+    Every rank calls the function with the loss of its own batch, and D is the mean over ranks. All ranks draw the same
+    probes. If the optimizer was composed with its model, the buffers of the model are restored.
 
     Args:
         optimizer: the optimizer that receives the signal.
@@ -69,8 +68,8 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
 
     G is the gradient of the mean loss over `count` examples, with labels that are drawn from the model's distribution.
     This is the Gauss-Newton-Bartlett estimator of Sophia-G (Liu et al. 2023, arXiv:2305.14342, algorithm 2). D is
-    unbiased and never negative. Every rank calls the function with its own batch, and D is the mean over ranks. Buffers
-    of the model that the optimizer was composed with are restored.
+    unbiased and never negative. Every rank calls the function with its own batch, and D is the mean over ranks. If the
+    optimizer was composed with its model, the buffers of the model are restored.
 
     Args:
         optimizer: the optimizer that receives the signal.
@@ -155,7 +154,7 @@ def _provide(
 
 
 def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[ParamSet, str, Tensor]]:
-    """Yield (parameter set, name, parameter) for each parameter for which the signal is estimated."""
+    """Yield (parameter set, name, parameter) for the parameters for which the signal is estimated."""
     for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
         if id(parameter) in takers and parameter.requires_grad:
             if is_dtensor(parameter):
@@ -179,7 +178,7 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
 
 
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
-    """Return random signs with the shape of a tensor, which follow from name, step and sample alone."""
+    """Return random signs with the shape of a tensor. Equal names, steps and samples give equal signs."""
     seed = zlib.crc32(name.encode())
     seeds, steps = (torch.full((1,), one, dtype=torch.int64, device=like.device) for one in (seed, step))
     drawn = uniform(seeds, steps, tuple(like.shape), torch.float32, PROBES + sample)[0]

@@ -1,4 +1,4 @@
-"""Sums of values that backward passes contribute, reset together with the gradients that these passes accumulate."""
+"""Sums of values over the backward passes of a step. A sum is reset when the gradient of its parameter is reset."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class _Sum:
-    """A value to which contributions of backward passes were joined, and the number of rows from which it was computed.
+    """A value that was joined from contributions of backward passes.
 
-    count: number of rows; a 0-d tensor if a mask on the device decided which rows are included.
+    count: number of rows from which the value was computed; a 0-d tensor if the number is only known on the device.
     """
 
     value: Tensor
@@ -40,8 +40,8 @@ class _Sum:
 class _Running:
     """The contribution of a running backward for one parameter.
 
-    stamp: stamp of the parameter's gradient before the backward.
-    found: the contribution so far; None before the first one.
+    stamp: `_stamp` of the parameter's gradient before the backward.
+    found: the contribution so far; None if there is none yet.
     """
 
     parameter: Tensor
@@ -50,24 +50,20 @@ class _Running:
 
 
 class _Backward(dict[Hashable, _Running]):
-    """The contributions of one running backward, by key.
+    """The contributions of one running backward, by key of the sum.
 
-    Only the callback at the end of the backward references this object, so that the contributions of a backward that
-    fails are dropped.
+    Only the callback at the end of the backward references this object. If the backward fails, the contributions are
+    therefore dropped.
     """
 
 
 class GradientSums:
-    """Sums by key over the backward passes that accumulated the present gradient of the key's parameter.
+    """Sums of values by key. A key belongs to a parameter, and its sum to the parameter's present gradient.
 
-    `add` is called inside a backward, before the parameter's gradient is accumulated. If the gradient is None or zero
-    at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient. A
-    backward that does not change the parameter's gradient (`torch.autograd.grad`) counts only if no other backward
-    changes this gradient before the step. A mask decides whether a gradient is zero, so that the host reads nothing.
-
-    `factor` is the number by which GradScaler's `unscale_` or `clip_grad_norm_` multiplied gradients between the last
-    backward and the step. It is measured as the ratio that more than half of the entries on the diagonals of gradients
-    share, and is 1 if there is no such ratio.
+    `add` is called inside a backward, before the backward accumulates the parameter's gradient. If the gradient is None
+    or zero at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped the earlier
+    gradient. A backward that does not change the gradient (`torch.autograd.grad`) counts only if no other backward
+    changes it before the step.
 
     join: operation that joins values.
     measured: True if `factor` is needed, for which samples of gradients are kept.
@@ -92,10 +88,9 @@ class GradientSums:
         self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
-        """Join the value that one layer contributes for a parameter. This method is called inside a backward only.
+        """Join a value with the sum of a key. This method is called inside a backward only.
 
-        key: identifies the sum.
-        count: number of rows that `value` was computed from.
+        count: number of rows from which `value` was computed.
         """
         task = torch._C._current_graph_task_id()
         if (running := self._running.get(task)) is None:
@@ -110,7 +105,7 @@ class GradientSums:
     def take(self) -> Mapping[Any, tuple[Tensor, int | Tensor]]:
         """Return (value, number of rows) of each sum by key, and drop all sums.
 
-        Keys of parameters whose gradient is None now are left out.
+        A sum is left out if the gradient of its parameter is None now.
         """
         for running in list(self._running.values()):  # the step may run inside a backward
             self._end(running)
@@ -120,7 +115,7 @@ class GradientSums:
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
-        """Return the factor by which a scaler or clipping has multiplied gradients since the last backward, 0-d.
+        """Return the factor by which `unscale_` or `clip_grad_norm_` multiplied gradients since the last backward, 0-d.
 
         Return None if the factor was not measured.
         """
@@ -134,10 +129,9 @@ class GradientSums:
             self._held[key] = held.where(local(grad.detach()).any())
 
     def _end(self, backward: _Backward) -> None:
-        """Join the contributions of a finished backward to the sums of those parameters whose gradients it changed.
+        """Join the contributions of a finished backward with the sums.
 
-        Contributions for other parameters are stored separately. They count only if no backward changes the gradient
-        of their parameter before the step.
+        A contribution for a parameter whose gradient did not change is stored apart from the sums, in `_loose`.
         """
         found, changed = dict(backward), list[tuple[Hashable, Tensor]]()
         backward.clear()
@@ -160,25 +154,22 @@ class GradientSums:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward, after all callbacks that are queued already."""
+    """Call a function at the end of the running backward, after the callbacks that are already in the queue."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _stamp(grad: Tensor | None) -> tuple[int, ...]:
-    """Return a stamp of a gradient that changes with every backward that changes the gradient."""
+    """Return numbers that identify the present content of a gradient: every backward that changes it changes them."""
     return () if grad is None else (id(grad), grad._version, local(grad)._version)
 
 
 def _sample(grad: Tensor) -> Tensor:
-    """Return the entries on the diagonal of a gradient's local tensor, `[n]`; a view if the tensor has two axes."""
+    """Return the diagonal of this rank's shard of a gradient, `[n]`."""
     return local(grad.detach()).diagonal().flatten()
 
 
 def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return copies of the diagonals of the gradients of parameters, which one kernel makes.
-
-    The copy is empty for a parameter without a gradient.
-    """
+    """Return a copy of the diagonal of each parameter's gradient; an empty tensor if there is no gradient."""
     own = [
         _sample(p.grad) if p.grad is not None else torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters
     ]
@@ -188,8 +179,8 @@ def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
 def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
     """Return the factor by which entries of gradients were multiplied, as a 0-d tensor in float32.
 
-    It is the median of the ratios now / before of all entries. If at most half of the ratios are close to the median,
-    the entries have no common factor, and the result is 1.
+    The factor is the median of the ratios now / before. If at most half of the ratios are close to the median, the
+    entries have no common factor, and the result is 1.
     """
     device = before[0].device
     old, new = (torch.cat([x.to(device) for x in own]).float() for own in (before, now))

@@ -32,8 +32,8 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
     of a parameter takes the memory of a gradient in the dtype in which updates are computed.
 
     Args:
-        optimizer: the optimizer that receives the signal. Its parameters must not be shared with other ranks, where a
-            backward pass gives sums of gradients over ranks, or parts of such sums.
+        optimizer: the optimizer that receives the signal. Its parameters must not be shared with other ranks, because
+            gradients after a backward are then sums over ranks.
 
     Returns:
         A function that removes the hooks of the parameters, or None if no stage requests the signal.
@@ -55,10 +55,7 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
 
 
 class _Variance:
-    """Sums of the squares of the gradients of backward passes.
-
-    The hooks of parameters hold a reference to this object, and this object holds a weak reference to the optimizer.
-    """
+    """Sums of the squares of gradients over backward passes. Hooks of the parameters reference this object."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.add, measured=True)

@@ -1,7 +1,7 @@
 """The signals `activation_gram` and `output_gradient_gram`: sums of outer products that hooks collect from layers.
 
-The outer products of a layer's inputs are known after a forward, and those of the gradients of its outputs during the
-backward. The sums are stored until the next step of the optimizer.
+`activation_gram` sums over a layer's inputs, and `output_gradient_gram` over the gradients of a layer's outputs. The
+sums are stored until the next step of the optimizer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .arguments import require_watchable
 from .gradient_sums import GradientSums
 
 CallRows = Callable[[Tensor], tuple[Tensor, int]]
-"""Function that is called during backward with the gradient of a layer's output in one call of the layer. It returns
-the Gram matrix X^T X of the rows X of that call, and the number that the call adds to the layer's count N of rows."""
+"""Function that backward calls with the gradient of the output of one call of a layer. It returns the Gram matrix X^T X
+of the rows X of that call, and the number of rows to add to the layer's count N."""
 INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
-"""Names of the signals that are collected from inputs of layers and from gradients of outputs of layers."""
+"""Names of the two signals, in this order: from inputs of layers, and from gradients of outputs of layers."""
 ParamPlace = tuple[int, int]
 """Position of a parameter in an optimizer: (index of its param group, position in the group)."""
 
@@ -42,10 +42,7 @@ class LayerGrams:
     backward contributed to the present gradient of the weight: of micro-batches, of several calls of a module in one
     forward, and of modules that share the weight. A forward without a backward, or with a gradient that is dropped,
     adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only if a stage
-    needs the signal in the next step.
-
-    The optimizer and the model reference this object, which references the two weakly. In copies and pickles of the
-    model the hooks do nothing.
+    needs the signal in the next step. In copies and pickles of the model the hooks do nothing.
 
     name: name of the signal.
     made: function that computes the signal of a layer from X^T X and N.
@@ -70,9 +67,9 @@ class LayerGrams:
     def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         """Register a hook at each layer whose update requests the signal, unless another collector has done so.
 
-        see: function of a layer's path, the layer, its arguments and its output. The result is a pair: a function that
-            computes the Gram matrix of the call, and the tensor whose gradient hook calls that function. The tensor is
-            None if no gradient reaches the output.
+        see: function of (path of the layer, layer, arguments, output) that a forward calls. It returns a pair: a
+            function that computes the Gram matrix of this call, and the tensor in the output whose gradient is passed
+            to that function. The tensor is None if no gradient reaches the output.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -89,7 +86,7 @@ class LayerGrams:
         self._sums.clear()
 
     def _is_watched(self, module: nn.Module) -> bool:
-        """Return True if another object collects the same signal for the same optimizer."""
+        """Return True if a hook of this layer already collects the same signal for the same optimizer."""
         found = (hook.grams for hook in module._forward_hooks.values() if isinstance(hook, LayerHook))
         return any(g is not None and g.name == self.name and g._optimizer() is self._optimizer() for g in found)
 
@@ -114,10 +111,9 @@ class LayerGrams:
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
     def add(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Add the rows of one call when the backward computes the gradient of its output.
+        """Add the rows of one call of a layer when the backward computes the gradient of its output.
 
-        A hook of the output tensor is used, because it leaves the graph unchanged, even if the next layer writes into
-        the output.
+        A hook of the output tensor does this. It works even if the next layer writes into the output.
         """
         output.register_hook(partial(self._add, self._places[module], rows))  # type: ignore[no-untyped-call]
 
@@ -126,8 +122,9 @@ class LayerGrams:
             self._sums.add(place, parameter_at(optimizer, place), *rows(gradient))
 
     def take(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the step's signal of each parameter whose layer has collected rows of inputs or output gradients
-        since the last step, and drop these rows.
+        """Return the signal of each parameter for which rows were collected since the last step, and drop the rows.
+
+        Return None if no rows were collected.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -177,21 +174,18 @@ def differentiable(output: Any) -> Tensor | None:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, which layers under tensor parallelism receive, or a plain tensor itself."""
+    """Return the full plain tensor of a DTensor (of tensor parallelism), and a plain tensor unchanged."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
 def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
-    """Yield (id, position) of the parameters that an optimizer was made for.
-
-    A framework may have replaced these parameters, so `parameter_at` returns the present parameter at a position.
-    """
+    """Yield (id, position) of the parameters for which an optimizer was made. Frameworks may replace them later."""
     for index, parameters in enumerate(optimizer.param_sets.parameters):
         yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
 
 
 def parameter_at(optimizer: Optimizer, place: ParamPlace) -> Tensor:
-    """Return the parameter that an optimizer has now at a position (index of its group, position in the group)."""
+    """Return the parameter that an optimizer has at a position now."""
     parameter: Tensor = optimizer.param_groups[place[0]]["params"][place[1]]
     return parameter
 
@@ -236,9 +230,9 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
 
 
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Return the rows of one call and the tensor whose gradient hook collects them, as in `LayerGrams.watch`.
+    """Look at one call of a layer, as `see` of `LayerGrams.watch` does.
 
-    Until the backward the rows are stored as a copy, or as their Gram matrix if that is smaller.
+    Until the backward, a copy of the inputs is stored, or their Gram matrix if that is smaller.
     """
     rows = _input_rows(path, module, args)
     few = len(rows) < rows.shape[1]
@@ -321,5 +315,5 @@ def _gradient_rows(axis: int, gradient: Tensor) -> tuple[Tensor, int]:
 
 
 def _channels(module: nn.Module) -> int:
-    """Return the axis of an output that corresponds to the rows of the weight."""
+    """Return the (negative) index of the axis of a layer's output that has the layer's channels."""
     return -1 - len(module.kernel_size) if isinstance(module, (nn.Conv1d, nn.Conv2d)) else -1

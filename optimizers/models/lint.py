@@ -37,14 +37,13 @@ Adam has 8 bytes per entry, SOAP on square matrices has 24."""
 _SMALL = 1e-4
 """Second moment, relative to the largest one of its block, that a storage should not round to 0.
 
-It belongs to a gradient that is 100 times smaller than the largest one, which is common."""
+Gradients that are 100 times smaller than the largest one of a block are common."""
 
 _OVERSHOOT = 1.3
-"""Factor by which directions may exceed the norm bound that a stage without state declares in its traits.
-
-Iterations for a polar factor give singular values of up to 1.2 in place of 1."""
+"""Factor by which a direction may exceed the norm that its stage declares. A polar factor from iterations has singular
+values of up to 1.2 in place of 1."""
 _WHITENING = frozenset(("second_moment", "root"))
-"""Roles of the slots by which a stage divides directions."""
+"""Roles of slots whose contents divide directions."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,7 @@ class Composition:
         return found
 
     def chains(self) -> dict[str, tuple[Stages, list[tuple[int, ...]]]]:
-        """Return (stages, shapes of the blocks that the stages receive) for each chain of the model, by path.
-
-        Chains inside stages are included.
-        """
+        """Return (stages, shapes of the blocks that the stages receive) by path, for all chains, also inside stages."""
         found = dict[str, tuple[Stages, list[tuple[int, ...]]]]()
         for rule, path, block in self._blocks:
             for name, stages in (("update", rule.update), ("after_decay", rule.after_decay)):
@@ -93,7 +89,7 @@ class Composition:
 
 
 RecipeCheck = Callable[[Composition], Iterable[str]]
-"""Function of a composition that yields a sentence for each fault: a setting without effect or a risk, and a remedy."""
+"""Function that yields a text for each fault of a composition. The text names the setting, the fault and a remedy."""
 _CHECKS: dict[str, RecipeCheck] = {}
 
 
@@ -140,7 +136,9 @@ def _unclear_head(composed: Composition) -> Iterator[str]:
 
 @recipe_check("state-large")
 def _large_state(composed: Composition) -> Iterator[str]:
-    """Warn if the state of a parameter is much larger than the parameter, as for a thin matrix with a long factor."""
+    """Warn if a parameter's state is much larger than the parameter, as with a statistic of the long axis of a thin
+    matrix.
+    """
     optimizer = composed.optimizer
     sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
     labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
@@ -159,9 +157,9 @@ def _large_state(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-unused")
 def _unused_storage(composed: Composition) -> Iterator[str]:
-    """Warn if an entry of `storage` names slots of this model but all are too small or have an unsupported shape.
+    """Warn if no slot of this model that an entry of `storage` names can be stored so, by its size or shape.
 
-    There is no warning for an entry of a route without parameters.
+    There is no warning if the model has no such slot, as for a route without parameters.
     """
     storage, unused = composed.optimizer.recipe.storage, dict[str, str]()
     slots = composed.slots() if storage else {}
@@ -179,7 +177,7 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
 
 @recipe_check("offload-unused")
 def _unused_offload(composed: Composition) -> Iterator[str]:
-    """Warn if offloaded slots take the same memory as without: on a CPU, or in a file that is in memory itself."""
+    """Warn if offloading saves no memory: parameters are on a CPU, or the file system of the disk is in memory."""
     recipe, sets = composed.optimizer.recipe, composed.optimizer.param_sets
     for text, quantizer in recipe.storage.items():
         where = quantizer.location
@@ -197,7 +195,7 @@ def _unused_offload(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-rounds-to-zero")
 def _rounded_second_moments(composed: Composition) -> Iterator[str]:
-    """Warn if the storage of second moments, by whose roots updates are divided, rounds small values to 0."""
+    """Warn if the storage of second moments rounds small values to 0, because updates are divided by their roots."""
     storage = {} if active_fake_mode() is not None else composed.optimizer.recipe.storage  # fake codes have no values
     found: dict[Quantizer, list[str]] = {}
     for key, own in (composed.slots() if storage else {}).items():
@@ -230,10 +228,10 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
 
 @recipe_check("whitening-after-graft")
 def _whitening_after_graft(composed: Composition) -> Iterator[str]:
-    """Warn if a stage after a grafting divides by its own statistics or ignores the norm that the grafting has set.
+    """Warn if a stage after a grafting changes the norm that the grafting has set.
 
-    There is no warning about statistics after a grafting whose magnitude chain has no state. Such a grafting keeps the
-    norm of the gradient and preconditions gradients for Adam, as in 4-bit Shampoo.
+    Dividing by statistics is accepted if the grafting keeps the norm of the gradient, because the grafting is then a
+    preconditioner in front of Adam, as in 4-bit Shampoo.
     """
     for path, (stages, (block, *_)) in composed.chains().items():
         graft: Stage | None = None
@@ -251,7 +249,7 @@ def _whitening_after_graft(composed: Composition) -> Iterator[str]:
 
 @recipe_check("clip-unused")
 def _unused_clip(composed: Composition) -> Iterator[str]:
-    """Warn about a clip whose factor a later stage removes, and about a clip whose bound no direction can exceed."""
+    """Warn about a clip whose effect a later stage undoes, and about a clip whose bound no direction can exceed."""
     for path, (stages, blocks) in composed.chains().items():
         for place, stage in enumerate(stages):
             if stage.cached_traits(blocks[0]).clip is None:
@@ -296,7 +294,7 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
 
 @recipe_check("pairs-unmatched")
 def _unmatched_pairs(composed: Composition) -> Iterator[str]:
-    """Warn if all routes for pairs of factors, as of LoRA, match no parameter. There is no warning on names alone."""
+    """Warn if the recipe has routes for pairs of factors, as of LoRA, but the model has no such pair."""
     recipe = composed.optimizer.recipe
     paths = {f"routes.{route.name}" for route in recipe.routes if route.match.pair}
     reached = {recipe.route(info)[0] for info in chain.from_iterable(composed.optimizer.param_sets.infos)}
@@ -328,14 +326,12 @@ def _adapts(graft: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _whitens(stage: Stage, block: tuple[int, ...]) -> bool:
-    """Return True if a stage divides directions by a statistic that the stage, or a stage inside it, stores."""
+    """Return True if a stage, or a stage inside it, stores a statistic and divides directions by it."""
     return any(slot.role in _WHITENING and slot.shape for _, _, slot in chain_slots((stage,), block))
 
 
 def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
-    """Return the first stage that is not a clip if it has no state and its result does not depend on the norm of its
-    input. Return None otherwise.
-    """
+    """Return the first stage that is not a clip, if it has no state and ignores the norm of its input; else None."""
     for stage in stages:
         own = stage.cached_traits(block)
         if stage.keeps_state(block):
@@ -362,13 +358,13 @@ def _largest(stages: Stages, block: tuple[int, ...]) -> float:
 
 
 def _out_of_reach(stages: Stages, block: tuple[int, ...]) -> bool:
-    """Return True if the last stage of a chain, a clip, never changes a direction of the stages before it."""
+    """Return True if the last stage of a chain is a clip that never changes the direction it receives."""
     clip = stages[-1].cached_traits(block).clip
     return clip is not None and _of_blocks(stages[-1], block) and clip > _OVERSHOOT * _largest(stages[:-1], block)
 
 
 def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
-    """Return True if a clip limits the norm of each block by a constant."""
+    """Return True if a clip limits the norm of each block by itself, to a bound that is constant."""
     own = clip.cached_traits(block)
     return not own.sums and not own.signals and not any(True for _ in schedules(clip))
 
@@ -383,13 +379,13 @@ def _decays(constraint: Constraint) -> bool:
 
 
 def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
-    """Return True if the key `text` of a `storage` is the one that applies to a slot."""
+    """Return True if the entry `text` of `storage` is the one that decides how a slot is stored."""
     named = next((where for where in (key.name, key.stage) if where in storage), None)
     return text == named if named is not None else text == slot.role and not slot.sensitive
 
 
 def _rounds_to_zero(quantizer: Quantizer) -> bool:
-    """Return True if a quantizer rounds a small second moment to 0 in a block with a large one."""
+    """Return True if a quantizer rounds the second moment `_SMALL` to 0 in a block whose largest one is 1."""
     slot = Slot((64, 64))
     x = torch.full((1, *slot.shape), _SMALL, dtype=torch.float32, device="cpu")
     x[..., 0] = 1.0

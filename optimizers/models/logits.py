@@ -36,20 +36,18 @@ class MaxLogits(nn.Module):
 
     q_i and k_j are the query at position i and the key at position j. An attention module has this module as a
     submodule, and calls `self.max_logits(q, k, scale)` in its forward. The call returns None, and costs nothing unless
-    an optimizer requests the signal. `query`, `key` and `fused` are names of weights in the attention module. The
-    outputs of these weights are heads; the outputs of `fused` are queries, keys and values in this order. A key head
-    that several query heads share receives the largest S of these query heads.
+    an optimizer requests the signal. A key head that several query heads share receives the largest S of these query
+    heads.
 
-    Under tensor parallelism a rank makes the call with its own heads, as plain tensors or DTensors, and the signal of a
-    weight has the numbers of all heads. A rank's heads are the outputs of its shard of the weights. The shard of
-    `fused` has the rank's queries, keys and values in this order. If keys are not sharded, because there are fewer key
-    heads than ranks, a rank passes the keys of its own queries. Every logit must be computed by some rank. Under
-    context parallelism, keys must therefore be gathered before the call.
+    Under tensor parallelism a rank makes the call with its own heads, as plain tensors or DTensors. These must be the
+    outputs of the rank's shards of the weights; a shard of `fused` has the rank's queries, keys and values in this
+    order. If keys are not sharded, because there are fewer key heads than ranks, a rank passes the keys of its own
+    queries. Under context parallelism, keys must be gathered before the call.
 
     Args:
-        query: name of the weight of queries.
+        query: name of the weight of queries in the attention module.
         key: name of the weight of keys.
-        fused: name of the weight of queries, keys and values, in place of `query` and `key`.
+        fused: name of a weight whose outputs are queries, keys and values in this order, in place of `query` and `key`.
         causal: True if a query attends to no later key.
 
     Raises:
@@ -84,7 +82,7 @@ class MaxLogits(nn.Module):
             return
         holder = None if self._holder is None else self._holder()
         assert holder is not None
-        # `fully_shard` has gathered its shards at this point, so the remaining shards are of tensor parallelism
+        # `fully_shard` has gathered its shards here, so a weight that is sharded is sharded by tensor parallelism
         shards = {name: _shard(holder.get_parameter(name)) for name in self.weights}
         queries, keys = local(q.detach()), local(k.detach())
         with torch.no_grad(), without_autocast():
@@ -110,7 +108,7 @@ class MaxLogits(nn.Module):
     def listen(self, source: LogitSource, holder: nn.Module) -> None:
         """Start recording the largest logits of one attention module.
 
-        source: the signal of the whole model, which collects the recorded logits.
+        source: the object that collects the logits of all modules.
         holder: the attention module, which has the projection weights as attributes.
         """
         self._source, self._holder = weakref.ref(source), weakref.ref(holder)
@@ -153,24 +151,22 @@ class MaxLogits(nn.Module):
         return {query: largest, key: largest.view(total, -1).amax(1)}
 
     def __getstate__(self) -> dict[str, object]:
-        # copies do not record
+        # a copy of the module records nothing
         return {**self.__dict__, "_source": None, "_holder": None, "_seen": None}
 
 
 @dataclass(frozen=True)
 class _Span:
-    """A rank's contiguous range of items: `length` of `full` items, beginning with item `start`."""
+    """A rank's range of heads, or of outputs of a weight: `length` of `full` items, beginning with item `start`."""
 
     start: int
     length: int
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return one number for each head of all ranks: the given numbers for this rank's heads, 0 for all other heads.
+        """Return one number for each head of all ranks, which is 0 for heads of other ranks.
 
-        The items of the span are outputs of a weight, or heads. They are divided into heads of equal length. The span
-        has one head for each of the given numbers.
-
+        numbers: one number for each head of this rank. The items of the span are divided evenly over these heads.
         name: name of the weight, for the message.
 
         Raises:
@@ -190,7 +186,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Facts about the last call of a `MaxLogits`: the heads in its arguments, and the shards of the weights.
+    """The heads in the last call of a `MaxLogits`, and the shards of the weights at that time.
 
     width: number of entries of a head.
     key_heads: number of key heads on this rank.
@@ -210,7 +206,7 @@ class _Seen:
         return _Span(box.start[axis], box.shape[axis], shape[axis])
 
     def has_all(self, heads: int, own: _Span) -> bool:
-        """Return True if this rank computed all heads, because the weight is not sharded or its outputs were gathered.
+        """Return True if this rank passed all heads, because the weight is not sharded or its outputs were gathered.
 
         heads: number of heads of this rank.
         own: this rank's span of the outputs of the weight.
@@ -232,9 +228,9 @@ class _Seen:
 
 
 def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
-    """Return the full shape of a weight, and the box of it that this rank has under tensor parallelism.
+    """Return the shape of a full weight, and the box of the weight that this rank has under tensor parallelism.
 
-    The sharding of `fully_shard` is ignored, because it is undone during a forward.
+    The sharding of `fully_shard` is ignored, because a forward uses gathered weights.
     """
     shape = tuple(weight.shape)
     if not is_dtensor(weight):
@@ -304,9 +300,9 @@ class LogitSource:
         return torch._C._functorch.peek_interpreter_stack() is None
 
     def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
-        """Join the logits S of one call with those of other calls that contribute to the same gradients.
+        """Join the largest logits of one call with those of earlier calls. A backward of the call is required.
 
-        This method is a hook of the call's queries or keys; `gradient` is the gradient of that tensor, and not used.
+        This method is a hook of the call's queries or keys. `gradient` is the gradient of this tensor and not used.
         """
         if (optimizer := self._optimizer()) is not None:
             parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]

@@ -1,10 +1,9 @@
 """Gradient release: parameters are updated during backward, as soon as their gradients are complete, and the gradients
 are then freed.
 
-A *unit* is a set of parameters that are updated together. It is one parameter if each parameter is updated by itself
-(Adam's fused kernel, chunks). Else it consists of all parameters that share stacks, because a stack is computed at
-once. So each parameter has the bits that an ordinary step would give it. Rates, schedules and step counts are those of
-one step, which `optimizer.step()` ends.
+A *unit* is a set of parameters that are updated together, so that each parameter gets the bits of an ordinary step. A
+unit is one parameter if the update treats parameters one by one (Adam's fused kernel, chunks), and otherwise all
+parameters that have blocks in the same stacks.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ be updated during backward."""
 def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
     """Step parameters during backward as soon as their gradients are complete, and free these gradients.
 
-    Each parameter gets the bits of an ordinary step. After backward, `optimizer.step()` updates the parameters that are
-    left, and ends the step. The learning rate must be set before backward. Code between backward and `step()` finds no
-    gradients of released parameters: norms and clipping belong into the recipe. `accumulate()` of the result is the
-    context for micro-batches before the last one.
+    Each parameter gets the bits of an ordinary step. After backward, `optimizer.step()` updates the parameters that
+    backward has not updated. The learning rate must be set before backward. Code between backward and `step()` finds no
+    gradients of updated parameters, so gradients must be clipped by the recipe. If gradients are accumulated, all
+    backwards of a step but the last belong into `with released.accumulate():`.
 
         released = eigengraft.release(model, optimizer)
         for batch in batches:
@@ -55,11 +54,11 @@ def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
     Args:
         model: the model. Under `fully_shard`, shard it before composing the optimizer.
         optimizer: optimizer of parameters of the model.
-        parts: complete gradients are kept until they are 1 / `parts` of the bytes of all gradients, so that a backward
-            makes few steps of many parameters. 1: nothing steps before `optimizer.step()`.
+        parts: parameters are updated when the complete gradients have 1 / `parts` of the bytes of all gradients. More
+            parts save more memory, and need more updates of fewer parameters. 1: backward updates no parameter.
 
     Returns:
-        The release, with the context `accumulate()`, and `remove()`, which ends it.
+        The release, with the context `accumulate()`, and with `remove()`, which ends the release.
 
     Raises:
         TypeError: the arguments are no model and optimizer.
@@ -86,7 +85,7 @@ def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
 
 @dataclass
 class _Unit:
-    """Parameters of one parameter set that step together.
+    """Parameters of one parameter set that are updated together.
 
     param_set: the parameter set.
     positions: positions of the parameters.
@@ -124,7 +123,7 @@ class Release:
     """The release of an optimizer's gradients during backward, as the function `release` makes it."""
 
     def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
-        """Make the units of an optimizer, without hooks.
+        """Prepare the release of an optimizer's gradients. `hook` begins it.
 
         averaged: True if the model averages gradients over ranks after they are complete.
         """
@@ -152,7 +151,7 @@ class Release:
             self._accumulates = before
 
     def remove(self) -> None:
-        """End the release. Gradients that are complete stay until the next `optimizer.step()`."""
+        """End the release. The next `optimizer.step()` uses gradients that are complete and not yet used."""
         remove_hooks(self._handles)
         self._handles.clear()
         if (optimizer := self._optimizer()) is not None and self._step is None:
@@ -164,11 +163,7 @@ class Release:
         return self._step is not None
 
     def note(self, parameter: Tensor) -> None:
-        """Record that backward has completed the gradient of a parameter.
-
-        If the complete gradients that are kept have 1 / `parts` of the bytes of all gradients, their parameters are
-        updated.
-        """
+        """Record that backward has completed the gradient of a parameter. Update parameters if `parts` says so."""
         optimizer = self._optimizer()
         if optimizer is None or self._accumulates:
             return
@@ -194,8 +189,8 @@ class Release:
     def finish(self) -> tuple[list[Hyper], int] | None:
         """End the part of a step that ran during backward.
 
-        Return the values of param groups of the step, and the number of steps before it. Return None if backward has
-        updated no parameter. Raises RuntimeError if a value of a param group has changed since backward began.
+        Return (values of the param groups, number of steps before this step), or None if backward updated no parameter.
+        Raises RuntimeError if a value of a param group has changed since backward began.
         """
         if self._step is None:
             return None
@@ -228,10 +223,7 @@ class Release:
         return _Step(hypers, steps_taken(optimizer.param_sets), places)
 
     def _units(self, optimizer: Optimizer) -> list[_Unit]:
-        """Return the units of all parameter sets. The units are made again if parameter sets were built again.
-
-        Raises ValueError if the parameters cannot be updated during backward.
-        """
+        """Return the units of all parameter sets. Raises ValueError if they cannot be updated during backward."""
         param_sets = list(optimizer.param_sets)
         if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):
             require_releasable(optimizer, self._averaged)
@@ -255,16 +247,16 @@ class Release:
 
 
 def rates_differ(one: Hyper, two: Hyper) -> bool:
-    """Return True if the host knows that the values of a param group differ at two times."""
+    """Return True if two values of a param group differ, as far as the host knows without reading from a device."""
     if isinstance(one.lr, Tensor) or isinstance(two.lr, Tensor):
         return one.lr is not two.lr or one.weight_decay != two.weight_decay
     return (one.lr, one.weight_decay) != (two.lr, two.weight_decay)
 
 
 def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
-    """Yield the units of a parameter set, the sets of parameters that are updated together.
+    """Yield the units of a parameter set.
 
-    Parameters are in one unit if they share a stack in which parameters are not updated one by one.
+    Parameters are in one unit if they have blocks in a stack whose parameters are not updated one by one.
     """
     sets: list[set[int]] = [{at} for at in range(len(param_set.specs))]
     for group in param_set.together:
