@@ -35,8 +35,7 @@ from .traffic import Traffic, step_traffic
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency, mean work / largest work of a rank, below which a plan searches for larger waves of refreshes. A wave
-consists of the refreshes that are due in one step."""
+"""Efficiency, mean work / largest work of a rank, below which a plan advises more refreshes at once (`Plan.advice`)."""
 STEP_COUNT = 8
 """Bytes of the step count that every rank stores for each parameter."""
 
@@ -48,7 +47,8 @@ if TYPE_CHECKING:
 class Plan:
     """The blocks, state, work and messages of each of R ranks.
 
-    placements: layout and owners of each parameter, by name. With `group_size` the ranks are those of one group.
+    placements: layout and owners of each parameter, by name. If the recipe sets `group_size`, a placement has only the
+        ranks of one group, because all groups are equal.
     blocks: `[R]`, number of blocks that each rank owns.
     state: `[R]`, bytes of state.
     offloaded: `[R]`, bytes of state in host memory between steps, by location: "cpu" or "disk". Each step copies them
@@ -56,9 +56,10 @@ class Plan:
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
     traffic: messages of a step by purpose: "gradients" to owners, "updates" from owners, "agreement" for the checks of
         gradients, and "synchronization", which only gloo needs.
-    interval: number of steps after which the same refreshes are due again.
-    balance: evenness of the work at every step of an interval.
-    advice: number of simultaneous refreshes with which ranks would wait less; None if ranks hardly wait for each other.
+    interval: number of steps after which the pattern of refreshes repeats.
+    balance: how evenly the work of each step of an interval is divided over ranks.
+    advice: a number of refreshes in one step with which ranks would wait less; None if ranks hardly wait for each
+        other.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -222,10 +223,7 @@ def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
 def _state_bytes(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
-    """Return the bytes of state of each rank, `[R]`.
-
-    This state consists of the state of owned blocks and of updates in place, of iterates, and of step counts.
-    """
+    """Return the bytes of all state that each rank stores, `[R]`."""
     rules = recipe.rules()
     state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
     for block_group in block_groups:
@@ -244,10 +242,7 @@ def _state_bytes(
 def _offloaded(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the bytes of state in host memory between steps, of owned blocks and of shards.
-
-    The result is a mapping from the location, "cpu" or "disk", to `[R]`, one number for each rank.
-    """
+    """Return the bytes of state that each rank stores in host memory, `[R]`, by location: "cpu" or "disk"."""
     found = defaultdict[str, NDArray[np.int64]](lambda: np.zeros(ranks, dtype=np.int64))
     if all(quantizer.location is None for quantizer in recipe.storage.values()):
         return {}

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Callable[[Tensor], Shard]:
     """Return a `shard_placement_fn` for `fully_shard` that shards each parameter where the fewest blocks are cut.
 
-    A block that is entirely on one rank is owned by that rank, so that a step communicates less, with the same results.
-    If several axes are equally good, the first of them is chosen; torch's default is the first axis. Along any other
-    axis torch shards only into equal parts, and makes one more copy when it gathers parameters and reduces gradients.
+    A block that is entirely on one rank is owned by that rank, so that a step communicates less. Results are the same.
+    The first of the best axes is chosen. An axis other than the first must be a multiple of `ranks`, because torch
+    shards such axes only into equal parts. Along such an axis torch makes one more copy when it gathers parameters and
+    reduces gradients.
 
     Args:
         recipe: name of a shipped recipe, path of a YAML file, mapping or `Recipe`, which declares the blocks of each
@@ -32,7 +33,7 @@ def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Ca
         ranks: number of ranks over which a parameter is sharded.
 
     Raises:
-        ValueError: the returned function receives a tensor that was no parameter of `model`.
+        ValueError: the returned function was called with a tensor that was no parameter of `model`.
     """
     from torch.distributed.tensor import Shard
 

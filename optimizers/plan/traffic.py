@@ -1,6 +1,6 @@
 """Bytes and messages of one step of a sharded optimizer, computed for all ranks without running the step.
 
-Legend: R is the number of ranks, o (owner) and r are ranks, c[r] is the number of entries of a block on rank r.
+Legend: R is the number of ranks; o (the owner of a block) and r are ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..step.exchange import decay_source
 
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
-"""Position of a block in its parameter: shape of the parameter, merged shape, and pieces of the block. Blocks with
-equal positions have equal numbers of entries on each rank."""
+"""Shape of a parameter, its shape after small axes were merged, and the pieces (ranges of axes) of a block. Blocks for
+which these are equal have equal numbers of entries on each rank."""
 
 
 @dataclass
@@ -94,10 +94,7 @@ def together(first: Traffic, second: Traffic) -> Traffic:
 
 
 def repeated(one: Traffic, times: int) -> Traffic:
-    """Return the messages of `times` equal groups of ranks.
-
-    one: messages of one group.
-    """
+    """Return the messages of `times` groups of ranks, each with the messages `one`."""
     found = Traffic(one.ranks * times)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, np.tile(getattr(one, name), times))
@@ -162,7 +159,7 @@ def _exchange(
     The owner of a block receives the gradient from the ranks of its replica, and sends the update to all ranks that
     hold entries of the block.
 
-    holdings: cache, by position of a block in its parameter, of `[R]`, the number of entries that each rank holds.
+    holdings: cache of the number of a block's entries that each rank holds, `[R]`.
     traffic: (messages to owners, messages from owners).
     times: number of tensors that are sent to owners for each block.
     """
@@ -190,12 +187,12 @@ def _exchange(
 def _alike(
     block_group: BlockGroup, layouts: Sequence[Layout], holdings: dict[Place, Counts]
 ) -> Iterator[tuple[Counts, Counts]]:
-    """Yield (c, n), both `[R]`, for each set of blocks with the same position in parameters of equal shapes.
+    """Yield (c, n), both `[R]`, for each set of blocks with the same place in parameters of the same shape.
 
-    c[r] is the number of entries of one of these blocks that rank r holds. n[r] is the number of these blocks that
-    rank r owns.
+    c[r] is the number of a block's entries that rank r holds, equal for all blocks of the set. n[r] is the number of
+    these blocks that rank r owns.
 
-    holdings: cache of c by position.
+    holdings: cache of c.
     """
     owners: dict[Place, list[int]] = {}
     for block in block_group.blocks:
@@ -223,8 +220,8 @@ def step_traffic(
     check that they make the same step. "synchronization" has the all-to-all before it on gloo, in which ranks compare
     digests of their next collective.
 
-    plain: True if parameters are plain tensors, whose gradients ranks compare by norms.
-    groups: number of groups of ranks, each of which computes all updates.
+    plain: True if parameters are plain tensors. Ranks then compare norms of gradients.
+    groups: number of groups of ranks. Each group computes all updates.
     """
     used, ranks = [recipe.rules()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
@@ -244,9 +241,9 @@ def step_traffic(
 
 
 def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
-    """Return the messages that gather entry-wise updates of shards that several ranks hold.
+    """Return the messages of shards that several ranks hold and update entry by entry.
 
-    Each holder updates a part of the shard, and sends the part to the other holders.
+    Each of these ranks updates a part of the shard, and sends the part to the others.
     """
     found, dtypes = Traffic(ranks), {position: spec.dtype for position, spec in enumerate(specs)}
     placed = [(position, spec.placement) for position, spec in enumerate(specs) if spec.placement is not None]
@@ -261,7 +258,7 @@ def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffi
 
 
 def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: int) -> None:
-    """Add an all-to-all in which each holder of a shard sends the rows that it updated to the other holders.
+    """Add an all-to-all in which ranks that hold the same shard send each other the rows that they updated.
 
     message: the rows that are sent, as pairs (rows of a parameter, layout of the parameter).
     width: bytes of an entry.
