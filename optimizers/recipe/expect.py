@@ -1,4 +1,4 @@
-"""The field `expect` of a recipe: bounds on how much of a model a stage or a route receives, as short texts."""
+"""The field `expect` of a recipe: bounds on how much of a model a stage or a route receives, written as texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Expectation(NamedTuple):
     unit: str
 
     def holds(self, found: int, total: int) -> bool:
-        """Return True if a number out of a total satisfies the bound."""
+        """Return True if `found` of `total` entries or tensors satisfy the bound."""
         return _COMPARED[self.relation](100 * found / max(total, 1) if self.share else found, self.number)
 
     @property

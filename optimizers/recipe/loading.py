@@ -1,8 +1,8 @@
 """Loading of recipes from names, files, mappings and lists of stages, completed by the recipe in `base`.
 
 base: shampoo_4bit                       a shipped name, the path of a YAML file, or a mapping
-lr: 0.001                                fields that replace those of the base
-set:                                     single values inside the fields of the base, by dotted path
+lr: 0.001                                a field that replaces the field of the base
+set:                                     values inside fields of the base, by dotted path
   update.graft.direction.shampoo.refresh.steps: 100
 
 User files are YAML 1.2. Shipped recipes are read from JSON, so that the core needs no YAML library.
@@ -67,7 +67,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     """Return the fields of a recipe with its base resolved. The fields are not validated.
 
     folder: folder to which the path of a file is relative; None means the working directory.
-    derived: names of the recipes whose `base` leads to this one, in order. A name that appears again is a cycle.
+    derived: names of the recipes whose `base` leads to this one, in order, to detect cycles.
     """
     if isinstance(source, Recipe):
         return source.model_dump(mode="json")
@@ -83,7 +83,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
 
 
 def _described(source: object) -> str:
-    """Return the type of an object that is no recipe, with a remedy for classes, models and optimizers of torch."""
+    """Return the type of an object that is no recipe, with advice for classes, models and optimizers of torch."""
     kind, what = (source, "class ") if isinstance(source, type) else (type(source), "")
     if issubclass(kind, torch.optim.Optimizer):
         name = kind.__name__.lower()
@@ -97,7 +97,7 @@ def _described(source: object) -> str:
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a mapping, completed by those fields of its base that the mapping does not replace."""
+    """Return the fields of a mapping, and the fields of its `base` that are not in the mapping."""
     source = present_schema(source)
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise RecipeError(f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}")
@@ -126,10 +126,7 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
 
 
 def present_schema(data: Any) -> Any:
-    """Return data of a recipe with the present names of fields.
-
-    Only data of schema 1 is changed, which checkpoints of version 0.1 contain. Other data is returned as it is.
-    """
+    """Rename the fields of a recipe of schema 1, which checkpoints of version 0.1 contain. Other data is unchanged."""
     return {**_renamed(data), "schema": SCHEMA_VERSION} if isinstance(data, dict) and data.get("schema") == 1 else data
 
 
@@ -147,9 +144,10 @@ def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -
 
 
 def short_form(recipe: Recipe, base: str | None = None) -> dict[str, Any]:
-    """Return the shortest declaration of a recipe: the fields that differ from `base`, or else from the defaults.
+    """Return the shortest declaration of a recipe: the fields that differ from a base, or from the defaults.
 
-    base: name of a shipped recipe. None means the shipped recipe with the name of this one, if there is one.
+    base: name of a shipped recipe. None means the shipped recipe with the name of `recipe`; if there is no such recipe,
+        the result has no base.
     """
     base = recipe.name if base is None and recipe.name in shipped() else base
     if base is None:
@@ -166,9 +164,9 @@ def short_form(recipe: Recipe, base: str | None = None) -> dict[str, Any]:
 
 
 def _changes(before: Any, after: Any, old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of the fields whose assignment turns `before` into `after`.
+    """Yield (dotted path, value) of the fields that must be set to turn `before` into `after`.
 
-    A chain whose stages have other names, and a component of another kind, are replaced as one value.
+    If a chain has other stages, or a component another kind, the value is the entire chain or component.
 
     before, after: two components, or two values of one field.
     old, new: `before` and `after` as plain data.
@@ -219,16 +217,16 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
 
 
 def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Append the name of a base to the recipes that lead to it. Raise RecipeError for a cycle."""
+    """Append the name of a recipe to the names of the recipes based on it. Raise RecipeError for a cycle."""
     if name in derived:
         raise RecipeError(f"the recipe is based on itself: {' -> '.join([*derived, name])}")
     return (*derived, name)
 
 
 def _require_stages(path: str, chain: Any) -> None:
-    """Raise RecipeError if a chain contains the name of a recipe where a stage is required.
+    """Raise RecipeError if a chain contains the name of a recipe in place of a stage.
 
-    The usual error suggests the stage with the most similar name, which would mislead here.
+    The usual error, which suggests a stage with a similar name, would mislead here.
     """
     for name in _kinds(chain):
         if name in shipped() and name not in Stage.members:
@@ -246,9 +244,9 @@ def _kinds(chain: Any) -> Iterator[str]:
 
 
 def _inside(component: type[Component] | None, raw: Any) -> Iterator[str]:
-    """Yield the kinds of the stages in the fields of a component: in its own chains and in those of inner components.
+    """Yield the kinds of all stages in the chains of a component and of the components inside it.
 
-    component: class of the component; None if its kind is unknown, so that its fields are unknown too.
+    component: class of the component; None if its kind is unknown. Then nothing is yielded.
     raw: the component as plain data.
     """
     if component is None or not isinstance(raw, Mapping):

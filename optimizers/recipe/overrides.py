@@ -40,7 +40,7 @@ def apply_overrides(
     """Return a copy of raw `data` with every override applied in order. Setting a `kind` drops the old kind's fields.
 
     Raises:
-        RecipeError: a path does not exist. The message names the missing part and the nearest existing one.
+        RecipeError: a path does not exist. The message names the part that is missing and a similar name.
     """
     return assign_paths(data, override_pairs(overrides, parse))
 
@@ -71,7 +71,7 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
 
 
 def _written(value: Any) -> Any:
-    """Return a copy of a value with components as plain data, so that later overrides can change their fields."""
+    """Return a value with its components converted to plain data, so that later overrides can change their fields."""
     if isinstance(value, Component):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
@@ -116,7 +116,7 @@ def _parent(node: Any, parts: list[str], path: str) -> Any:
 
 
 def _remove(node: Any, parts: list[str], path: str) -> None:
-    """Remove a stage from its chain, or a field from its mapping, so that the field has its default."""
+    """Remove a stage from its chain, or a field from its mapping. The removed field gets its default."""
     node, last = _parent(node, parts, path), parts[-1]
     position = _position(node, last) if isinstance(node, list) else None
     if position is not None:

@@ -36,7 +36,7 @@ SCHEMA_VERSION = 2
 """Version of the field names in the JSON text of a recipe. Version 1 had other names (`component.RENAMED`)."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
-"""Sample shapes of blocks, over which the possible slots of a chain are collected."""
+"""Sample shapes of blocks. The slots of a chain for these shapes are the slots that it may have for any model."""
 
 
 def possible_slots(stages: Stages) -> Iterator[Slot]:
@@ -47,7 +47,7 @@ def possible_slots(stages: Stages) -> Iterator[Slot]:
 
 
 class UpdateRule(Component):
-    """One way to update parameters: a chain of stages, stages after weight decay, constraints, view and blocking."""
+    """The declaration of an update: stages, stages after weight decay, constraints, views and blocking of matrices."""
 
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
@@ -86,10 +86,9 @@ class UpdateRule(Component):
         return bool(self.constraints) or not self.entrywise() or not kept <= {"first_moment", "count"}
 
     def adds_decay(self) -> bool:
-        """Return True if weight decay is added to the direction before the write.
+        """Return True if weight decay is added to the direction, and not applied to the parameter separately.
 
-        That is necessary if stages follow the decay, or if a stage has a step size of its own, which then multiplies
-        the decay too.
+        Stages after weight decay see the sum. A step size that a stage computes multiplies the sum.
         """
         return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
 
@@ -106,7 +105,7 @@ class UpdateRule(Component):
         return all(stage.cached_traits().entrywise for _, stage in self.stages())
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return pydantic's copy, which is not validated, without the cached properties of this rule's stages."""
+        """Return pydantic's copy, which is not validated, without the cached properties, which may be wrong for it."""
         copied = super().model_copy(update=update, deep=deep)
         for name, value in vars(UpdateRule).items():
             if isinstance(value, cached_property):
@@ -176,10 +175,7 @@ _RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
 class Recipe(UpdateRule):
-    """The whole declaration of an optimizer.
-
-    It contains the update rule of all parameters that no route matches, the routes, and the settings of both.
-    """
+    """The whole declaration of an optimizer: the update of parameters that no route matches, routes, and settings."""
 
     model_config = ConfigDict(json_schema_extra=with_base)
     name: str | None = Field(default=None, description="what reports call it")
@@ -275,7 +271,7 @@ class Recipe(UpdateRule):
         return "", f"{info.why}, no route matches"
 
     def view_of(self, info: ParamInfo) -> ViewChoice:
-        """Return which axes of a parameter form its matrices under its update rule.
+        """Return the axes of a parameter that its update rule treats as matrices.
 
         Raises:
             ValueError: the view does not fit the shape, or a stage needs matrices and the view cannot tell which axes
@@ -326,7 +322,7 @@ class Recipe(UpdateRule):
 
 
 def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[StateKey, Slot]:
-    """Return the slots of a block by state key. The keys have no block index.
+    """Return the slots of a block by state key, without the index of the block.
 
     rule: the update rule of the block.
     path: path of that rule in the recipe; "" for the recipe itself.

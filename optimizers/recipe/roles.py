@@ -1,9 +1,9 @@
 """Roles of parameters, from the type and sizes of the layer that holds a parameter, else from its name.
 
 Output heads are searched among all layers of a model: by the model's own methods, by names, by sizes, and by position.
-A name counts only where it means an output: `proj` beside the embedding and the blocks is a head, `proj` of each
-attention is not. A layer with such a name is hidden if other layers have as many inputs as this layer has outputs, or
-if it is in a block that is repeated. No role depends on values, wrappers, ranks or devices.
+A name counts only where it means an output. A layer `proj` of the model itself is a head, but a layer `proj` inside a
+block that is repeated is not, nor is one whose outputs another layer may consume. No role depends on values, wrappers,
+ranks or devices.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ _LIKELY = re.compile(
 )
 """Names of output heads at the top of a model, used only if no head is found by stronger evidence."""
 _NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
-"""Likely names of output heads that the output projections of attention layers have too.
-
-The last layer of a model is not a head by such a name if another layer may consume its outputs."""
+"""Likely names of output heads that are also names of output projections of attention. By such a name, the last layer
+of a model is a head only if no other layer may consume its outputs."""
 _NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
 _FINAL = re.compile(
     r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
@@ -53,9 +52,9 @@ _FINAL = re.compile(
 _HIDDEN = frozenset(("dense", "pre_logits"))
 """Names of hidden layers in a head of several layers."""
 _PARTS = frozenset(("model", "module", "backbone", "net", "network", "base_model", "student", "transformer"))
-"""Names of attributes that contain a complete model."""
+"""Names of attributes that hold a complete model inside a larger one."""
 MOST_PADDING = 256
-"""Largest number of rows by which a vocabulary is padded: a table of 50,257 rows is used with a head of 50,304."""
+"""A vocabulary may be padded by fewer rows than this, as in a head of 50,304 rows for an embedding of 50,257 rows."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class DeclaredHeads:
     path: path of the module.
     keys: `id` of the weights of the heads; empty if the module declares that it has no head.
     why: how the module declares them.
-    complete: True if the module has no other heads.
+    complete: True if the module declares all its heads.
     """
 
     path: Attributes
@@ -97,10 +96,10 @@ class DeclaredHeads:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Facts about the modules of a model that names and shapes do not contain.
+    """Facts about the modules of a model, beyond names and shapes of parameters.
 
-    sequentials: paths of modules that call their children in order.
-    lists: paths of lists of modules.
+    sequentials: paths of `nn.Sequential`, whose children are called in order.
+    lists: paths of `nn.ModuleList`.
     declared: heads that modules declare.
     """
 
@@ -126,8 +125,8 @@ def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: Mode
 
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
-    structure: facts about the modules; None if only named parameters are known, which may be a part of a model. The
-        last layer is then never a head by its position alone; it is reported as unclear instead.
+    structure: facts about the modules; None if only named parameters are known. As these may be a part of a model, the
+        last layer is then unclear, and not a head by its position alone.
     """
     return _Search(layers, rows, structure).heads()
 
@@ -189,9 +188,9 @@ class _Search:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Add the last layer at or below each attribute that matches `names`, if `accepts` returns True for the layer.
+        """Add the layer of each attribute that matches `names`, or its last layer inside, if `accepts` returns True.
 
-        accepts: function of the layer and of the position of the matching attribute in the layer's path.
+        accepts: function of the layer and of the index of the matching attribute in the layer's path.
         """
         named = dict[Attributes, list[Layer]]()
         for layer in layers:
@@ -208,9 +207,9 @@ class _Search:
                         self.found.setdefault(layer.key, self.found[head.key])
 
     def _last(self, layers: Sequence[Layer], depth: int) -> Layer | None:
-        """Return the layer that is the last one of a head, or None if no layer can be.
+        """Return the last layer of a head that may consist of several layers, or None if no layer can be the last.
 
-        layers: layers of the head: the module itself, or layers inside it.
+        layers: the layers of the head.
         depth: length of the head's path.
         """
         direct = [layer for layer in layers if len(layer.path) == depth]
@@ -294,8 +293,8 @@ class _Search:
     def _at_top(self, layer: Layer, depth: int) -> bool:
         """Return True if a layer with a likely name of a head is at the top of the model and may be a head.
 
-        A layer whose outputs another layer may consume is no head. For the last layer of the model this is checked only
-        if its name is one that projections of attention have too.
+        A layer whose outputs another layer may consume is no head. The last layer of the model is an exception, unless
+        its name is in `_NEVER_LAST`.
 
         depth: position of the likely name in the layer's path.
         """
@@ -306,7 +305,7 @@ class _Search:
         return waived or not self.consumed(layer)
 
     def _numbered(self, last: Layer) -> Layer | None:
-        """Return the last layer if it is the last of layers such as `fc1`, `fc2`, `fc3` at the top of the model."""
+        """Return the last layer if it is the last of numbered layers (`fc1`, `fc2`, `fc3`) at the top; else None."""
         matched = _NUMBERED.fullmatch(last.path[-1]) if last.path else None
         if matched is None or last.kind == "other" or _has_number(last.path[:-1]) or self.consumed(last):
             return None
@@ -318,8 +317,8 @@ class _Search:
     def _parallel(self, head: Layer) -> None:
         """Add heads that are parallel to a head: the last layers of the modules just before the head's module.
 
-        The search goes backwards and ends at the first module whose last layer has neither as many inputs nor as many
-        outputs as the head, or cannot be a head for another reason.
+        The search goes backwards. It ends at the first module whose last layer cannot be a head, or has neither as many
+        inputs nor as many outputs as the head.
         """
         depth = len(self.root)
         parts = dict[Attributes, Layer]()
@@ -350,13 +349,13 @@ class _Search:
                     self.found.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
 
     def _hidden(self, layer: Layer) -> bool:
-        """Return True if a layer beside a head is not a head, by its name, its kind, or a layer that consumes it."""
+        """Return True if a layer beside a head cannot be a head."""
         named = layer.path[-1] in _HIDDEN or layer.tied or layer.kind == "other"
         return named or self.consumed(layer) or self.repeated(layer)
 
 
 def _lists(path: Attributes) -> Iterator[tuple[Attributes, Attributes]]:
-    """Yield (path of the list, path in the element) for each list of modules that contains a layer."""
+    """Yield (path of the list, path of the layer in an element) for each list of modules that contains a layer."""
     for depth, attribute in enumerate(path[:-1]):
         if attribute.isdigit():
             yield path[:depth], path[depth + 1 :]
@@ -381,7 +380,7 @@ def _has_number(path: Iterable[str]) -> bool:
 
 
 def _is_final(path: Attributes) -> bool:
-    """Return True if a path inside a head belongs to a last layer: it has only numbers, or a name of last layers."""
+    """Return True if a layer inside a head may be the last one. Its path has only numbers, or a name in `_FINAL`."""
     names = _names(path)
     return not names or _FINAL.fullmatch(names[-1]) is not None
 
@@ -404,7 +403,7 @@ _EMBEDDING = re.compile(
 )
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 _NAMED_NORM = re.compile(r"(^|\.|_)(layer|rms|batch|group|instance)_?norm(_?\d+|_[a-z])?$", re.IGNORECASE)
-"""Paths of norms whose gains may have two axes, such as those of a LayerNorm over several axes."""
+"""Paths of normalization layers by clear names, whose gains may have several axes."""
 _BIAS = re.compile(r"(^|_)bias$")
 _HELD = re.compile(r"(?P<own>\w*weight\w*)_(orig|v|bar)")
 """Attributes in which torch.nn.utils.spectral_norm and weight_norm store a tensor from which a weight is computed."""
@@ -467,7 +466,10 @@ class Holder:
 
 
 def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[ParamRole, str] | None:
-    """Return (role, reason) of a parameter by its holders and shape, or None for a weight that is hidden or a head."""
+    """Return (role, reason) of a parameter by its holders and shape, or None for the weight of a layer.
+
+    Only the search for heads decides if the weight of a layer is hidden or a head.
+    """
     thin = sum(length > 1 for length in shape) < 2
     if any(_is_table(holder, thin) for holder in holders):
         return "embedding", "embedding"
@@ -504,7 +506,7 @@ def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool = Fals
 
 
 def _sizes(module: nn.Module | None, names: tuple[str, str], stored: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs by the attributes of a module, or else by the stored shape."""
+    """Return the numbers of inputs and outputs, from two attributes of a module or else from the shape."""
     n, m = (getattr(module, name, None) for name in names)
     return (n, m) if isinstance(n, int) and isinstance(m, int) else stored
 
@@ -589,13 +591,13 @@ def _may_be_matrix(holder: Holder) -> bool:
 
 
 def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
-    """Return True if an embedding usually has this name and the shape fits a table, which has two axes."""
+    """Return True if the name is usual for embeddings, and the shape is that of a table if it is a `weight`."""
     names = holder.path if holder.is_weight else (*holder.path, holder.own)
     return _EMBEDDING.search(".".join(names)) is not None and (not holder.is_weight or len(shape) == 2)
 
 
 def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int, Holder]]:
-    """Return for each parameter of each module, in order, its `id` and its holder.
+    """Return (`id` of the parameter, holder) for every parameter of every module, in order.
 
     paths: canonical path of each module, by its path in `named_modules`.
     """
@@ -608,6 +610,6 @@ def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int
 
 
 def named_holder(name: str) -> Holder:
-    """Return the holder of a parameter of which only the canonical name is known."""
+    """Return the holder of a parameter if only the canonical name of the parameter is known."""
     path, _, own = name.rpartition(".")
     return Holder.of(path, own)

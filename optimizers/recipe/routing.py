@@ -59,10 +59,9 @@ def canonical_path(path: str) -> str:
 
 
 def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> list[str]:
-    """Return the canonical names of parameters. A name whose canonical form another name has too is not changed.
+    """Return the canonical names of parameters. Names that would become equal are not changed.
 
-    model: the model of all parameters; None if it is unknown. Wrappers for data parallelism inside it are recognized by
-        their types.
+    model: the model of the parameters, in which wrappers for data parallelism are recognized; None if it is unknown.
     """
     inside = [] if model is None else _inside(model)
     found = [canonical_name(_without(inside, name)) for name in names]
@@ -80,14 +79,14 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
 
 
 def _inside(model: nn.Module) -> list[str]:
-    """Return the prefixes of names inside each wrapper for data parallelism in a model, longest first."""
+    """Return the paths of all wrappers for data parallelism inside a model, each with a dot, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
     found = [f"{path}." for path, module in model.named_modules() if path and isinstance(module, kinds)]
     return sorted(found, key=len, reverse=True)
 
 
 def _without(inside: Iterable[str], name: str) -> str:
-    """Return a name without the attribute `module` directly after any of the prefixes."""
+    """Return a name without the attribute `module` of the wrappers whose paths are in `inside`."""
     for prefix in inside:
         if name.startswith(f"{prefix}{_PARALLEL}."):
             name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
@@ -95,7 +94,7 @@ def _without(inside: Iterable[str], name: str) -> str:
 
 
 def group_with_names(entry: Any) -> Any:
-    """Return a param group whose parameters can be iterated twice, as (name, parameter) pairs if it has `param_names`.
+    """Return a param group with its parameters in a list, as (name, parameter) pairs if it has `param_names`.
 
     Any other object is returned unchanged, so that torch accepts or refuses it.
     """
@@ -171,10 +170,10 @@ class DescribedParameters:
 
 @dataclass(frozen=True)
 class _Described:
-    """A parameter and its facts, from which its description follows once the output heads of the model are known.
+    """A parameter before the search for output heads, which decides the role of the weights of layers.
 
     holders: the modules that hold the parameter, several if it is tied.
-    plain: role of the parameter, and how it was found; None for the weight of a layer, hidden or head.
+    plain: (role, how it was found), or None for the weight of a layer, which is hidden or a head.
     """
 
     name: str | None
@@ -190,12 +189,12 @@ class _Described:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of rows of an embedding as a 1-tuple, and () for other parameters."""
+        """Return a 1-tuple with the number of rows of an embedding, or () for any other parameter."""
         table = self.plain is not None and self.plain[0] == "embedding" and self.parameter.ndim == 2
         return tuple(self.parameter.shape[:1]) if table else ()
 
     def layer(self, holder: Holder) -> tuple[Layer, ...]:
-        """Return the layer in which `holder` uses this parameter as a weight, as a 1-tuple; () if it is no weight."""
+        """Return a 1-tuple with the layer whose weight this parameter is, or () if it is no weight of a layer."""
         tied = self.plain is not None and self.plain[0] == "embedding" and holder.is_layer
         if self.facts.factor is not None or (self.plain is not None and not tied):
             return ()
@@ -233,7 +232,7 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
     ]
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
     heads = output_heads(layers, {length for row in rows for length in row.rows})
-    # if all given parameters are weights of layers, the user has selected hidden layers, and the last one is no head
+    # if all given parameters are weights of layers, the user has selected hidden layers, so the last one is not unclear
     if all(row.plain is None for row in rows):
         heads = replace(heads, unclear=None)
     return {id(row.parameter): row.info(heads) for row in rows}

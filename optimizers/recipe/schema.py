@@ -83,7 +83,7 @@ def _own_schema(cls: type[Component], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _with_schedules(cls: type[Component], schema: dict[str, Any]) -> dict[str, Any]:
-    """Add schedules as alternatives to the numbers of a component's schema that may be scheduled."""
+    """Allow a schedule in place of each number of a component's schema that may be scheduled."""
     for name in [name for name in schema.get("properties", {}) if _takes_schedules(cls, name)]:
         own = schema["properties"][name]
         moved = {key: own.pop(key) for key in ("default", "description", "title") if key in own}
