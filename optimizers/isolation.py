@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -87,8 +87,7 @@ def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
 
 def without_autocast() -> AbstractContextManager[Any]:
     """Return a context without autocast, for all types of devices."""
-    contexts = _without_autocast()
-    return _entered(contexts) if contexts else nullcontext()
+    return _entered(_without_autocast())
 
 
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -299,8 +299,7 @@ class Optimizer(Reporting):
         if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
             warn_of_options(self.param_groups, self.recipe)
         self.param_sets.thaw(self.state, "train")
-        if self.param_sets.schedules.by_path:
-            self.param_sets.schedules.follow(self.param_sets)
+        self.param_sets.schedules.follow(self.param_sets)
         return self.hypers()
 
     def hypers(self) -> list[Hyper]:
@@ -409,7 +408,7 @@ class Optimizer(Reporting):
         thorough: True if state is read or written outside of a step. All state is then checked for changes, and delayed
             refreshes are finished. False: only the largest tensors are checked.
         """
-        moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
+        moved = adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
         if thorough:
@@ -493,25 +492,21 @@ class ModelLink:
 
         Weights that were tied after the optimizer was made are accepted, because the tied parameter is in a group.
         """
-        model = self.model()
-        if model is None:
+        if (model := self.model()) is None:
             return
+        ours = {id(parameter) for group in groups for parameter in group["params"]}
         # groups that were added after the model was linked have no names, and are not checked
-        for group, names in zip(groups, self._names, strict=False):
-            for parameter, name in zip(group["params"], names, strict=False):
-                if parameter.grad is None and parameter.requires_grad and name is not None:
-                    _require_held(groups, model, name, parameter)
-
-
-def _require_held(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, name: str, parameter: Tensor) -> None:
-    try:
-        held = model.get_parameter(name)
-    except AttributeError:  # the parameter was removed, and nothing is trained in its place
-        return
-    if held.grad is None or held is parameter:
-        return
-    if all(held is not other for group in groups for other in group["params"]):
-        raise RuntimeError(
-            f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
-            "ignored; replace parameters (by sharding or resizing) before composing, or compose a new optimizer"
-        )
+        pairs = [zip(group["params"], names, strict=False) for group, names in zip(groups, self._names, strict=False)]
+        for parameter, name in chain.from_iterable(pairs):
+            if parameter.grad is not None or not parameter.requires_grad or name is None:
+                continue
+            try:
+                held = model.get_parameter(name)
+            except AttributeError:  # the parameter was removed, and nothing is trained in its place
+                continue
+            if held.grad is not None and id(held) not in ours:
+                raise RuntimeError(
+                    f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would "
+                    "be ignored; replace parameters (by sharding or resizing) before composing, or compose a new "
+                    "optimizer"
+                )

@@ -199,16 +199,12 @@ def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[
 
     All ranks must call it.
     """
-    absent = [
-        place for place, got in enumerate(chain.from_iterable(own.values() for own in batches)) if _is_absent(got)
-    ]
+    states = chain.from_iterable(own.values() for own in batches)
+    absent = tuple(place for place, got in enumerate(states) if _is_absent(got))
     groups = dict.fromkeys(one.rank_group.all_ranks for one in param_sets if one.rank_group is not None)
-    found = [gather_differences(group, {"absent": tuple(absent)}, "agreement on a state dict") for group in groups]
-    return (
-        []
-        if not any(found)
-        else ["another rank received the state of other parameters; load the same file on all ranks"]
-    )
+    found = [gather_differences(group, {"absent": absent}, "agreement on a state dict") for group in groups]
+    fault = "another rank received the state of other parameters; load the same file on all ranks"
+    return [fault] if any(found) else []
 
 
 def _fresh_warning(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:

@@ -110,7 +110,8 @@ def _parent(node: Any, parts: list[str], path: str) -> Any:
         if inner is None:
             raise RecipeError(f"{path}: {_missing(node, part, '.'.join(parts[:depth]))}")
         if isinstance(inner, str) and any(inner in family.members for family in families().values()):
-            inner = _expand(node, part, inner)
+            inner = {"kind": inner}  # a bare kind becomes a mapping, so that its fields can be set
+            node[_position(node, part) if isinstance(node, list) else part] = inner
         node = inner
     return node
 
@@ -153,13 +154,6 @@ def _child(node: Any, part: str) -> Any:
         return None
     # a single stage may stand where a chain is expected
     return node.get(part, node if "kind" in node and stage_name(node) == part else None)
-
-
-def _expand(node: Any, part: str, kind: str) -> dict[str, Any]:
-    """Replace a bare kind by a mapping, so that its fields can be set."""
-    expanded = {"kind": kind}
-    node[_position(node, part) if isinstance(node, list) else part] = expanded
-    return expanded
 
 
 def _position(stages: list[Any], name: str) -> int | None:

@@ -563,27 +563,19 @@ def _weights(heads: Sequence[nn.Module]) -> frozenset[int]:
 
 
 def _is_table(holder: Holder, thin: bool) -> bool:
-    module = holder.module
-    known = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or isinstance(
-        getattr(module, "num_embeddings", None), int
-    )
+    known = isinstance(getattr(holder.module, "num_embeddings", None), int)
     return known and holder.is_weight and not (holder.magnitude and thin)
 
 
 def _is_norm(holder: Holder, shape: tuple[int, ...], thin: bool) -> bool:
-    module = holder.module
-    if isinstance(module, NORMS) or (shape and tuple(_lengths(module)) == shape):
+    module, lengths = holder.module, getattr(holder.module, "normalized_shape", None)
+    if isinstance(module, NORMS) or (shape and isinstance(lengths, (tuple, list)) and tuple(lengths) == shape):
         return True
     path = ".".join(holder.path)
     if not thin:
         return module is None and _NAMED_NORM.search(path) is not None
     named = any(cls.__name__.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")) for cls in type(module).__mro__)
     return not holder.is_layer and (named or _NORM.search(path) is not None)
-
-
-def _lengths(module: nn.Module | None) -> Iterator[int]:
-    lengths = getattr(module, "normalized_shape", ())
-    return iter(lengths if isinstance(lengths, (tuple, list)) else ())
 
 
 def _may_be_matrix(holder: Holder) -> bool:

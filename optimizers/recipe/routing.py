@@ -53,11 +53,6 @@ def canonical_name(name: str) -> str:
     return ".".join([*path, own])
 
 
-def canonical_path(path: str) -> str:
-    """Return the path of a module without the attributes of wrappers; "" for the model itself."""
-    return canonical_name(f"{path}.weight").rpartition(".")[0]
-
-
 def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> list[str]:
     """Return the canonical names of parameters. Names that would become equal are not changed.
 
@@ -75,7 +70,8 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
     A wrapper and the module inside it have the same canonical path.
     """
     inside = _inside(model)
-    return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
+    weights = {path: _without(inside, f"{path}.weight") for path, _ in model.named_modules()}
+    return {path: canonical_name(name).rpartition(".")[0] for path, name in weights.items()}
 
 
 def _inside(model: nn.Module) -> list[str]:

@@ -89,7 +89,8 @@ class Listeners:
                 seen.add(id(parameter))
                 if any(self._takes(spec.path, name, step - less) for less in back):
                     due.add(id(parameter))
-        return due | {id(own) for own, info in rows if id(own) not in seen and self._takes_first(info, name)}
+        unseen = [(id(own), self.recipe.route(info)[0]) for own, info in rows if id(own) not in seen]
+        return due | {own for own, path in unseen if self._takes(path, name, 1 - self._rules[path].lagging())}
 
     def _takes(self, path: str, name: str, step: int) -> bool:
         """Return True if an update rule uses a signal in a step: the step requires the signal, or may use it.
@@ -103,11 +104,6 @@ class Listeners:
         return name in self.needed(path, step) or any(
             request.optional and request.name == name for listener in own for request in listener.requests
         )
-
-    def _takes_first(self, info: ParamInfo, name: str) -> bool:
-        """Return True if the update of a parameter uses a signal in its first step."""
-        path = self.recipe.route(info)[0]
-        return self._takes(path, name, 1 - int(self._rules[path].lagging()))
 
 
 def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
@@ -237,14 +233,6 @@ class FirstStep:
         """Remove signals that were provided to a step, even if the step had no usable gradient."""
         for name in names:
             self.open.pop(name, None)
-
-    def asks(self, name: str, path: str) -> bool:
-        """Return True if the next step is the first of the update rule at `path`, and requires the signal `name`."""
-        return path in self.open.get(name, ())
-
-    def when(self, name: str) -> str:
-        """Return "the first step" or "every step", for an error about a missing signal."""
-        return "the first step" if name in self.open else "every step"
 
 
 def steps_taken(param_sets: Iterable[ParamSet]) -> int:
@@ -475,7 +463,7 @@ class Signals:
             if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
                 continue
             wanted.append(at)
-            if signal.name in due(spec.path, counts[at]) or self.first_step.asks(signal.name, spec.path):
+            if signal.name in due(spec.path, counts[at]) or spec.path in self.first_step.open.get(signal.name, ()):
                 needed.append(at)
             if (value := self.provided.get(signal, parameter)) is not None:
                 values[at] = param_set.part(at, local(value)) if signal.extent == "entry" else value
@@ -486,7 +474,8 @@ class Signals:
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {name_some(names, 3)}" if names else "none on a rank"
         name = call.signal.name
-        return _error(call.signal, self.listeners.asking[name], self.first_step.when(name), got)
+        when = "the first step" if name in self.first_step.open else "every step"
+        return _error(call.signal, self.listeners.asking[name], when, got)
 
 
 def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
