@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -134,6 +134,22 @@ class Layout:
             found.setdefault(box, []).append(rank)
         same = {box: tuple(ranks) for box, ranks in found.items()}
         return [same[box] for box in self.boxes]
+
+    def gather(self, mine: Tensor, ranks: RankGroup, what: str) -> Tensor:
+        """Gather a tensor whose last axes are sharded in this layout. All ranks must call it.
+
+        mine: this rank's shard.
+        what: name of the collective, for messages.
+        """
+        lead = tuple(mine.shape[: mine.ndim - len(self.shape)])
+        flat = mine.new_zeros(math.prod(lead) * max(box.numel for box in self.boxes))
+        flat[: mine.numel()] = mine.reshape(-1)
+        ranks.synchronize(what, device=mine.device)
+        full = mine.new_empty(*lead, *self.shape)
+        for part, box in zip(ranks.all_gather(flat, what).wait(), self.boxes, strict=True):
+            index: tuple[Any, ...] = (..., *map(slice, box.start, box.stop))
+            full[index] = part[: math.prod(lead) * box.numel].view(*lead, *box.shape)
+        return full
 
 
 def divided(

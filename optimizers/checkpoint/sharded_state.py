@@ -201,7 +201,8 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
     lead = leading_axes(tensor, parameter)
     mesh, placements = _division(param_set, position, lead)
     if _cut_in_shards(param_set, position):
-        tensor = _even_rows(_full(tensor, param_set, position, lead), _rank_group(param_set), lead)
+        ranks, what = _rank_group(param_set), f"state of {param_set.names[position]}"
+        tensor = _even_rows(layout_of_parameter(param_set, position).gather(tensor, ranks, what), ranks, lead)
     own, size = tuple(tensor.shape[:lead]), parameter.numel()
     strides = [math.prod(own[axis + 1 :]) * size for axis in range(lead)]
     from torch.distributed.tensor import DTensor
@@ -244,24 +245,6 @@ def _cut_in_shards(param_set: ParamSet, position: int) -> bool:
     if placement is None or placement.parts is None or placement.layout.replicated or not is_dtensor(parameter):
         return False
     return divided(tuple(parameter.shape), tuple(parameter.device_mesh.mesh.shape), parameter.placements) is None
-
-
-def _full(tensor: Tensor, param_set: ParamSet, position: int, lead: int) -> Tensor:
-    """Gather an entry-wise state tensor of a parameter from all ranks. All ranks must call it.
-
-    tensor: the entries that this rank stores, those of the parameter's entries that this rank updates.
-    lead: number of axes of the state before those of the parameter.
-    """
-    boxes, ranks = layout_of_parameter(param_set, position).boxes, _rank_group(param_set)
-    own, what = tuple(tensor.shape[:lead]), f"state of {param_set.names[position]}"
-    flat = tensor.new_zeros(math.prod(own) * max(box.numel for box in boxes))
-    flat[: tensor.numel()] = tensor.reshape(-1)
-    ranks.synchronize(what, device=tensor.device)
-    full = tensor.new_empty(*own, *param_set.specs[position].shape)
-    for part, box in zip(ranks.all_gather(flat, what).wait(), boxes, strict=True):
-        index: tuple[Any, ...] = (..., *map(slice, box.start, box.stop))
-        full[index] = part[: math.prod(own) * box.numel].view(*own, *box.shape)
-    return full
 
 
 def _even_rows(full: Tensor, rank_group: RankGroup, axis: int) -> Tensor:

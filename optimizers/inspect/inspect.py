@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from eigengraft.errors import ContractError
 from eigengraft.numerics import fake_mode
@@ -30,36 +29,14 @@ from .norms import NormWatch
 from .table import Inspection, Measurement
 
 
-class Watched(Protocol):
-    """An optimizer whose steps can be watched.
-
-    watched_rows: measurements of the last watched step.
-    released: the object that updates parameters during backward. None: `step` updates all parameters.
-    """
-
-    param_sets: ParamSets
-    param_groups: list[dict[str, Any]]
-    watched_rows: tuple[Measurement, ...]
-
-    @property
-    def released(self) -> object | None: ...
-
-    def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
-
-    def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
-
-
-def watch_next_step(optimizer: Watched) -> None:
-    """Measure the next step of an optimizer, and store the measurements in its `watched_rows`."""
-    _require_numbers(optimizer.param_sets, "watch_next_step")
-    if optimizer.released is not None:
-        raise ValueError(
-            "watch_next_step: cannot be combined with eigengraft.release, by which parameters step during backward; "
-            "call remove() of the release before the steps that you watch"
-        )
+def watch_next_step(
+    optimizer: torch.optim.Optimizer, param_sets: ParamSets, store: Callable[[list[Measurement]], None]
+) -> None:
+    """Measure the next step of an optimizer, and call `store` with the measurements."""
+    _require_numbers(param_sets, "watch_next_step")
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))
-        for param_set in optimizer.param_sets
+        for param_set in param_sets
         for stack_state in param_set.stack_states
     ]
     for _, stack_state, watch in watched:
@@ -69,7 +46,7 @@ def watch_next_step(optimizer: Watched) -> None:
     @kept_from_compiler
     def begin(*_: Any) -> None:
         before.remove()
-        norms.extend((param_set, NormWatch(param_set.parameters)) for param_set in optimizer.param_sets)
+        norms.extend((param_set, NormWatch(param_set.parameters)) for param_set in param_sets)
 
     @kept_from_compiler
     def finish(*_: Any) -> None:
@@ -79,7 +56,7 @@ def watch_next_step(optimizer: Watched) -> None:
             if stack_state.step_watch is watch:  # no other call of this function came in between
                 stack_state.step_watch = None
                 rows += _of_step(param_set, stack_state, watch.samples.values())
-        optimizer.watched_rows = tuple(rows)
+        store(rows)
 
     before = optimizer.register_step_pre_hook(begin)
     after = optimizer.register_step_post_hook(finish)

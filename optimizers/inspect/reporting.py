@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ from ..step.spikes import SpikeCounts
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 from ..write.write import Hyper
-from .inspect import Watched, inspect, watch_next_step
+from .inspect import inspect, watch_next_step
 from .table import Inspection, Measurement
 
 
@@ -234,7 +235,7 @@ class Reporting(torch.optim.Optimizer):
     recipe: Recipe
     param_sets: ParamSets
     state: defaultdict[Tensor, Any]
-    watched_rows: tuple[Measurement, ...] = ()
+    watched_rows: Sequence[Measurement] = ()
     released: Released | None = None
 
     def _adopt_changes(self, thorough: bool = True) -> None:
@@ -247,7 +248,7 @@ class Reporting(torch.optim.Optimizer):
         raise NotImplementedError
 
     @isolated
-    def watch_next_step(self: Watched) -> None:
+    def watch_next_step(self) -> None:
         """Measure the directions of every stage in the next step, for `inspect`.
 
         The watched step takes longer, but its result is the same as that of any other step.
@@ -255,7 +256,12 @@ class Reporting(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is a fake tensor, which has no values.
         """
-        watch_next_step(self)
+        if self.released is not None:
+            raise ValueError(
+                "watch_next_step: cannot be combined with eigengraft.release, by which parameters step during "
+                "backward; call remove() of the release before the steps that you watch"
+            )
+        watch_next_step(self, self.param_sets, partial(setattr, self, "watched_rows"))
 
     @isolated
     def inspect(self) -> Inspection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +18,7 @@ from ..optimizer import Optimizer
 from ..signals.signals import steps_taken
 from ..step.step import ParamSet
 from ..write.closures import Buffers
-from .arguments import require_function, require_integer, require_loss, require_optimizer
+from .arguments import described, require_optimizer
 
 _NAME = "hessian_diagonal"
 PROBES = 1 << 34
@@ -102,9 +103,13 @@ def _require(who: str, optimizer: Optimizer, loss: Callable[[], Tensor], **integ
     integers: arguments that must be integers, by name.
     """
     require_optimizer(who, optimizer)
-    require_function(who, loss)
+    if not callable(loss):
+        raise TypeError(f"{who}: loss must be a function that returns the loss, got {described(loss)}")
     for name, value in integers.items():
-        require_integer(who, name, value)
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(f"{who}: {name} must be an integer, got {described(value)}") from None
 
 
 def _gradients(
@@ -113,11 +118,20 @@ def _gradients(
     """Return the gradients of a loss, with None for parameters that the loss does not depend on.
 
     Raises:
-        ValueError: there are no trained parameters, or the loss depends on none of them.
+        TypeError: the loss is no tensor.
+        ValueError: there are no trained parameters, or the loss is no number or depends on none of them.
     """
     if not parameters:
         raise ValueError(f"{who}: no parameter of the optimizer has `requires_grad`, so there is nothing to estimate")
-    require_loss(who, loss)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{who}: the function loss must return a tensor, got {described(loss)}")
+    if loss.numel() != 1:
+        raise ValueError(f"{who}: the function loss must return one number, got shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{who}: the loss has no gradient; the function loss must run a forward of its own, without `no_grad` or "
+            "`detach`"
+        )
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
     if all(gradient is None for gradient in found):
         raise ValueError(

@@ -84,7 +84,8 @@ class Composition:
         for info in chain.from_iterable(self.optimizer.param_sets.infos):
             path, matrices = recipe.route(info)[0], recipe.view_of(info).matrices
             for grid in rules[path].blocking.grids(info.shape, matrices):
-                found |= dict.fromkeys(((path, grid.shape) for _ in grid.keys), rules[path])
+                if grid.keys:
+                    found[path, grid.shape] = rules[path]
         return [(rule, path, block) for (path, block), rule in found.items()]
 
 

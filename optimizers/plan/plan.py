@@ -30,7 +30,7 @@ from ..recipe.routing import ParamInfo, describe_named
 from ..stacks.assignment import Advice, advise, assign_owners, block_cost, common_interval, offloaded_bytes
 from ..stacks.placement import ParamPlacement, ParamSpec, place, refresh_phases
 from ..stacks.stack import divide
-from .traffic import Traffic, step_traffic
+from .traffic import Traffic, count_owned, step_traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
@@ -137,7 +137,7 @@ def plan(
     block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
     return Plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
-        np.tile(sum((_count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
+        np.tile(sum((count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
         np.tile(_state_bytes(recipe, specs, block_groups, ranks), groups),
         {location: np.tile(own, groups) for location, own in _offloaded(recipe, specs, block_groups, ranks).items()},
         np.tile(loads.work, groups),
@@ -215,11 +215,6 @@ def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Pla
     return placements
 
 
-def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
-    """Return `[R]`, the number of blocks of a block group that each rank owns."""
-    return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
-
-
 def _state_bytes(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
@@ -229,7 +224,7 @@ def _state_bytes(
     for block_group in block_groups:
         rule = rules[block_group.path]
         cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
-        state += cost.state * _count_owned(block_group, ranks)
+        state += cost.state * count_owned(block_group, ranks)
     found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
     for spec in specs:
         key = spec.path, spec.shape  # parameters with equal shapes and updates have equal placements
@@ -248,7 +243,7 @@ def _offloaded(
         return {}
     rules = recipe.rules()
     for group in block_groups:
-        owned = _count_owned(group, ranks)
+        owned = count_owned(group, ranks)
         sizes = offloaded_bytes(rules[group.path], group.path, group.shape, group.dtype, recipe.storage)
         for location, size in sizes.items():
             found[location] += size * owned

@@ -132,19 +132,16 @@ def wire(
     for groups in rounds:
         own = [block_groups[index] for index in groups]
         if layouts[0].replicated:
-            back.add_all_gather_uneven(_lengths(own, ranks))
+            sizes = [one.nbytes // max(len(one.blocks), 1) * count_owned(one, ranks) for one in own]
+            back.add_all_gather_uneven(np.sum(sizes, axis=0))
         else:
             _exchange(own, layouts, holdings, (there, back), times)
     return there, back
 
 
-def _lengths(block_groups: Sequence[BlockGroup], ranks: int) -> Counts:
-    """Return the bytes of the updates that each rank computes, `[R]`."""
-    total = np.zeros(ranks, dtype=np.int64)
-    for block_group in block_groups:
-        each = block_group.nbytes // max(len(block_group.blocks), 1)
-        total += each * np.bincount([block.owner for block in block_group.blocks], minlength=ranks)
-    return total
+def count_owned(block_group: BlockGroup, ranks: int) -> Counts:
+    """Return `[R]`, the number of blocks of a block group that each rank owns."""
+    return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
 
 
 def _exchange(

@@ -47,14 +47,7 @@ class PairedParameter:
         spec, ranks = self.param_set.specs[self.position], self.param_set.rank_group
         if ranks is None or spec.placement is None or spec.placement.layout.replicated:
             return mine
-        boxes, what = spec.placement.layout.boxes, f"{what} {spec.name}"
-        flat = mine.new_zeros(max(box.numel for box in boxes))
-        flat[: mine.numel()] = mine.reshape(-1)
-        ranks.synchronize(what, device=mine.device)
-        whole = mine.new_empty(spec.shape)
-        for part, box in zip(ranks.all_gather(flat, what).wait(), boxes, strict=True):
-            whole[tuple(map(slice, box.start, box.stop))] = part[: box.numel].view(box.shape)
-        return whole
+        return spec.placement.layout.gather(mine, ranks, f"{what} {spec.name}")
 
     @property
     def partner(self) -> str:
