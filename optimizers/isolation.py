@@ -72,7 +72,7 @@ def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[
 
 
 def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
-    """Return a context without gradients, autocast and inference mode. Fake parameters keep their fake mode."""
+    """Return a context without gradients, autocast and inference mode. It has the fake mode of fake parameters."""
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     wanted, active = fake_mode(own), active_fake_mode()
@@ -93,7 +93,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Wrap a function so that it always runs under the autocast and inference mode that are active now.
 
-    A step, which runs in isolation, calls the user's closure in the user's modes by this function.
+    A step wraps the user's closure by this function before the step enters `isolation`.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()

@@ -86,7 +86,7 @@ class Optimizer(Reporting):
     """True if there was a warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
     """Attribute of torch's protocol with `GradScaler`. True: the scaler sets `found_inf` and `grad_scale` on the
-    optimizer, and does not wait for the device, because the step applies both."""
+    optimizer, and does not wait for the device, because the step uses both."""
 
     def __init__(
         self,

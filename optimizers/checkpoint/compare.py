@@ -26,7 +26,7 @@ _SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "grap
 _OF_GROUPS = ("lr", "weight_decay.rate")
 """Fields that are only defaults of param groups. A load restores the saved values of the groups, as in torch."""
 _RENAMED = {"soap": "soap_fitted"}
-"""Names of shipped recipes that belonged to another recipe in an earlier version, and that recipe's name now."""
+"""Old name -> present name, of shipped recipes that were renamed and whose old name belongs to another recipe now."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class RecipeChange:
     """Differences between the recipe of a checkpoint and that of an optimizer, as lines "path: old -> new".
 
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
-    settings: differences in settings. The optimizer's settings apply after the load.
+    settings: other differences, such as a decay. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: what the saved recipe is called now, if its name was given to the optimizer's recipe; else None.
+    renamed: present name of the saved recipe, if its old name belongs to the optimizer's recipe now; else None.
     """
 
     meaning: tuple[str, ...] = ()
@@ -136,10 +136,9 @@ def _without_locations(recipe: Recipe) -> Recipe:
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return what the saved recipe is called now, if its name was given to the recipe `own` (`_RENAMED`); else None.
+    """Return the present name of the saved recipe, if its old name belongs to the recipe `own` now; else None.
 
-    Both recipes may have overrides. A recipe therefore counts as the shipped recipe from which it differs in fewer
-    fields.
+    As both recipes may have overrides, a recipe counts as the shipped recipe from which it differs in fewer fields.
     """
     for name, now in _RENAMED.items():
         successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
@@ -200,7 +199,7 @@ def compare_groups(
 ) -> tuple[list[list[Any]], RecipeChange]:
     """Match the parameters of an optimizer with those of a state dict: by name if names are known, else by order.
 
-    Return (for each group, the keys of its parameters in the saved state; the differences of the recipes).
+    Return a pair: for each group the keys of its parameters in the saved state, and the differences of the recipes.
 
     groups: the optimizer's param groups.
     infos: descriptions of the parameters of each group.
@@ -267,8 +266,8 @@ def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
 def _saved_names(saved: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return canonical names of the parameters of each saved group, or an empty list if names are unknown.
 
-    Names in 'params', which torch.distributed.checkpoint writes in place of indices, are preferred to `param_names`,
-    which it does not reorder.
+    Names in 'params' are preferred, because torch.distributed.checkpoint replaces the indices in 'params' by names, but
+    leaves `param_names` in the order of the save.
     """
     names: list[list[str]] = []
     for other in saved:

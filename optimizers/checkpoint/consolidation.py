@@ -37,7 +37,7 @@ class ConsolidatedState:
     state: dict[int, dict[str, Tensor]] | None
 
     def shown(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict with the full state. On ranks without it, the result is empty and cannot be pickled."""
+        """Return the state dict with the full state. If this is not `rank`, it has no state and cannot be pickled."""
         if self.state is None:
             return ShardedStateDict({**state_dict, "state": {}})
         return {**state_dict, "state": self.state}

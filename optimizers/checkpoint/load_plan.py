@@ -149,9 +149,9 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """Return the parameter sets of a batch of param groups, built again if the saved state is of other parameters.
+    """Return the parameter sets of a batch of param groups.
 
-    Parameters may have been frozen or thawed since then.
+    They are built again if the saved state is of other parameters, because some were frozen or thawed since the save.
 
     values: saved state of each parameter of the batch.
     """

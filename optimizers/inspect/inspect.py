@@ -269,8 +269,8 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 Found = dict[tuple[str, str], Tensor]
 """Values of shape `[n]`, one for each block, by (slot, measure)."""
 LONGEST_WAIT = 32
-"""How far back the last refresh of a random cadence is searched, in mean intervals between refreshes. An older one has
-the probability e^-32."""
+"""How far back the last refresh of a random cadence is searched, in mean intervals between refreshes. The last refresh
+is older than that with probability e^-32."""
 
 
 def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, str, str, list[float]]]:

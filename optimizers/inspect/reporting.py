@@ -96,7 +96,7 @@ class Reached:
 
 
 def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
-    """Return how much of the model the stage or route of each expectation of a recipe receives."""
+    """Return, for each expectation of a recipe, the share of the model that its stage or route receives."""
     if not recipe.expect:
         return []
     rows, rules = [(recipe.route(info)[0], info.numel) for info in infos], recipe.rules()
@@ -110,7 +110,7 @@ def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
 
 
 def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise RecipeError, which names the largest tensors responsible, if an expectation does not hold."""
+    """Raise RecipeError if an expectation does not hold. The message names the largest tensors that violate it."""
     infos = list(infos)
     faults = [
         f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {_astray(recipe, row.key, infos)}"
@@ -167,7 +167,7 @@ def slot_bytes(state: Any) -> int:
 
 
 def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
-    """Return the reasons, by position of the parameter, that `RoutedParameter.fallbacks` describes."""
+    """Return the reasons, by position of a parameter, why its step is not compiled, not fused or not run in chunks."""
     found: dict[int, dict[str, None]] = {}
     for own in param_set.stack_states:
         for position in dict.fromkeys(own.stack.param_ids.tolist()):
@@ -285,7 +285,7 @@ class Reporting(torch.optim.Optimizer):
     @property
     @isolated
     def spikes(self) -> SpikeCounts | None:
-        """Return how many steps were spikes of the loss or gradient norm, and the statistics that decide it.
+        """Return the number of spikes, and the mean, deviation and bound of the loss or gradient norm in recent steps.
 
         None: the recipe has no `failure.spike`. On a device the host waits for the numbers.
         """
@@ -319,7 +319,7 @@ class Reporting(torch.optim.Optimizer):
         return rows
 
     def reached(self) -> list[Reached]:
-        """Return how much of the model the stage or route of each entry of `expect` receives."""
+        """Return, for each entry of `expect` in the recipe, the share of the model that its stage or route receives."""
         return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
 
     def slow_products(self) -> list[str]:
@@ -334,7 +334,7 @@ class Reporting(torch.optim.Optimizer):
         ]
 
     def solver_choices(self, device: str | None = None) -> list[str]:
-        """Return a line for each solver that is chosen by device, and each size of its matrices.
+        """Return a line for each solver that is chosen by device, or several if its matrices have several sizes.
 
         A line has the path in the recipe, the chosen solver, the other candidates, and the times that decided.
 

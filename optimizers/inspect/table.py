@@ -57,7 +57,7 @@ WORST: Mapping[str, tuple[Literal["largest", "smallest"], ...]] = {
     "orthogonality": ("largest",),
     "storage_error": ("largest",),
 }
-"""Measures by which reports name layers with a problem, in order, and whether large or small values indicate it."""
+"""Measures that indicate a layer with a problem, in the order of reports, and which extreme values indicate it."""
 _COUNTS = ("zero_gradients", "skipped", "failures")
 """Measures that count events. A layer with the count 0 has no problem and is never listed as the worst."""
 

@@ -159,7 +159,7 @@ def _after_backward(call: Callable[[], None]) -> None:
 
 
 def _stamp(grad: Tensor | None) -> tuple[int, ...]:
-    """Return numbers that identify the present content of a gradient: every backward that changes it changes them."""
+    """Return numbers that change with every backward that changes a gradient."""
     return () if grad is None else (id(grad), grad._version, local(grad)._version)
 
 

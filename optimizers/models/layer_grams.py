@@ -230,7 +230,7 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
 
 
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Look at one call of a layer, as `see` of `LayerGrams.watch` does.
+    """Prepare the collection of the inputs of one call of a layer (`see` in `LayerGrams.watch`).
 
     Until the backward, a copy of the inputs is stored, or their Gram matrix if that is smaller.
     """

@@ -158,9 +158,9 @@ def _large_state(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-unused")
 def _unused_storage(composed: Composition) -> Iterator[str]:
-    """Warn if no slot of this model that an entry of `storage` names can be stored so, by its size or shape.
+    """Warn if an entry of `storage` fits none of the slots that it names, because of their sizes or shapes.
 
-    There is no warning if the model has no such slot, as for a route without parameters.
+    There is no warning if the model has no slot of that name, as for a route without parameters.
     """
     storage, unused = composed.optimizer.recipe.storage, dict[str, str]()
     slots = composed.slots() if storage else {}

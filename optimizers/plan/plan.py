@@ -237,7 +237,7 @@ def _state_bytes(
 def _offloaded(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the bytes of state that each rank stores in host memory, `[R]`, by location: "cpu" or "disk"."""
+    """Return the bytes of state that each rank stores in host memory between steps, `[R]`, by "cpu" or "disk"."""
     found = defaultdict[str, NDArray[np.int64]](lambda: np.zeros(ranks, dtype=np.int64))
     if all(quantizer.location is None for quantizer in recipe.storage.values()):
         return {}

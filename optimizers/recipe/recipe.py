@@ -105,7 +105,7 @@ class UpdateRule(Component):
         return all(stage.cached_traits().entrywise for _, stage in self.stages())
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return pydantic's copy, which is not validated, without the cached properties, which may be wrong for it."""
+        """Return pydantic's copy, which is not validated, without the cached properties of the original."""
         copied = super().model_copy(update=update, deep=deep)
         for name, value in vars(UpdateRule).items():
             if isinstance(value, cached_property):

@@ -188,7 +188,7 @@ class _Search:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Add the layer of each attribute that matches `names`, or its last layer inside, if `accepts` returns True.
+        """For each attribute that matches `names`, add its layer, or the last layer inside it, if `accepts` allows it.
 
         accepts: function of the layer and of the index of the matching attribute in the layer's path.
         """
@@ -403,7 +403,7 @@ _EMBEDDING = re.compile(
 )
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 _NAMED_NORM = re.compile(r"(^|\.|_)(layer|rms|batch|group|instance)_?norm(_?\d+|_[a-z])?$", re.IGNORECASE)
-"""Paths of normalization layers by clear names, whose gains may have several axes."""
+"""Names that clearly mean a normalization layer, even if its gain has several axes."""
 _BIAS = re.compile(r"(^|_)bias$")
 _HELD = re.compile(r"(?P<own>\w*weight\w*)_(orig|v|bar)")
 """Attributes in which torch.nn.utils.spectral_norm and weight_norm store a tensor from which a weight is computed."""

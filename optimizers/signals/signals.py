@@ -173,7 +173,7 @@ class Provided:
 
 
 def require_form(signal: Signal, value: Given) -> None:
-    """Raise ValueError for a mapping if the signal is one number of the whole step, and for a number otherwise."""
+    """Raise ValueError if a signal of one number for the whole step gets a mapping, or any other signal a number."""
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
         raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
@@ -223,7 +223,7 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove signals that only a step before this one needed, possibly a step of the run that was loaded."""
+        """Remove signals whose first step was made, in this run or in the run that was loaded."""
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
