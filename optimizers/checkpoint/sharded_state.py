@@ -57,16 +57,11 @@ class ShardedStateDict(dict[str, Any]):
 def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     """Return the state of each parameter as DTensors with the shapes that checkpoints have. All ranks must call it."""
     rank_group = _rank_group(param_set)
-    entries = manifest(param_set)
-    where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
-    owned = {}
-    views = param_set.views()
+    entries, views = manifest(param_set), param_set.views()
+    where, flat = _with_owners(entries)
+    owned = {index: views[p][key] for index, (p, key) in enumerate(where) if flat[index].owner == rank_group.rank}
     found: list[dict[str, Tensor]] = [{} for _ in entries]
-    for index, (position, key) in enumerate(where):
-        if entries[position][key].owner == rank_group.rank:
-            owned[index] = views[position][key]
-    flat, offloaded = [entries[position][key] for position, key in where], locations(param_set)
-    device = param_set.local[0].device
+    offloaded, device = locations(param_set), param_set.local[0].device
     for piece in _pieces(flat, bool(offloaded)):
         own = {index - piece.start: owned[index] for index in piece if index in owned}
         sent = spread(rank_group, flat[piece.start : piece.stop], own, rank_group.mesh(device), device)
@@ -81,6 +76,12 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
                 location = _location(offloaded, position, key)
                 found[position][key] = _as_parameter(here[key], param_set, position, location)
     return found
+
+
+def _with_owners(entries: Sequence[Mapping[str, Entry]]) -> tuple[list[tuple[int, str]], list[Entry]]:
+    """Return ([(position of the parameter, key)], [entry]) of state that has an owner."""
+    found = {(p, key): entry for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None}
+    return [*found], [*found.values()]
 
 
 PIECE = 1 << 26
@@ -138,12 +139,10 @@ def local_state(
     entries = manifest(param_set, mode)
     saved = [bool(own_state(values[parameter])) for parameter in param_set.parameters]
     entries = [own if there else {} for own, there in zip(entries, saved, strict=True)]
-    where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
-    flat = [entries[position][key] for position, key in where]
-    device = param_set.local[0].device
+    where, flat = _with_owners(entries)
+    offloaded, device = locations(param_set), param_set.local[0].device
     shared = [_evenly(values[param_set.parameters[position]][key], rank_group, device) for position, key in where]
     found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in param_set.parameters}
-    offloaded = locations(param_set)
     for piece in _pieces(flat, bool(offloaded)):
         got = collect(rank_group, flat[piece.start : piece.stop], shared[piece.start : piece.stop], device)
         for index, value in got.items():
@@ -199,8 +198,8 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
         return tensor
     parameter = param_set.parameters[position]
     lead = leading_axes(tensor, parameter)
-    mesh, placements = _division(param_set, position, lead)
-    if _cut_in_shards(param_set, position):
+    mesh, placements, cut = _division(param_set, position, lead)
+    if cut:
         ranks, what = _rank_group(param_set), f"state of {param_set.names[position]}"
         tensor = _even_rows(layout_of_parameter(param_set, position).gather(tensor, ranks, what), ranks, lead)
     own, size = tuple(tensor.shape[:lead]), parameter.numel()
@@ -219,32 +218,28 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
     return _stored(value, location)
 
 
-def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement]]:
-    """Return the mesh and placements of entry-wise state of a parameter, which is sharded as the parameter is.
+def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement], bool]:
+    """Return (mesh, placements, cut) of entry-wise state of a parameter, which is sharded as the parameter is.
 
-    If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. If
-    they divide rows of a shard, which no placement describes, the state is sharded evenly along its first axis.
+    If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. `cut`
+    is True if they divide rows of a shard, which no placement describes. The state is then sharded evenly along its
+    first axis.
 
     lead: number of axes of the state before those of the parameter.
     """
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
-    replicated = placement.parts is not None and placement.layout.replicated
-    if is_dtensor(parameter) and not replicated and not _cut_in_shards(param_set, position):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        cut = None if placement.parts is None else divided(tuple(parameter.shape), tuple(mesh.mesh.shape), placements)
-        return mesh, [_after(lead, one) for one in cut or placements]
+    cut = False
+    if is_dtensor(parameter) and (placement.parts is None or not placement.layout.replicated):
+        mesh, own = parameter.device_mesh, parameter.placements
+        parts = placement.parts is not None
+        placements = divided(tuple(parameter.shape), tuple(mesh.mesh.shape), own) if parts else own
+        if placements is not None:
+            return mesh, [_after(lead, one) for one in placements], False
+        cut = True
     from torch.distributed.tensor import Shard
 
-    return _rank_group(param_set).mesh(parameter.device), [Shard(lead)]
-
-
-def _cut_in_shards(param_set: ParamSet, position: int) -> bool:
-    """Return True if replicas divide the rows of each shard of a parameter, which no DTensor placement describes."""
-    parameter, placement = param_set.parameters[position], param_set.specs[position].placement
-    if placement is None or placement.parts is None or placement.layout.replicated or not is_dtensor(parameter):
-        return False
-    return divided(tuple(parameter.shape), tuple(parameter.device_mesh.mesh.shape), parameter.placements) is None
+    return _rank_group(param_set).mesh(parameter.device), [Shard(lead)], cut
 
 
 def _even_rows(full: Tensor, rank_group: RankGroup, axis: int) -> Tensor:
@@ -284,9 +279,8 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
     if not is_divided(like, param_set, position):
         return local(value)
     if is_dtensor(value):
-        mesh, placements = _division(param_set, position, leading_axes(like, param_set.local[position]))
-        same = (value.device_mesh, list(value.placements)) == (mesh, placements)
-        if same and not _cut_in_shards(param_set, position):
+        mesh, placements, cut = _division(param_set, position, leading_axes(like, param_set.local[position]))
+        if not cut and (value.device_mesh, list(value.placements)) == (mesh, placements):
             return value.to_local()
         value = value.full_tensor()
     box = layout_of_parameter(param_set, position).boxes[_rank_group(param_set).rank]
