@@ -54,15 +54,13 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     _require_alike(recipe, optimizer.recipe)
     source, target = _fresh_copy(optimizer, recipe), _fresh_copy(optimizer, optimizer.recipe)
     source.load_state_dict(dict(state_dict))
-    pairs = list(zip(source.stack_states(), target.stack_states(), strict=False))
-    if len(source.stack_states()) != len(target.stack_states()) or any(
-        a.stack.grids != b.stack.grids for a, b in pairs
-    ):
+    saved, wanted = source.stack_states(), target.stack_states()
+    if [old.stack.grids for old in saved] != [new.stack.grids for new in wanted]:
         raise ValueError(
             "state_dict: the parameters trained in the saved run differ from those that this optimizer trains; freeze "
             "the same parameters as in the saved run"
         )
-    for old, new in pairs:
+    for old, new in zip(saved, wanted, strict=True):
         for key, _ in old.slots():
             there, here = (
                 State(one.tensors, one.stack.block, key.stage, storage=Storage(one.encoded)) for one in (new, old)
@@ -78,8 +76,9 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     own = [
         {key: group[key] for key in ("params", "param_names") if key in group} for group in converted["param_groups"]
     ]
-    wanted = {"recipe": optimizer.recipe.to_json()}
-    return {**converted, "param_groups": [{**old, **new, **wanted} for old, new in zip(groups, own, strict=True)]}
+    text = optimizer.recipe.to_json()
+    merged = [{**old, **new, "recipe": text} for old, new in zip(groups, own, strict=True)]
+    return {**converted, "param_groups": merged}
 
 
 def _require_alike(saved: Recipe, wanted: Recipe) -> None:

@@ -85,14 +85,6 @@ class Traffic:
         self.buffers += lengths + lengths.sum()
 
 
-def together(first: Traffic, second: Traffic) -> Traffic:
-    """Return the sum of two sets of messages."""
-    found = Traffic(first.ranks)
-    for name in ("sent", "received", "messages", "buffers"):
-        setattr(found, name, getattr(first, name) + getattr(second, name))
-    return found
-
-
 def repeated(one: Traffic, times: int) -> Traffic:
     """Return the messages of `times` groups of ranks, each with the messages `one`."""
     found = Traffic(one.ranks * times)
@@ -228,21 +220,21 @@ def step_traffic(
     rounds = pack(block_groups, round_bytes(specs, recipe, ranks)) if ranks > 1 else []
     begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0
     there, back = wire(block_groups, rounds, layouts, 1 + decays + entries(asked))
-    rows = gathered_parts(specs, ranks, recipe.distribution.message)
+    add_gathered_parts(back, specs, recipe.distribution.message)
     return {
         "gradients": repeated(there, groups),
-        "updates": repeated(together(back, rows), groups),
+        "updates": repeated(back, groups),
         "agreement": all_reduced([numbers_sent(len(specs), plain) + begun, *[len(specs)] * norms], groups * ranks),
         "synchronization": _synchronization(groups * ranks),
     }
 
 
-def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
-    """Return the messages of shards that several ranks hold and update entry by entry.
+def add_gathered_parts(found: Traffic, specs: Sequence[ParamSpec], limit: int) -> None:
+    """Add the messages of shards that several ranks hold and update entry by entry.
 
     Each of these ranks updates a part of the shard, and sends the part to the others.
     """
-    found, dtypes = Traffic(ranks), {position: spec.dtype for position, spec in enumerate(specs)}
+    dtypes = {position: spec.dtype for position, spec in enumerate(specs)}
     placed = [(position, spec.placement) for position, spec in enumerate(specs) if spec.placement is not None]
     own = {position: placement.layout for position, placement in placed if placement.parts is not None}
     whole = {position: layout for position, layout in own.items() if layout.replicated}
@@ -251,7 +243,6 @@ def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffi
         found.add_all_gather(entries * dtypes[message[0].position].itemsize)
     for message in pack_rows({position: own[position] for position in own if position not in whole}, dtypes, limit):
         _add_parts(found, [(rows, own[rows.position]) for rows in message], dtypes[message[0].position].itemsize)
-    return found
 
 
 def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: int) -> None:

@@ -242,16 +242,15 @@ class _Search:
                     groups.setdefault(layer.path[: depth + 2], []).append(layer)
         stacks = {path[:-1]: [p for p in groups if p[:-1] == path[:-1]] for path in groups}
         for stack, paths in stacks.items():
-            ends = [end for path in paths if (end := self._end(groups[path], len(path))) is not None]
+            ends = list[Layer]()
+            for path in paths:
+                last = [own for own in groups[path] if own.kind != "other" and _is_final(own.path[len(path) :])]
+                ends += last[-1:]
             if stack in self.structure.sequentials:
                 ends = ends[-1:]
             for end in ends:
                 if not self.consumed(end):
                     self.found.setdefault(end.key, f"output head in {'.'.join(stack)}")
-
-    def _end(self, layers: Sequence[Layer], depth: int) -> Layer | None:
-        inside = [layer for layer in layers if layer.kind != "other" and _is_final(layer.path[depth:])]
-        return inside[-1] if inside else None
 
     def _vocabulary(self) -> None:
         """Add the last Linear with as many outputs as an embedding has rows, or slightly more."""
@@ -599,9 +598,3 @@ def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int
         for own, parameter in module.named_parameters(recurse=False):
             found.append((id(parameter), Holder.of(paths[path], own, layer)))
     return found
-
-
-def named_holder(name: str) -> Holder:
-    """Return the holder of a parameter if only the canonical name of the parameter is known."""
-    path, _, own = name.rpartition(".")
-    return Holder.of(path, own)

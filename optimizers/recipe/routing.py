@@ -26,7 +26,6 @@ from .roles import (
     input_embeddings,
     layer_of,
     model_structure,
-    named_holder,
     output_heads,
     parameter_holders,
     plain_role,
@@ -222,10 +221,10 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
     """
     given = [name for name, _ in named]
     names = [name if new in taken else new for name, new in zip(given, canonical_names(given), strict=True)]
-    rows = [
-        _Described.of(name, parameter, [named_holder(canonical_name(name))], ModuleFacts(factor=named_factor(name)))
-        for name, (_, parameter) in zip(names, named, strict=True)
-    ]
+    rows = []
+    for name, (_, parameter) in zip(names, named, strict=True):
+        path, _, own = canonical_name(name).rpartition(".")
+        rows.append(_Described.of(name, parameter, [Holder.of(path, own)], ModuleFacts(factor=named_factor(name))))
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
     heads = output_heads(layers, {length for row in rows for length in row.rows})
     # if all given parameters are weights of layers, the user has selected hidden layers, so the last one is not unclear
