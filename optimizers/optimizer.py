@@ -74,7 +74,7 @@ class Optimizer(Reporting):
     _model: ModelLink | None = None
     """The model with which the optimizer was composed. None: no model is known."""
     _unknown_buffers = False
-    """True if there was a warning that buffers are not restored, because no model is known."""
+    """True after the warning that buffers cannot be restored without the model."""
     _watches_rounding = False
     """True if steps still check that updates are not lost to rounding. A recipe with a constraint that rounds needs no
     check."""
@@ -83,7 +83,7 @@ class Optimizer(Reporting):
     _asks_fused = False
     """True if `fused=True` was given, and it is still to be checked whether a fused kernel fits."""
     _warned_of_peak = False
-    """True if there was a warning that the peak of the learning rate rose."""
+    """True after the warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
     """Attribute of torch's protocol with `GradScaler`. True: the scaler sets `found_inf` and `grad_scale` on the
     optimizer, and does not wait for the device, because the step uses both."""
@@ -144,6 +144,7 @@ class Optimizer(Reporting):
         """The iterate that the parameters hold, "train" or "eval"."""
         return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
+    @isolated
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and allocate its state.
 
@@ -157,21 +158,8 @@ class Optimizer(Reporting):
             ValueError: the group has an option of the recipe or of torch's optimizers, or does not fit the recipe. The
                 optimizer does not change.
         """
-        group = own_keys(param_group, self.param_sets.recipe_text)
+        group, index = own_keys(param_group, self.param_sets.recipe_text), len(self.param_groups)
         self._asks_fused = self._asks_fused or bool(param_group.get("fused"))
-        self._add_group(group)
-        if self._known is None:
-            self._warn_of_fused("param group")
-
-    def _warn_of_fused(self, who: str) -> None:
-        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last such check."""
-        if self._asks_fused and (text := unfused_warning(self.param_sets)):
-            warn_user(f"{who}: {text}")
-        self._asks_fused = False
-
-    @isolated
-    def _add_group(self, group: dict[str, Any]) -> None:
-        index = len(self.param_groups)
         without_dynamo(super().add_param_group)(group)
         try:
             self.param_sets.declare_group(self.param_groups, self._known)
@@ -183,6 +171,14 @@ class Optimizer(Reporting):
             del self.param_groups[index:]
             self.param_sets.forget(index)
             raise
+        if self._known is None:
+            self._warn_of_fused("param group")
+
+    def _warn_of_fused(self, who: str) -> None:
+        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last such check."""
+        if self._asks_fused and (text := unfused_warning(self.param_sets)):
+            warn_user(f"{who}: {text}")
+        self._asks_fused = False
 
     @kept_from_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:

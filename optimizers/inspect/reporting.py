@@ -251,10 +251,10 @@ class Reporting(torch.optim.Optimizer):
     def watch_next_step(self) -> None:
         """Measure the directions of every stage in the next step, for `inspect`.
 
-        The watched step takes longer, but its result is the same as that of any other step.
+        The watched step takes longer, but has the result of an ordinary step.
 
         Raises:
-            ValueError: a parameter is a fake tensor, which has no values.
+            ValueError: a parameter is a fake tensor, which has no values, or gradients are released during backward.
         """
         if self.released is not None:
             raise ValueError(

@@ -138,7 +138,7 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
             values are not read.
 
     Raises:
-        ValueError: `full` has no parameter with the name and shape of one of the layers' parameters.
+        ValueError: `full` lacks a parameter of the layers, or has it in another shape.
     """
     known = {info.name: info for info in describe_model(full).values()}
     named, own = list(model.named_parameters()), dict[int, ParamInfo]()
