@@ -295,7 +295,8 @@ class Optimizer(Reporting):
         if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
             warn_of_options(self.param_groups, self.recipe)
         self.param_sets.thaw(self.state, "train")
-        self.param_sets.schedules.follow(self.param_sets)
+        if self.param_sets.schedules.by_path:
+            self.param_sets.schedules.follow(self.param_sets)
         return self.hypers()
 
     def hypers(self) -> list[Hyper]:
@@ -404,7 +405,7 @@ class Optimizer(Reporting):
         thorough: True if state is read or written outside of a step. All state is then checked for changes, and delayed
             refreshes are finished. False: only the largest tensors are checked.
         """
-        moved = adopt_parameters(self)
+        moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
         if thorough:

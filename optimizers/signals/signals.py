@@ -251,8 +251,6 @@ class Schedules:
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
         """Set the scheduled numbers of the next step in the stages and constraints of all parameters."""
-        if not self.by_path:
-            return
         step = steps_taken(param_sets) + 1
         rules = component_at(self.recipe, step, self.recipe.total_steps).rules()
         for param_set in param_sets:
