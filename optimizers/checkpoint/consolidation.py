@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -23,24 +22,6 @@ GATHER_FIRST = (
     "`optimizer.consolidate_state_dict()` on every rank"
 )
 """Remedy in the error about a collective that a rank has not called."""
-
-
-@dataclass(frozen=True)
-class ConsolidatedState:
-    """The full state of an optimizer, gathered on one rank. It is used until the optimizer's state changes.
-
-    rank: the rank that stores the gathered state.
-    state: state by index of the parameter; None on all other ranks.
-    """
-
-    rank: int
-    state: dict[int, dict[str, Tensor]] | None
-
-    def shown(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict with the full state. If this is not `rank`, it has no state and cannot be pickled."""
-        if self.state is None:
-            return ShardedStateDict({**state_dict, "state": {}})
-        return {**state_dict, "state": self.state}
 
 
 @contextmanager
@@ -95,7 +76,7 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
                 kept.update(host_state(optimizer.state[parameter]) if here else {})
     ordered = [parameter for parameters in param_sets.parameters for parameter in parameters]
     state = {index: found[parameter] for index, parameter in enumerate(ordered) if parameter in found}
-    param_sets.consolidated = ConsolidatedState(to, state if here else None)
+    param_sets.consolidated = state if here else {}
 
 
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,9 +86,9 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
             # A parameter without a name keeps the name that a loaded checkpoint has for it.
             given = zip(infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
-    consolidated = optimizer.param_sets.consolidated
-    if isinstance(consolidated, ConsolidatedState):
-        return consolidated.shown(state_dict)
+    if (state := optimizer.param_sets.consolidated) is not None:
+        found = {**state_dict, "state": state}
+        return found if state else ShardedStateDict(found)
     with _all_ranks("state_dict"):
         _synchronize(_rank_groups(optimizer), "state_dict")
         return shard_hook(optimizer, state_dict)

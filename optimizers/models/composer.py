@@ -76,7 +76,9 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
             if signal in asking:
                 watch(optimizer, described.model)
         if optimizer.recipe.averaging is not None:
-            watch_evaluation(optimizer, described.model)
+            hook = EvaluationHook(optimizer)
+            hook.handle = described.model.register_forward_pre_hook(hook)
+            weakref.finalize(optimizer, hook.handle.remove)
     warn_of_faults(optimizer, steps, silence, names_only=names_only)
     return optimizer
 
@@ -95,7 +97,13 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
         ValueError: a parameter of a group is not in the model, or the model has no trainable parameters.
     """
     named = list(model.named_parameters())
-    _require_trainable(named)
+    for name, parameter in named:
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"{name}: the parameter is lazy and has no shape yet; call the model once before this call"
+            )
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("compose: the model has no trainable parameters")
     infos = describe_model(model)
     if groups is None:
         return DescribedParameters(named, infos, model=model)
@@ -112,17 +120,6 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
         rest = {key: value for key, value in group.items() if key != "param_names"}
         found.append({**rest, "params": [(names[id(own)], own) for own in tensors]})
     return DescribedParameters(found, infos, model=model)
-
-
-def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if a parameter is lazy and has no shape yet, or if all parameters are frozen."""
-    for name, parameter in named:
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"{name}: the parameter is lazy and has no shape yet; call the model once before this call"
-            )
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ValueError("compose: the model has no trainable parameters")
 
 
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
@@ -151,22 +148,11 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
     return DescribedParameters(named, own, tuple(known.values()))
 
 
-def watch_evaluation(optimizer: Optimizer, model: nn.Module) -> None:
-    """Warn once if a model is evaluated without `optimizer.eval()`. Without averaging, nothing is watched.
-
-    An evaluation is a forward of the model in evaluation mode and without gradients, after a step.
-    """
-    if optimizer.recipe.averaging is not None:
-        hook = EvaluationHook(optimizer)
-        hook.handle = model.register_forward_pre_hook(hook)
-        weakref.finalize(optimizer, hook.handle.remove)
-
-
 class EvaluationHook:
     """A forward-pre-hook of a model that warns about an evaluation without `optimizer.eval()`.
 
-    The hook removes itself after the warning, or when the optimizer is deleted. Copies and pickles of the hook do
-    nothing.
+    An evaluation is a forward in evaluation mode and without gradients, after a step. The hook removes itself after the
+    warning, or when the optimizer is deleted. Copies and pickles of the hook do nothing.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:

@@ -48,8 +48,8 @@ class ParamSets:
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
     asks_signals: True if a step needs any signal.
-    consolidated: the state that `consolidate` has gathered; None if it was not called, or if the state has changed
-        since.
+    consolidated: the full state that `consolidate` has gathered, by index of the parameter; {} on ranks that did not
+        receive it. None: `consolidate` was not called, or the state has changed since.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
@@ -59,7 +59,7 @@ class ParamSets:
         self.built: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.batches: list[int] = []
-        self.consolidated: object | None = None
+        self.consolidated: Mapping[int, Mapping[Any, Tensor]] | None = None
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
