@@ -28,7 +28,7 @@ _CLEAR = re.compile(
 )
 """Names of output heads at any position."""
 _SUFFIXED = re.compile(r"(?!conv_).+_(head|classifier|logits|unembed)|qa_outputs|seq_relationship|predict_.+")
-"""Names of output heads outside lists of blocks, unless other layers consume their outputs."""
+"""Names of output heads, if the layer is outside lists of blocks and no other layer consumes its outputs."""
 _SEVERAL = re.compile(r"(.+_)?(heads|classifiers|predictors|readouts|exits)|outputs|(output|final)_layers")
 """Names of containers in which each element is an output head."""
 _AUXILIARY = re.compile(r"[Aa]ux(iliary)?_?([Ll]ogits|[Hh]ead|\d*)")
@@ -432,7 +432,7 @@ class Holder:
 
     @classmethod
     def of(cls, path: str, own: str, module: nn.Module | None = None, magnitude: bool = False) -> Holder:
-        """Return the holder of a parameter, without the parts of its path that adapters and parametrizations add.
+        """Return the holder of a parameter. Its path is without the parts that adapters and parametrizations add.
 
         path: canonical path of the module that has the parameter.
         own: the module's attribute that is the parameter.
@@ -582,7 +582,7 @@ def _may_be_matrix(holder: Holder) -> bool:
 
 
 def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
-    """Return True if the name is usual for embeddings, and the shape is that of a table if it is a `weight`."""
+    """Return True if the name is usual for embeddings. A `weight` must also have the two axes of a table."""
     names = holder.path if holder.is_weight else (*holder.path, holder.own)
     return _EMBEDDING.search(".".join(names)) is not None and (not holder.is_weight or len(shape) == 2)
 

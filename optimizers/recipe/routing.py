@@ -144,7 +144,7 @@ class DescribedParameters:
 
     @classmethod
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
-        """Return parameters with a description for each named one. The names in the descriptions are canonical."""
+        """Describe every named parameter that has no description yet. Names in descriptions are canonical."""
         if isinstance(params, nn.Module):
             raise TypeError("params: got a module in place of parameters; use eigengraft.compose(recipe, model)")
         given = params if isinstance(params, DescribedParameters) else cls(params)

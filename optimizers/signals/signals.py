@@ -381,7 +381,7 @@ class Signals:
         return found
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
-        """Raise ValueError if an update needs a sum over all parameters of a model, and some have other optimizers.
+        """Raise ValueError if an update needs a sum over all parameters, but other optimizers update some of them.
 
         others: descriptions of the model's parameters that other optimizers update.
         """
@@ -453,7 +453,7 @@ class Signals:
         return _with_tensors(step, gathered, param_set)
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
-        """Return this rank's values of a signal, and the parameters of the step that request it."""
+        """Return this rank's values of a signal, and the parameters in the step whose updates request the signal."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
         due = cache(self.listeners.needed)  # equal for all parameters of an update at one step

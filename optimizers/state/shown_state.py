@@ -157,9 +157,9 @@ class ShownState:
 
 
 def _answered(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
-    """Yield (parameter, key) of state that must not be zero, in which in-place writes (a reset to zero) are detected.
+    """Yield (parameter, key) of state that must not be zero. A reset to zero in place is detected in such state.
 
-    Such state has nonzero initial values, or consists of codes of quantizers or of iterates of the weights.
+    The state has nonzero initial values, or consists of codes of quantizers or of iterates of the weights.
     """
     for stack_state in param_set.stack_states:
         begun = [key for key, slot in stack_state.slots() if slot.fill != 0 or _holds_weights(slot)]
