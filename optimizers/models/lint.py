@@ -48,7 +48,7 @@ _WHITENING = frozenset(("second_moment", "root"))
 
 @dataclass(frozen=True)
 class Composition:
-    """The argument of a check.
+    """A composed optimizer, as every check receives it.
 
     optimizer: the composed optimizer, with its recipe and described parameters.
     steps: number of steps of the run; None if it is unknown.
@@ -196,7 +196,7 @@ def _unused_offload(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-rounds-to-zero")
 def _rounded_second_moments(composed: Composition) -> Iterator[str]:
-    """Warn if the storage of second moments rounds small values to 0, because updates are divided by their roots."""
+    """Warn if the storage of second moments, whose roots divide updates, rounds small values to 0."""
     storage = {} if active_fake_mode() is not None else composed.optimizer.recipe.storage  # fake codes have no values
     found: dict[Quantizer, list[str]] = {}
     for key, own in (composed.slots() if storage else {}).items():
@@ -317,7 +317,7 @@ def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
-    """Return the chains inside a stage whose second moments set the norm of its result."""
+    """Return the chains inside a stage that set the norm of the stage's result by their second moments."""
     return [inner for inner in stage.inner(block).values() if inner.sensitive]
 
 

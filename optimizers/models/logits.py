@@ -259,7 +259,7 @@ def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
 
 
 def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """Return the box of a tensor that this rank holds."""
+    """Return this rank's box of a tensor."""
     ranks = mesh.mesh.flatten().tolist()
     return Layout.from_placements(shape, tuple(mesh.mesh.shape), placements).boxes[ranks.index(dist.get_rank())]
 
@@ -300,9 +300,9 @@ class LogitSource:
         return torch._C._functorch.peek_interpreter_stack() is None
 
     def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
-        """Join the largest logits of one call with those of earlier calls. A backward of the call is required.
+        """Join the largest logits of one call with those of earlier calls.
 
-        This method is a hook of the call's queries or keys. `gradient` is the gradient of this tensor and not used.
+        Backward calls this method, a hook of the call's queries or keys. The gradient of that tensor is not used.
         """
         if (optimizer := self._optimizer()) is not None:
             parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]
