@@ -24,10 +24,10 @@ from eigengraft.quantization.offload import in_memory
 from eigengraft.schedules import schedules
 from eigengraft.slots import Slot, StateKey
 
-from ..inspect.reporting import slot_bytes
 from ..optimizer import Optimizer
 from ..param_groups import unclear_heads
 from ..recipe.recipe import Recipe, Route, slot_keys
+from ..state.shown_state import own_state
 from ..write.constraints import Constraint, ConstraintContext
 
 _MOST = 256
@@ -144,7 +144,7 @@ def _large_state(composed: Composition) -> Iterator[str]:
     sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
     labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
     for name, parameter in zip(labels, chain(*sets.parameters), strict=True):
-        size = slot_bytes(optimizer.state.get(parameter))
+        size = sum(stored.nbytes for stored in own_state(optimizer.state.get(parameter)).values())
         if size > max(2**20, _MOST * parameter.numel()):
             costly.append((size / parameter.numel(), name, tuple(parameter.shape)))
     if costly:
