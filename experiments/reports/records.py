@@ -125,7 +125,7 @@ class Run:
 
     @cached_property
     def layers(self) -> dict[str, dict[str, float]]:
-        """Measures of layers at the end of the run, by measure and layer. Values that are not finite become infinity."""
+        """Measures of layers at the end of the run, by measure and layer. Infinity stands for NaN too."""
         rows = [row for row in self.diagnostics if row["stage"] == row["slot"] == ""]
         found: dict[str, dict[str, float]] = {}
         for row in rows:
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        """True if other load slowed the run: steps of a tenth of the rows took 1.5 times as long as those of the median."""
+        """True if other load slowed the run: a tenth of the rows had steps of 1.5 times the median or more."""
         found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
         return len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
 
