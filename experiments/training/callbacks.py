@@ -10,8 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, Strict
 from torch import nn
@@ -145,7 +146,15 @@ class Tracker(Callback, ABC):
 
     A tracker of your own is a component with the method `open`. The log that it opens belongs to the process and is not
     stored in the component.
+
+    needs: name of a package that `open` imports; a run ends before its first step if it is not installed. Empty: none.
     """
+
+    needs: ClassVar[str] = ""
+
+    def started(self, run: RunView) -> None:
+        if self.needs and find_spec(self.needs) is None:
+            raise _missing(self.needs)
 
     @abstractmethod
     def open(self, run: RunView, step: int) -> Log:
@@ -169,12 +178,11 @@ class TensorBoard(Tracker):
     """
 
     kind: Literal["tensorboard"] = "tensorboard"
+    needs: ClassVar[str] = "tensorboard"
 
     def open(self, run: RunView, step: int) -> Log:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         # A continued run repeats the steps after its checkpoint, and writes their rows again.
         return _TensorBoardLog(SummaryWriter(run.directory / "tensorboard", purge_step=step))
 
@@ -187,14 +195,13 @@ class WandB(Tracker):
     """
 
     kind: Literal["wandb"] = "wandb"
+    needs: ClassVar[str] = "wandb"
     project: str = Field("eigengraft", min_length=1, description="project of the runs")
     mode: Literal["offline", "online"] = Field("offline", description="online: runs are uploaded at once")
 
     def open(self, run: RunView, step: int) -> Log:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb") from None
+        import wandb
+
         directory = run.directory
         config = read_object(directory / "config.json")
         name = "/".join(directory.absolute().parts[-2:])

@@ -233,6 +233,24 @@ def test_a_log_of_another_loop_keeps_the_metrics_of_its_last_evaluation(tmp_path
     assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"] == {"val.f1": 0.2}
 
 
+def test_an_error_that_breaks_many_laws_is_told_once_with_a_line_of_the_task() -> None:
+    class Absent(Task):
+        kind: Literal["absent_for_test"] = "absent_for_test"
+
+        def load(self) -> Dataset:
+            return Digits(layers=int(open("/no/such/file").read())).load()
+
+        def build(self) -> nn.Module:
+            return nn.Linear(1, 1)
+
+    try:
+        with refused(LawError, "7 laws", "FileNotFoundError", "test_own_tasks.py", "the data are finite") as caught:
+            check_task(Absent())
+    finally:
+        Task.members.pop("absent_for_test")
+    assert len(str(caught.value).splitlines()) == 2
+
+
 def test_metrics_that_are_not_finite_break_a_law() -> None:
     module = import_component(str(EXAMPLE.with_suffix(".py")))
     task = module.Curve(width=4)

@@ -83,7 +83,7 @@ class OperationWatch(TorchDispatchMode):
         inputs: tensors that must not be written to, by name.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.files, self.blocks = _files(component), blocks
+        self.files, self.blocks = files_of(component), blocks
         self.inputs = {tensor.untyped_storage()._cdata: name for name, tensor in (inputs or {}).items()}
         self.global_draws, self.draws, self.mixes = list[str](), list[str](), list[str]()
         self.places, self.writes = list[str](), list[str]()
@@ -183,7 +183,7 @@ def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch
     return watch
 
 
-def _files(component: Component) -> frozenset[str]:
+def files_of(component: Component) -> frozenset[str]:
     """Return the files of the functions of a component's class."""
     own = vars(type(component)).values()
     values = (getattr(value, "fget", None) or getattr(value, "__func__", value) for value in own)

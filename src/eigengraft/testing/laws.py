@@ -14,7 +14,7 @@ from torch import Tensor
 from eigengraft.component import Component, families, validated
 from eigengraft.errors import ContractError
 
-from .causes import RandomStates, global_draw
+from .causes import RandomStates, files_of, global_draw
 
 
 class LawError(AssertionError):
@@ -88,7 +88,9 @@ class Law(Generic[AnyCase]):
         except Exception as error:
             problem = str(error)
             if not isinstance(error, ContractError):
-                frame = extract_tb(error.__traceback__)[-1]
+                frames = extract_tb(error.__traceback__)
+                own = files_of(case.component)
+                frame = next((frame for frame in reversed(frames) if frame.filename in own), frames[-1])
                 where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 got = f"{type(error).__name__}: {error}{notes}, raised at {where}"
@@ -139,7 +141,12 @@ def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     if len(broken) == 1:
         raise broken[0]
     if broken:
-        raise LawError("\n".join([f"{case.who}: {len(broken)} laws are broken", *map(str, broken)]))
+        problems: dict[str, list[str]] = {}
+        for text in map(str, broken):  # an exception of the component often breaks several laws
+            problem, _, name = text.partition("  [law: ")
+            problems.setdefault(problem, []).append(name.removesuffix("]"))
+        lines = (f"{p}  [law{'s' * (len(own) > 1)}: {', '.join(own)}]" for p, own in problems.items())
+        raise LawError("\n".join([f"{case.who}: {len(broken)} laws are broken", *lines]))
     return LawReport(case.who, tuple(held), skipped)
 
 
