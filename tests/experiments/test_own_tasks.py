@@ -238,7 +238,7 @@ def test_an_error_that_breaks_many_laws_is_told_once_with_a_line_of_the_task() -
         kind: Literal["absent_for_test"] = "absent_for_test"
 
         def load(self) -> Dataset:
-            return Digits(layers=int(open("/no/such/file").read())).load()
+            return Digits(layers=int(Path("/no/such/file").read_text())).load()
 
         def build(self) -> nn.Module:
             return nn.Linear(1, 1)
