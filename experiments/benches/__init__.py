@@ -29,7 +29,7 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
 
     Args:
         kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step.
-        quick: If True, all other fields have the small values of the quick run.
+        quick: If True, fields that are not given have the small values of the quick run.
         more: Further candidates, in addition to those of the bench.
         **fields: Fields of the bench, as in its YAML.
 

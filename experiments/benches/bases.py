@@ -26,12 +26,12 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 
 
 class BasisBench(MatrixBench):
-    """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
+    """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d.
 
-    G `[d, d]` is the gradient of step k. Its columns have covariance U_k diag(lambda) U_k^T, where lambda is the
-    spectrum. The eigenvectors U_k turn by `drift` radians per step, so that a solver starts from a basis that is
-    slightly out of date, as in training. With `record`, G are the gradients of a run. A `checkpoint` contains one
-    statistic, and its basis is refreshed repeatedly.
+    A solver refreshes the eigenbasis of A_k every `every` steps. G `[d, d]` is the gradient of step k. Its columns have
+    covariance U_k diag(lambda) U_k^T, where lambda is the spectrum. The eigenvectors U_k turn by `drift` radians per
+    step, so that a solver starts from a basis that is slightly out of date, as in training. With `record`, G are the
+    gradients of a run. A `checkpoint` contains a single statistic, which every refresh uses.
     """
 
     kind: Literal["bases"] = "bases"

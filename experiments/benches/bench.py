@@ -38,8 +38,8 @@ class Problem:
     """A problem on which every candidate is measured.
 
     fields: names and values that each row of this problem contains.
-    make: function that computes the object on which candidates are measured. If it returns None, the problem has no
-        rows. It does so for a recorded matrix of a size that was never recorded.
+    make: function that computes the object on which candidates are measured. It returns None if the problem has no
+        rows, for example because its size is larger than that of the recorded factors.
     """
 
     fields: Mapping[str, Any]
@@ -130,13 +130,13 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def cells(self) -> int:
-        """Return the number of items of `cell_by_cell`."""
+        """Return the number of cells of all problems (see `cells_of`)."""
         own = type(self).cells_of is not Bench.cells_of
         return len(self.problems()) * (1 if own else len(self.contenders()))
 
     @final
     def cell_by_cell(self) -> Iterator[list[Row]]:
-        """Yield the rows of one cell after the other, as `cells_of` defines cells.
+        """Yield the rows of each cell of all problems (see `cells_of`).
 
         The cells are measured with `threads` threads of torch. The default is one, because threads delay each other on
         small matrices.
@@ -193,7 +193,10 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def milliseconds(self, work: Callable[[], Any]) -> float:
-        """Return the median milliseconds of a call after a first call, by `seconds` or more of repeated calls."""
+        """Return the median milliseconds of a call.
+
+        The first call is not timed. The calls after it are repeated for at least `seconds`.
+        """
         work()
         timer = Timer("work()", globals={"work": work}, num_threads=self.threads)
         return 1e3 * timer.blocked_autorange(min_run_time=self.seconds).median

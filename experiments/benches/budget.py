@@ -45,9 +45,9 @@ class BudgetBench(MatrixBench):
     `bound`. A_i is the present factor of axis i. Y_i = (A_i + r I)^-e is its exact root, where r is `ridge` times the
     largest eigenvalue of A_i. X_i is the root in use: a solver computes it in float32 from the factor of `interval - 1`
     steps before, and a storage encodes and decodes it. cos_i is the cosine of X_i G and Y_i G over gradients G with
-    E[G G^T] = A_i. The error is the sine of the angle between the directions, which ignores scalar factors, because
-    grafting removes them. The factors are those of a run (`record`). A `checkpoint` or a spectrum has no earlier
-    factors, so that only interval 1 can be measured.
+    E[G G^T] = A_i. The error is the sine of the angle between the direction with the roots X_i and the direction with
+    the roots Y_i. It ignores scalar factors of a direction, because grafting removes them. The factors are those of a
+    run (`record`). A `checkpoint` or a spectrum has no earlier factors, so that only interval 1 can be measured.
 
     The cost is the stored bytes, or the time of a step: the time to solve and encode, divided by the interval, plus the
     time to decode.
@@ -91,8 +91,8 @@ class BudgetBench(MatrixBench):
     def _layers(self) -> dict[str, list[list[Tensor]]]:
         """Return, by layer, a list of factors for each axis.
 
-        The first factor of a list is the present one. With the factors of a run, a factor follows for each item of
-        `intervals`, from which the root in use is computed.
+        The first factor of a list is the present one. For a run, one more factor follows for each item of
+        `intervals`: the factor from which the root in use is computed with this interval.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:
@@ -127,7 +127,10 @@ class BudgetBench(MatrixBench):
                 yield {"interval": interval, **self._stored(candidate, storage, interval, roots, given)}
 
     def _root(self, solver: RootSolver, a: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the root of a damped factor, None if the solver rejects it, and the damped factor in float32."""
+        """Return (X, B): the damped factor B = A + r I in float32, and its root X.
+
+        X is None if the solver rejects B, or if the root is not finite.
+        """
         damped = (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), torch.float32)
         found = solver.root(damped, self.exponent)
         usable = bool(found.ok.all()) and bool(found.value.isfinite().all())
@@ -162,7 +165,7 @@ class BudgetBench(MatrixBench):
         return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
 
     def squared_sine(self, x: Tensor, a: Tensor) -> float:
-        """Return the largest squared sine 1 - cos_i^2 of the angle between directions, over the matrices of a stack.
+        """Return 1 - cos_i^2 of one axis, with cos_i as in `BudgetBench`: the largest value over a stack of matrices.
 
         x: decoded roots X_i, `[N, d, d]`.
         a: present factors A_i, `[N, d, d]`.
@@ -209,7 +212,9 @@ class BudgetBench(MatrixBench):
         return []
 
     def notes(self, rows: BenchRows) -> list[str]:
-        """Return a line for each choice with its layers, one about the total cost, and one about the worst layer."""
+        """Return a line for each choice (solver, interval and storage) with its layers, a line about the total cost,
+        and a line about the worst layer.
+        """
         layers = view.groups(view.measured_rows(rows), lambda row: row["layer"])
         chosen = {layer: self.choice(own) for layer, own in layers}
         kinds: dict[str, list[str]] = {}

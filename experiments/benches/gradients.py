@@ -85,8 +85,8 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
 def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str, Tensor]:
     """Return gradients `[samples, width, width]` of each layer of an experiment or run, scaled as in `layer_gradients`.
 
-    A layer with a side below `width` is left out. Of all other gradients the leading `width` x `width` entries are
-    taken. In embeddings, these can be 0, for bytes that never occur.
+    A layer with a side below `width` is left out. The gradients of all other layers are cut to their leading
+    `width` x `width` entries. In an embedding these entries can all be 0, because some bytes never occur.
     """
     found = _samples(GradientRun(source), steps, samples, width)
     if not found:

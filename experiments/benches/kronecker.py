@@ -18,7 +18,7 @@ def second_moment(g: Tensor) -> Tensor:
 
 
 def power(a: Tensor, exponent: float) -> Tensor:
-    """Return A^p. Eigenvalues below 1e-12 times the largest are raised to that value."""
+    """Return A^p. Eigenvalues below 1e-12 times the largest are first replaced by 1e-12 times the largest."""
     values, q = torch.linalg.eigh(a)
     powers = values.clamp_min(_FLOOR * values[-1]).pow(exponent)
     result: Tensor = (q * powers) @ q.T
@@ -42,10 +42,10 @@ def best_cosine(c: Tensor, m: int, n: int) -> float:
 
 
 def gains(held_out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the gains log10 sqrt(h_i / s_i) `[m, n]` with h_i = u_i^T C u_i, s_i = u_i^T S u_i.
+    """Return log10 of the gains sqrt(h_i / s_i) `[m, n]` with h_i = u_i^T C u_i, s_i = u_i^T S u_i.
 
-    u_i are the eigenvectors of S = L x R, and C is the second moment of held-out gradients. A gain is 0 where S^(-1/2)
-    scales the held-out gradients to unit size.
+    u_i are the eigenvectors of S = L x R, and C is the second moment of held-out gradients. The logarithm is 0 where
+    S^(-1/2) scales the held-out gradients to unit size.
     """
     (a, u), (b, v) = torch.linalg.eigh(left), torch.linalg.eigh(right)
     h = ((u.T @ held_out @ v) ** 2).mean(0)
@@ -60,6 +60,9 @@ def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median of |log10 gain - median|, the part of the gain error that no learning rate removes."""
+    """Return the median of |log10 gain - median log10 gain|.
+
+    This is the part of the gain error that no learning rate removes.
+    """
     found = gains(held_out, left, right)
     return float((found - found.median()).abs().median())

@@ -46,7 +46,7 @@ class OwnMatrices(Bench, ABC):
     )
 
     layer_field: ClassVar[str] = "layer"
-    """Name of the field of a row that holds the layer."""
+    """Name of the field in which a row has the name of its layer."""
 
     @property
     def own(self) -> bool:
@@ -63,7 +63,10 @@ class OwnMatrices(Bench, ABC):
         return [Recommendation(named, **fields)]
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """Return a line about the layer on which the least error of all candidates is largest; [] for spectra."""
+        """Return a line about the worst layer: the one on which the most accurate candidate has the largest error.
+
+        Return [] if the matrices are not the user's own.
+        """
         first = next(iter(self.recommendations()), None)
         if not self.own or first is None or first.error is None:
             return []
@@ -107,7 +110,7 @@ class MatrixBench(OwnMatrices, ABC):
         return self.checkpoint is not None or self.record is not None
 
     def sources(self) -> list[MatrixSource]:
-        """Return the matrices: all spectra of all sizes, or a factor of each layer."""
+        """Return the sources: each spectrum in each size, or each factor of the user's own layers."""
         if not self.own:
             return [
                 MatrixSource(label(spectrum), d, partial(spectrum.stack, self.count, d, self.seed), spectrum)

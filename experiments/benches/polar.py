@@ -35,7 +35,7 @@ _PREFERRED: tuple[Declaration, ...] = (
 class PolarBench(OwnMatrices):
     """Polar solvers x shapes x condition numbers x dtypes on G = U diag(s) V^T, s from condition^-1 to 1.
 
-    The singular values s have equal ratios. With `record`, G are gradients of a run after `steps` steps.
+    Neighbouring singular values s have equal ratios. With `record`, G are gradients of a run after `steps` steps.
     """
 
     kind: Literal["polar"] = "polar"

@@ -276,7 +276,11 @@ def _where(more: str) -> Callable[[Row], str]:
 
 
 def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
-    """Return a function that selects rows of these spectra, None: all. With `saving`, the quantizer must save bytes."""
+    """Return a function that returns True for the rows to select.
+
+    spectra: labels of the spectra whose rows are selected; None: all spectra.
+    saving: True to select only rows whose quantizer stores fewer bytes than the matrix has.
+    """
 
     def keep(row: Row) -> bool:
         saves = row["bytes"] < DTYPES[row["dtype"]].itemsize

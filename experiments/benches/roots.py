@@ -25,7 +25,10 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "preci
 
 
 def ridgeless(kind: str) -> Declaration:
-    """Return the declaration of a solver, with ridge 0 if its fields allow this. The bench itself adds a ridge."""
+    """Return the declaration of a solver whose fields `eps` and `floor` are 0, because the bench itself adds a ridge.
+
+    A solver that has neither field, or does not accept 0, is declared by its kind alone.
+    """
     member = RootSolver.members.get(kind)
     own: Declaration = {name: 0.0 for name in ("eps", "floor") if member is not None and name in member.model_fields}
     try:

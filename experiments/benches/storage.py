@@ -163,9 +163,9 @@ class StorageBench(Bench):
 
 
 def _slowest_first(name: str) -> Any:
-    """Return a function from rows to the points of a line: one point (rank, time) for each step.
+    """Return a function from rows to the points of a line: one point (place, time) for each step.
 
-    Rank 1 is the slowest step, so that refreshes are visible. The time is divided by the median time of a step with
+    The slowest step has place 1, so that refreshes are visible. The time is divided by the median time of a step with
     unquantized state.
     """
 

@@ -39,7 +39,8 @@ class Panel:
     """One half of a figure, with two logarithmic axes.
 
     x, y: labels of the axes.
-    lines: name -> points of a line, drawn for each candidate. "{}" in a name stands for the candidate.
+    lines: name -> function that returns the points of a line. For each candidate a line is drawn, and "{}" in the name
+        stands for the candidate.
     keep: function that returns True for rows that are drawn.
     same: fields whose value in the first row selects the rows that are drawn. The panel's title shows this value.
     largest: fields whose largest value selects the rows that are drawn. The panel's title shows this value.
@@ -172,7 +173,8 @@ def number_of(row: Row, name: str) -> float:
 def worst(name: str, *shares: str) -> Reduced:
     """Return a function that computes the largest value of a column.
 
-    It is infinite if a value is not finite, or if a value of the columns `shares` is below 1.
+    The largest value counts as infinite if a value of the column is not finite, or if a value of the columns `shares`
+    is not 1.
     """
 
     def value(row: Row) -> float:

@@ -24,7 +24,9 @@ from eigengraft.preconditioners.roots.power_qr import PowerQR
 from eigengraft.slots import Slot
 
 EIGH, QR = 9.0, 2 + 8 / 3
-"""Operations, in units of d^3, of an eigendecomposition with vectors, and of one step A Q with a QR that forms Q."""
+"""Operations in units of d^3: of an eigendecomposition with vectors, and of one step of orthogonal iteration, which
+computes A Q and the factor Q of its QR decomposition.
+"""
 RATE_REPEATS = 8
 """Number of measurements of a rate. The fastest measurement counts."""
 _READ_ONLY = ("root", "basis")
@@ -48,7 +50,7 @@ class MachineRates(NamedTuple):
     """The best rates of this machine.
 
     flops: operations per second of a product of two matrices, of order 512 on a CPU and 4096 on a device.
-    traffic: bytes per second that a copy reads and writes, of tensors that are larger than every cache.
+    traffic: bytes per second that are read and written when a tensor larger than every cache is copied.
     """
 
     flops: float
@@ -58,7 +60,7 @@ class MachineRates(NamedTuple):
     def measured(
         cls, device: torch.device, dtype: torch.dtype = torch.float32, clock: Callable[[], float] = time.perf_counter
     ) -> Self:
-        """Measure the rates with the present number of threads, as the fastest repetition. `clock` returns seconds."""
+        """Measure the rates with the present number of threads. `clock` returns seconds."""
         order = 4096 if device.type == "cuda" else 512
         a, b = (torch.randn(order, order, device=device).to(dtype) for _ in range(2))
         source = torch.zeros(1 << 25, device=device)
@@ -130,7 +132,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = _turned_slots(stage, block)
     turned = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
-    # A power step already computes the eigenvalues diag(Q^T A Q).
+    # The sums are the eigenvalues diag(Q^T A Q), which a power step computes anyway.
     sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
     return solver + sums + (2 * d**3 + turned if slots else 0.0)
 

@@ -51,10 +51,10 @@ class RankJob:
 
 
 def busy_times(jobs: Sequence[RankJob], ranks: int) -> list[BusyTimes]:
-    """Return the busy times of each job, measured in new processes with one thread each.
+    """Return for each job the milliseconds that each rank computes in each step.
 
-    Processes are spawned, so a script that calls this needs `if __name__ == "__main__"`. Raise RecipeError if a rank
-    fails.
+    Each rank is a new process with one thread. Processes are spawned, so a script that calls this needs
+    `if __name__ == "__main__"`. Raise RecipeError if a rank fails.
     """
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder:

@@ -98,7 +98,7 @@ def initial_values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]
 
 
 def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[list[Tensor]]:
-    """Draw TURNS gradients from N(0, 1e-4), with scales i^(-1/2) of rows and columns."""
+    """Draw TURNS gradients of each parameter from N(0, 1e-4). Row i and column i are then scaled by i^(-1/2)."""
     generator = torch.Generator().manual_seed(seed + 1)
     return [[_scaled(torch.randn(shape, generator=generator)) for shape in shapes] for _ in range(TURNS)]
 
