@@ -38,7 +38,7 @@ class ComparisonRow:
     axis: str = ""
     """Name of the compared axis. Figures and sentences put it before a label that is a number."""
     edge: str = ""
-    """At which end of the tried numbers the best number of a method is: "least", "largest", or empty for neither."""
+    """The end of the tried numbers, such as learning rates, at which a method is best: "least", "largest" or empty."""
 
     @property
     def title(self) -> str:
@@ -97,8 +97,9 @@ class ComparisonRow:
         return found
 
     def at_first_evaluation(self, axis: int) -> set[int]:
-        """Return the seeds whose runs reach the baseline's metric by their first evaluation: `reached` is an upper
-        bound.
+        """Return the seeds whose runs reach the baseline's metric by their first evaluation.
+
+        For these seeds the result of `reached` is only an upper bound.
 
         axis: 0 for the step, 1 for the second.
         """
@@ -116,7 +117,7 @@ class ComparisonRow:
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
 
     def mean(self, field: str) -> float | None:
-        """Return the mean over seeds of a number in result.json or of a further metric, None if no run has it."""
+        """Return the mean over seeds of a number in result.json or of a metric `val.NAME`, None if no run has it."""
         found = ({**run.result, **run.metrics}.get(field) for run in self.runs)
         values = [value for value in found if value is not None]
         return fmean(values) if values else None
@@ -195,7 +196,7 @@ class ComparisonPanel:
 
     @cached_property
     def further(self) -> list[str]:
-        """Columns of the further metrics that any run has, `val.NAME`, without the compared metric."""
+        """Columns `val.NAME` of the task's metrics that any run has, without the compared metric."""
         names = dict.fromkeys(name for row in self.rows for run in row.runs for name in run.metrics)
         return [name for name in names if name != self.metric.key]
 
@@ -309,9 +310,10 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Return (common labels, panels) for each group of panels that differ only on the last axis that is not compared.
+    """Return (common labels, panels) for each group of panels whose labels differ only on the axis of methods.
 
-    A group has several panels, one for each method. Returns [] if the labels of rows are no numbers.
+    The axis of methods is the last axis besides the compared axis. A group has several panels, one for each method.
+    Returns [] unless the rows have at least two labels and all are numbers.
     """
     panels = compare(records)
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
@@ -324,8 +326,8 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 def at_their_best(records: Records) -> list[ComparisonPanel]:
     """Return panels that compare methods, each at its best label of the compared axis, such as its best learning rate.
 
-    Methods are the labels of the last axis that is not compared. The first method is the baseline. Returns [] unless
-    the labels of the compared axis are numbers and several methods have ended.
+    Methods are the labels of the last axis besides the compared axis. The first method is the baseline. Returns []
+    unless the labels of the compared axis are numbers and several methods have ended.
     """
     found = []
     for outer, group in _by_conditions(records):
@@ -342,19 +344,19 @@ def at_their_best(records: Records) -> list[ComparisonPanel]:
 
 
 def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
-    """Return "least" or "largest" if the best number is at that end of the numbers that have runs, else empty."""
+    """Return "least" or "largest" if `best` has the least or largest number of the rows with ended runs, else empty."""
     tried, number = [label_number(row.label) for row in panel.rows if row.finals], label_number(best.label)
     return "least" if number == min(tried) else "largest" if number == max(tried) else ""
 
 
 def method_axis(records: Records) -> str | None:
-    """Return the axis of the methods that are compared at their best numbers; None if there is no such comparison."""
+    """Return the axis of methods if each method is compared at its best learning rate (or other number), else None."""
     rates = swept(records)
     return _methods(rates, rates.runs[0]) if _by_conditions(rates) else None
 
 
 def _methods(records: Records, run: Run) -> str:
-    """Return the axis of methods: the last axis of a run that is not the compared one."""
+    """Return the axis of methods: the last axis of a run besides the compared axis."""
     return [axis for axis in run.labels if axis != records.compare][-1]
 
 

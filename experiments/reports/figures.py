@@ -62,7 +62,7 @@ class Curve:
 
 
 LogAxes = Literal["auto", "none", "x", "y", "xy"]
-"""Axes of curves over a run that are logarithmic. `auto`: the vertical axis, if values span a wide range."""
+"""Choice of logarithmic axes for curves over a run. `auto`: the vertical axis, if values span a wide range."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ METRICS = {
 def metric_of(name: str, larger: bool = False) -> Metric:
     """Return a metric by its name.
 
-    larger: True if larger values of a further metric of a task are better.
+    larger: True if larger values are better. It has no effect on validation loss and validation accuracy.
     """
     return METRICS.get(name) or Metric(name, name, -1 if larger else 1)
 
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Further metrics of the task at the end of the run, by column `val.NAME`."""
+        """Metrics of the task besides loss and accuracy, at the end of the run, by column `val.NAME`."""
         found: dict[str, float | None] = self.result.get("metrics", {})
         return found
 
@@ -289,7 +289,7 @@ class TunedCell:
 
 
 FEW_EVALUATIONS = 5
-"""If a run has fewer evaluations, reports say that the steps to a value are coarse."""
+"""If a run has fewer evaluations than this, reports say that its steps to a value are coarse."""
 
 
 @dataclass(frozen=True)
@@ -331,14 +331,20 @@ class Records:
 
     @cached_property
     def rates(self) -> str:
-        """The axis of learning rates, the compared one if it is among several; empty if there is none."""
+        """The axis of learning rates; empty if there is none.
+
+        Of several such axes, it is the compared axis if this is one of them, else the last.
+        """
         common = [axis for axis in self.runs[0].labels if all(axis in run.labels for run in self.runs)]
         found = [axis for axis in common if is_rate(axis, [run.labels[axis] for run in self.runs])]
         return self.compare if self.compare in found else found[-1] if found else ""
 
     @property
     def coarse(self) -> str:
-        """A sentence about ended runs with so few evaluations that steps to a value are coarse; empty without any."""
+        """A sentence about ended runs whose steps to a value are coarse, because they have few evaluations.
+
+        Empty if there are no such runs.
+        """
         ended = [run for run in self.runs if run.result]
         few = [run for run in ended if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]
         if not few:

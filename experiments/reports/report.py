@@ -87,7 +87,7 @@ class Report:
 
     @cached_property
     def panels(self) -> list[ComparisonPanel]:
-        """Panels that compare methods at their best learning rate or other number, then the panels of all runs."""
+        """Panels that compare methods, each at its best learning rate or other number, then the panels of all runs."""
         return [*at_their_best(swept(self.records)), *compare(self.records)]
 
     def runs(self) -> DataFrame:
@@ -188,7 +188,8 @@ class Report:
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return all figures of a panel.
 
-        The metric is drawn along each quantity of `x`, the training loss and further metrics only along the first one.
+        The metric is drawn along each quantity of `x`. The training loss and metrics `val.NAME` are drawn only along the
+        first one.
         """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]

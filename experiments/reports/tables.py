@@ -292,7 +292,8 @@ def load_runs(directory: str | Path) -> DataFrame:
 
     Returns:
         A frame with the columns of runs.csv: labels as `axis.NAME`, `seed`, `status`, `peak_lr`, values found by a
-        search as `tuned.PATH`, the numbers of result.json, and further metrics as `val.NAME`. Missing numbers are NaN.
+        search as `tuned.PATH`, the numbers of result.json, and metrics of the task as `val.NAME`. Missing numbers are
+        NaN.
 
     Raises:
         RecipeError: pandas is not installed.
@@ -334,9 +335,9 @@ def _frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 def run_row(run: Run, records: Records) -> dict[str, Any]:
     """Return all table entries of a run by column.
 
-    Labels have columns `axis.NAME`, values found by a search `tuned.PATH`, and further metrics of the task `val.NAME`.
-    The prefix keeps the label on an axis called `lr` or `steps` apart from the measured number of that name. `peak_lr`
-    is the peak learning rate of the run.
+    Labels have columns `axis.NAME`, values found by a search have columns `tuned.PATH`, and metrics of the task have
+    columns `val.NAME`. The prefix keeps the label on an axis called `lr` or `steps` apart from the measured number of
+    that name. `peak_lr` is the peak learning rate of the run.
     """
     values = records.tuned_values(run.labels)
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
@@ -345,7 +346,7 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
 
 
 def _identity(run: Run, records: Records) -> dict[str, Any]:
-    """Return labels by axis, seed and status of a run, and the variant if any run has one."""
+    """Return the columns that identify a run: its labels, its seed, its variant if any run has one, and its status."""
     axes = dict.fromkeys(axis for one in records.runs for axis in one.labels)
     apart = {"variant": run.variant} if any(one.variant for one in records.runs) else {}
     labels = {f"axis.{axis}": run.labels.get(axis) for axis in axes}
