@@ -65,7 +65,7 @@ class StudyResults:
 def collect_results(directory: Path) -> dict[str, Any]:
     """Return the compact results of the finished runs under `directory`.
 
-    Raises ValueError if a run is not finished, or if runs of one cell had other code or data.
+    Raises ValueError if a run is not finished, or if runs of one cell differ in configuration, code or data.
     """
     records = read_records(directory)
     if records.notices:

@@ -138,8 +138,8 @@ def interval_test(
     with n - 1 degrees of freedom. If a run diverged, the verdict is undecided unless the values of all seeds are
     outside the interval.
 
-    exact: True if the values are not random. No test is made then, and p is None. Equal values of two or more seeds
-        need no test either.
+    exact: True if the values are not random. No test is made then, and p is None. This is also the case if there are
+        several values and all are equal.
     """
     if not all(map(math.isfinite, values)):
         outside = len(values) > 1 and all(value < low or value > high for value in values)
