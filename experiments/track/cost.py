@@ -52,7 +52,7 @@ class Card(NamedTuple):
 
 
 H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
-"""Rates of NVIDIA's data sheet, and in bfloat16 the 40 % of it that passes of models reach."""
+"""Rates of NVIDIA's data sheet. The rate in bfloat16 is multiplied by 0.4, the share that passes of models reach."""
 
 
 def step_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
@@ -61,7 +61,7 @@ def step_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
 
 
 def optimizer_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
-    """Return the milliseconds that the optimizer adds to one step of a float32 model, computed in the same way."""
+    """Return the milliseconds of the optimizer in a step of a float32 model, computed from its operations and bytes."""
     full, half, traffic = _work(json.dumps(recipe), model)
     return 1e3 * max(full / H100.float32 + half / H100.bfloat16, traffic / H100.traffic)
 

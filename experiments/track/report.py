@@ -129,7 +129,7 @@ def cost_table(now: Standing) -> str:
     """Return a table of counted cost with a row for each entry.
 
     For each counted model it has the milliseconds of the optimizer, and the time of a step relative to AdamW. For each
-    task it has the cost of reaching the target with the first of these models, in steps of AdamW.
+    task it has the cost of reaching the target, counted for the first of these models, in steps of AdamW.
     """
     first = next(iter(COUNTED_MODELS))
     models = [head for title in COUNTED_MODELS.values() for head in (f"{title}: optimizer ms", "step / AdamW's")]
@@ -195,8 +195,8 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def draw_profiles(now: Standing) -> Figure:
-    """Draw the profiles rho(tau) of the DRAWN best entries and of AdamW, in two diagrams: for steps, and for counted
-    cost.
+    """Draw the profiles rho(tau) (see `profile`) of the DRAWN best entries and of AdamW, in two diagrams: for steps,
+    and for counted cost.
     """
     first, title = next(iter(COUNTED_MODELS.items()))
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")

@@ -64,7 +64,11 @@ def load_track(path: Path = LAPTOP) -> Track:
 
 @dataclass(frozen=True)
 class TrackEntry:
-    """One recipe of a track: the name of its rows, and its recipe as a recipe file declares it."""
+    """One recipe of a track.
+
+    name: name of the recipe in the tables of the track.
+    recipe: the recipe, as a recipe file declares it.
+    """
 
     name: str
     recipe: Mapping[str, Any]
