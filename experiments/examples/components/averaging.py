@@ -17,7 +17,7 @@ from eigengraft.optimizers.write import Averaging, IterateBatch, ParameterUpdate
 
 
 class Polyak(Averaging):
-    """mean <- mean + (W - mean) / (t - start + 1)  from step t = start on, when the mean is evaluated instead of W"""
+    """mean <- mean + (W - mean) / (t - start + 1)  from step t = start on, mean <- W before.  The mean is evaluated."""
 
     kind: Literal["polyak"] = "polyak"
     start: int = Field(default=1, ge=1, description="update of the first averaged iterate")

@@ -17,7 +17,7 @@ from eigengraft.slots import Encoded, Uniform
 
 
 class Rows8(Quantizer):
-    """codes = round(127 x / s),  s the largest size in a row (the last axis)"""
+    """codes = round(127 x / s),  s the largest absolute value in a row (the last axis)"""
 
     kind: Literal["rows8"] = "rows8"
 

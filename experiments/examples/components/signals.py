@@ -21,7 +21,7 @@ register_signal(Signal("sharpness", "parameter", "the largest eigenvalue of the 
 
 
 class Sharp(Stage):
-    """d / max(1, sharpness / bound)"""
+    """d / max(1, sharpness / bound),  d the direction"""
 
     kind: Literal["sharp"] = "sharp"
     bound: float = Field(default=10.0, gt=0, description="the largest sharpness that changes nothing")

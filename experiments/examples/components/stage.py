@@ -1,4 +1,4 @@
-"""A stage of your own: noise on the direction, as large as the direction itself. It draws random numbers.
+"""A stage of your own: random noise on the direction, in proportion to the direction's RMS.
 
 In an experiment:
 
@@ -17,7 +17,7 @@ from eigengraft.numerics import block_norm, per_block
 
 
 class Dither(Stage):
-    """d + size RMS(d) n,  n standard normal numbers that follow from the block and its step"""
+    """d + size RMS(d) n,  d the direction, n standard normal numbers that follow from the block and its step"""
 
     kind: Literal["dither"] = "dither"
     size: float = Field(default=0.01, ge=0, description="standard deviation of the noise, in units of RMS(d)")

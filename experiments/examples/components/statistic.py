@@ -1,4 +1,4 @@
-"""A statistic of your own: Gram matrices of gradients scaled to length 1, so that spikes of the loss weigh no more.
+"""A statistic of your own: Gram matrices of gradients scaled to length 1, so that a loss spike counts like any step.
 
 In an experiment:
 
