@@ -37,6 +37,6 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
         One row for each measurement. The attribute `columns` of the bench describes the numbers of a row.
 
     Raises:
-        RecipeError: The bench, a field or a candidate is unknown or has a value that is not allowed.
+        RecipeError: The bench, a field or a candidate is unknown, or a field has a value that is not allowed.
     """
     return load_bench(kind, fields, quick, more).run()

@@ -44,7 +44,10 @@ class GradientRun:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Make data, model and optimizer, for a `with` block with its own random state and number of threads."""
+        """Make data, model and optimizer for a `with` block.
+
+        In the block, random state and number of threads are those of the experiment. They are restored at its end.
+        """
         with isolated_run(self.experiment):
             task, lr = self.experiment.task, self.experiment.lr
             self.dataset, self.model = task.new_data(), task.new_model(self.experiment.seed)

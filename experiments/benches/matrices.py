@@ -28,7 +28,7 @@ class MatrixSource:
 
     name: label of the spectrum, or names of the parameter and its factor.
     size: order d.
-    stack: function that returns the matrices `[N, d, d]` in float64, or None if the spectrum has none of this size.
+    stack: function that returns the matrices `[N, d, d]` in float64, or None if the spectrum has no such matrices.
     spectrum: the spectrum; None for the user's own matrices.
     """
 

@@ -87,7 +87,7 @@ def quantizer_label(quantizer: Quantizer) -> str:
 
 
 def default_quantizers() -> tuple[Quantizer, ...]:
-    """Return the preferred quantizers, and all others without required fields, that can store factors."""
+    """Return the quantizers that can store factors: the preferred ones, then all others without required fields."""
     declared = map(without_least_size, defaults(Quantizer, filter(_known, _PREFERRED)))
     made = (validated(Quantizer, item) for item in declared)  # type: ignore[type-abstract]
     return tuple(quantizer for quantizer in made if role_of(quantizer, 64, ("statistic", "basis")) is not None)

@@ -260,7 +260,7 @@ def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
 def swept(records: Records) -> Records:
     """Return the records with the axis of learning rates as the compared axis, if the study has one.
 
-    The axis that the study compares, usually that of methods, becomes the last of all other axes. The runs of the
+    The axis that the study compares, usually the axis of methods, becomes the last of all other axes. The runs of the
     baseline come first. Other studies, and studies that already compare learning rates, are returned unchanged.
     """
     rates = records.rates

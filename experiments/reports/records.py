@@ -509,7 +509,7 @@ def _joint(directory: Path) -> Records:
     """Return the runs of all studies below a directory, and the runs outside of studies. Runs of searches are left out.
 
     There is a panel for each combination of task, data and length of runs. There is no baseline, because no study
-    declares one.
+    declares one for the runs of all studies together.
     """
     manifests = {path.parent: read_object(path) for path in sorted(directory.rglob(f"{MANIFEST}.json"))}
     studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}

@@ -314,7 +314,7 @@ def load_metrics(directory: str | Path) -> DataFrame:
         directory: directory of a study, or of studies and single runs, finished or not.
 
     Returns:
-        A frame with labels as `axis.NAME`, `seed` and `status` of the run, and the columns of metrics.jsonl.
+        A frame with the columns `axis.NAME` (the labels), `seed` and `status` of the run, and those of metrics.jsonl.
 
     Raises:
         RecipeError: pandas is not installed.

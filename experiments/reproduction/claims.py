@@ -31,7 +31,7 @@ CLAIMS = "claims.yaml"
 
 
 class CellPair(Component):
-    """Cells of a study to measure. Each is compared with its partner, whose labels differ by `than`."""
+    """Cells of a study to measure. Each cell is compared with a partner: the cell with the labels in `than` instead."""
 
     of: Where = Field(min_length=1, description="axis -> label or list of labels; axes not named: all labels")
     than: Labels = Field(min_length=1, description="axis -> label of the cells that these are compared with")
