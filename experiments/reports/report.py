@@ -188,8 +188,8 @@ class Report:
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return all figures of a panel.
 
-        The metric is drawn along each quantity of `x`. The training loss and the metrics `val.NAME` are drawn only along
-        the first one.
+        The metric is drawn along each quantity of `x`. The training loss and the metrics `val.NAME` are drawn only
+        along the first quantity.
         """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]

@@ -31,7 +31,10 @@ CLAIMS = "claims.yaml"
 
 
 class CellPair(Component):
-    """Cells of a study to measure. Each cell is compared with a partner: the cell with the labels in `than` instead."""
+    """Cells of a study to measure, and their partners with which they are compared.
+
+    The partner of a cell has the labels of the cell, except those that `than` replaces.
+    """
 
     of: Where = Field(min_length=1, description="axis -> label or list of labels; axes not named: all labels")
     than: Labels = Field(min_length=1, description="axis -> label of the cells that these are compared with")

@@ -132,7 +132,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = _turned_slots(stage, block)
     turned = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
-    # The sums are the eigenvalues diag(Q^T A Q), which a power step computes anyway.
+    # The wanted sums are the eigenvalues diag(Q^T A Q), which a power step computes anyway.
     sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
     return solver + sums + (2 * d**3 + turned if slots else 0.0)
 
