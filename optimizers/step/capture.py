@@ -1,8 +1,8 @@
 """Captured steps: the work of stacks on a device is recorded as graphs, which the host replays with one launch each.
 
-All stacks without refreshes share one graph. Stacks with refreshes have a graph in common if they share parameters;
-steps with a refresh of these stacks run without it. Graphs read the numbers of a step (rates, step counts) from one
-tensor, which one copy fills before each run.
+Stacks that have blocks of the same parameter are in the same set. All sets without refreshes share one graph. Every
+other set has a graph of its own, and a step in which a stack of the set has a refresh runs the set without the graph.
+A graph reads the numbers of a step (rates, step counts) from one tensor, which one copy fills before each run.
 
 A graph is valid for steps with equal addresses and constants (`_Key`):
 
@@ -59,7 +59,7 @@ class Capturer(Protocol):
         """Run the function once before its capture. This run allocates the memory that later runs use again."""
 
     def capture(self, body: Body) -> Graph:
-        """Return a graph of the operations that the function launches. They need not run during the capture.
+        """Return a graph of the operations that the function launches. The operations need not run during the capture.
 
         Raises RuntimeError if the operations cannot be captured.
         """
@@ -99,9 +99,11 @@ that the stages read, such as scheduled numbers and bias corrections."""
 StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
 """Mapping from the index of a stack to the numbers on the device that its program or its fused kernel reads."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
-"""Function that runs one step of some stacks. Its arguments are lists of stacks, where the stacks of a list share sums
-over parameters; the inputs of the step; flags `[P]`, True for parameters that the step changes; and the numbers on the
-device."""
+"""Function that runs one step of stacks.
+
+Arguments: the stacks, in lists of stacks that share sums over parameters; the inputs of the step; `[P]`, True for
+parameters that the step changes; the numbers on the device.
+"""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -165,7 +167,7 @@ class _Key(NamedTuple):
     """The kind of a step: the addresses and constants that its graph keeps.
 
     gradients, parameters, state: addresses of the tensors.
-    groups: for each parameter, the index of its group of equal rates, as bytes.
+    groups: for each parameter, the index of the first param group that has the rates of the parameter; as bytes.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
     decays: weight decays of the stacks that a fused kernel updates. They are constants of the graph.
     mask: True if there is a mask of usable gradients.
@@ -393,7 +395,7 @@ def _restore(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Swap the values of two lists of tensors, pair by pair, so that only one tensor is copied in between."""
+    """Swap the values of two lists of tensors pair by pair, with a temporary copy of only one tensor at a time."""
     for target, value in zip(targets, values, strict=True):
         kept = value.clone()
         value.copy_(target.detach())
@@ -401,7 +403,7 @@ def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have the same bits, so that equal nans are equal too. Synchronizes with the device."""
+    """Return True if two tensors have the same bits. Nans with the same bits are equal. Waits for the device."""
     bits = [own.detach().contiguous().reshape(-1).view(torch.uint8) for own in (x, y)]
     return torch.equal(*bits)
 
@@ -434,9 +436,10 @@ class Graphs:
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> list[Sequence[StackState]]:
-        """Run this step of all stacks for which it can be captured or replayed.
+        """Run this step for every set of stacks for which the step can be captured or replayed.
 
-        Returns all other stacks, which the caller must run, in lists of stacks that share sums over parameters.
+        Returns the stacks of all other sets, in lists of stacks that share sums over parameters. The caller must run
+        the step of the returned stacks.
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:

@@ -44,8 +44,8 @@ class Step:
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
     gathered: by number of a stack, its gradients `[N, *block]`, if the check of gradients has gathered them.
-    numbers: by name, signals that are one number, or numbers `[P]` for all parameters, and sums of slots over all
-        parameters.
+    numbers: by name, signals with one number for the step, signals with a number for each parameter (`[P]`), and sums
+        of slots over all parameters.
     entries: by name, signals with a number for each entry of a parameter.
     matrices: by name, signals with a matrix over the inputs or outputs of a parameter.
     outputs: by name, signals with a number for each output of a parameter.
@@ -159,8 +159,8 @@ class LocalExchange:
             values: Sequence[Tensor] | Tensor = direction
             if not stack.joins:
                 if len(direction) > 1 and not direction.is_cpu:
-                    # torch's operations on lists of tensors launch a separate kernel for each tensor whose strides
-                    # differ from its parameter's
+                    # made contiguous, because torch's operations on lists of tensors launch a separate kernel for each
+                    # update whose strides differ from the strides of its parameter
                     direction = direction.contiguous()
                 values = StackRows(direction)
             self._move(stack.param_ids, values)

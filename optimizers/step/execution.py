@@ -57,8 +57,8 @@ class Execution:
     chunks: True if the program runs in chunks of each parameter.
     entries: by dtype of parameters, a compiled program that computes and writes entries.
     blocks: compiled program of the whole stack. None: the stack has no such program.
-    uncompiled: traced program of the whole stack that a graph captures without compilation. None: the stack has no such
-        program.
+    uncompiled: traced program of the whole stack. It is not compiled: a graph captures its operations. None: the stack
+        has no such program.
     reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: neither
         applies.
     """
@@ -192,11 +192,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
 
 
 def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
-    """Yield the reasons why blocks cannot be updated within the memory of their parameters.
-
-    No reason is yielded if each block is a whole parameter that this process updates alone, and if its stages are
-    entry-wise, request no signal, and store one number for each entry in the dtype in which they compute.
-    """
+    """Yield the reasons why the blocks of a stack cannot be updated within the memory of their parameters."""
     shape, asked = own.stack.block, [*sorted(own.signals), *own.totals]
     reasons = {
         "a stage mixes entries": not own.rule.entrywise(),

@@ -1,7 +1,7 @@
 """Adam's chain by torch's fused kernels, which read and write each entry once.
 
 `torch._fused_adam_` and `torch._fused_adamw_` compute a chain of two stages that declare the first and the second
-moment of Adam (`Traits.moment`), if its update is written into the parameter without constraints or averaging. All
+moment of Adam (`Traits.moment`), if the update is written into the parameter without constraints or averaging. All
 parameters with the same numbers (rates, step, betas, eps) are updated by one call, whichever stacks hold their state.
 
 On a CPU, the last entries of a tensor that do not fill a vector register are rounded differently from the entries
@@ -89,7 +89,10 @@ def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
 
 
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
-    """Return Adam's chain of a stack for which `not_fused` gives no reason."""
+    """Return the Adam chain of a stack in the form that a fused kernel computes.
+
+    The caller has checked that a fused kernel can compute the chain (`not_fused`).
+    """
     names = _slots(own, first, second)
     m, v = (own.tensors[name] for name in names)
     factors = None if own.width_factors is None else tuple(own.width_factors.tolist())
@@ -382,8 +385,9 @@ class FusedStep:
         Return None if no kernel can compute the weight decay.
 
         row: one of the blocks, as index among the active blocks.
-        factor: factor of the learning rate of the blocks. The kernel shrinks parameters by its learning rate times its
-            decay. It therefore gets the decay divided by the factor, so that the product does not change.
+        factor: factor of the learning rate of the blocks. The factor must not change how fast parameters decay, but
+            the kernel shrinks parameters by its learning rate times its decay. The kernel therefore receives the decay
+            divided by the factor.
         numbers: numbers on the device, for a captured step; None: use the values on the host.
         """
         rates, position = self._step.rates if numbers is None else numbers.rates, int(blocks.stack.param_ids[row])

@@ -68,7 +68,7 @@ class LossScale:
     def usable(self, device: torch.device) -> Tensor | None:
         """Return a 0-d boolean on a device, True if the step may change parameters.
 
-        Return None if the scaler has checked nothing, or if `stops` gives the answer on the host.
+        Return None if the scaler has checked nothing, or if `found_inf` is on the CPU, where `stops` reads it.
         """
         if self.found_inf is None or self.found_inf.is_cpu:
             return None
@@ -110,9 +110,9 @@ class GivenGradients:
     present: `[P]` on the host, True for parameters that have a gradient on this rank.
     linear: `[P]`, True for parameters whose updates square no gradient.
     rates: learning rate and weight decay of each parameter.
-    steps: largest number of steps of a parameter before this step.
+    steps: largest step count of all parameters before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
-    gathered: gradients of stacks `[N, *block]`, by number of the stack. A survey adds those that it gathers.
+    gathered: gradients of stacks `[N, *block]`, by number of the stack. A survey adds the gradients that it gathers.
     more: True if other gradients of the same step are checked later.
     """
 
@@ -190,7 +190,7 @@ class LocalSurvey:
         return found.new_zeros(len(gradients)).index_copy_(0, places, found)
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts about the gradients after `factor` was multiplied into them in place."""
+        """Return the facts that hold after the caller has multiplied the gradients by `factor` in place."""
         return self
 
 

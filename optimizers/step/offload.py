@@ -1,9 +1,9 @@
 """Offloaded state in a step: it is copied to the device before the program of a stack, and back to the host after it.
 
-While a stack computes, the state of the next one is copied. A device has two buffers, as large as the state of the
-largest stack, which stacks use in turns. So the device holds the state of at most two stacks, and the copies of one
-stack run beside the program of another. A program on a CPU computes in host memory, and nothing is copied: the pages of
-a file are read ahead, and are released from the process's memory afterwards.
+Stacks that share sums over parameters form a group; any other stack is a group by itself. While one group computes, the
+state of the next group is copied. A device has two buffers, each as large as the largest state of a group, which groups
+use in turns. So the device holds the state of at most two groups. A program on a CPU computes in host memory, and
+nothing is copied: the pages of a file are read ahead, and are released from the process's memory afterwards.
 
 A parameter set without offloaded state has no object of this module.
 """
@@ -44,7 +44,7 @@ class OffloadedState:
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
         """Begin to copy the state of the first group to the device.
 
-        The caller then enters `held` for each group, in this order.
+        The caller then enters `held` for each group, in the order of `groups`.
 
         active: `[P]`, True for parameters that take part in the step. The state of groups without such parameters is
             not copied. None: all parameters take part.
@@ -82,10 +82,10 @@ class OffloadedState:
             self._mover.leave(group, turn % 2)
 
     def outlasting(self, direction: Tensor) -> Tensor:
-        """Return a direction that stays valid after the context `held` of its stack has ended: a copy, or `direction`.
+        """Return a direction that stays valid after the context `held` of its stack has ended.
 
-        Some stages return a state tensor as their direction. The buffer of this tensor is then used for another stack,
-        but ranks may send the direction only later.
+        A stage may return a state tensor as its direction. After the context has ended, another stack uses the buffer
+        of this tensor, but the direction may still have to be sent to other ranks. Such a direction is copied.
         """
         return direction.clone() if self._mover.lends(direction) else direction
 

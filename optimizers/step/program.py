@@ -29,8 +29,8 @@ CHECKED_UPDATES = 3
 """Number of updates of a block, from the first on, in which its direction is checked for inf and nan. A faulty stage
 fails in its first updates, and a check of every update would cost a pass over all directions."""
 StateOf = Callable[[ChainName], State]
-"""Function from the name of one of the two chains of an update to the state that the chain reads and writes in one
-call."""
+"""Function from the name of a chain of an update (`update` or `after_decay`) to the state that the chain reads and
+writes in one call."""
 
 
 def direction(
@@ -41,7 +41,7 @@ def direction(
     factors: Tensor | None = None,
     decay: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the directions `[n, *block]` of n blocks, computed by the two chains of an update.
+    """Return the directions `[n, *block]` of n blocks, computed by the chains `update` and `after_decay`.
 
     The write subtracts directions from parameters. The state changes in place.
 
@@ -138,8 +138,8 @@ class StackStep:
     context: step counts, corrections and signals of the blocks.
     rates: learning rate and weight decay of each parameter.
     decaying: tensors `[n, *block]` whose weight decay is added to directions. None: no decay is added to directions.
-    numbers: (int64 `[n]` step counts of the blocks, numbers of the program), tensors that a graph reads. None: no graph
-        captures this step.
+    numbers: tensors that a graph reads: the step counts of the blocks, int64 `[n]`, and the numbers of the program.
+        None: no graph captures this step.
     """
 
     blocks: ActiveBlocks

@@ -41,7 +41,8 @@ from .gradients import GivenGradients, GradientSurvey
 class RankExchange(LocalExchange):
     """Exchange between ranks, all of which call the same methods in the same order.
 
-    Parameters that ranks update in place need no messages. Their blocks are gathered and delivered as in one process.
+    For a parameter that ranks update in place, blocks are gathered and delivered as in one process. If several ranks
+    hold the same entries of such a parameter, each rank updates a part of the entries, and `finish` sends the parts.
 
     comm_step: messages of the present step. The attribute exists from `begin` to `finish`.
     """

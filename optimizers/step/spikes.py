@@ -141,13 +141,13 @@ class SpikeCheck:
         return self.window.rule
 
     def apply(self, ready: ReadySteps, loss: Tensor | float | None) -> ReadySteps:
-        """Check if this step is a spike. Return the steps of all parameter sets, changed by the rule if it is one.
+        """Check if this step is a spike. Return the steps of all parameter sets, changed by the rule if it is a spike.
 
-        All ranks call it. A step that updates no parameter is not checked.
+        All ranks call this method. A step that updates no parameter is not checked.
 
-        loss: the loss of this step. None: this rank has none.
+        loss: the loss of this step. None: this rank has no loss.
 
-        Raises ValueError if the rule compares losses and a rank has none. On a device only that rank raises.
+        Raises ValueError if the rule compares losses and a rank has no loss. On a device only that rank raises.
         """
         steps = [step for _, step in ready if step is not None]
         if not steps or not has_values(ready[0][0].parameters[0]):
@@ -227,7 +227,10 @@ def ranks_of(param_sets: Sequence[ParamSet]) -> RankGroup | None:
 
 
 def require_same_ranks(param_sets: Sequence[ParamSet]) -> None:
-    """Raise ValueError if parameters are shared by different ranks, which could decide differently about a spike."""
+    """Raise ValueError if the parameter sets are not all shared by the same ranks.
+
+    The ranks could then decide differently about a spike.
+    """
     groups = {None if own.rank_group is None else own.rank_group.all_ranks.members: own for own in param_sets}
     if len(groups) > 1:
         names = " and ".join(own.names[0] for own in [*groups.values()][:2])

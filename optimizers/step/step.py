@@ -417,8 +417,8 @@ def prepare(
 ) -> list[tuple[ParamSet, Step | None]]:
     """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
 
-    The host reads the answers of all sets together, so that it waits once for a device. This changes only counts of
-    unusable gradients, and gradients, which are divided by the scale of the loss. Raises the errors of `FiniteCheck`.
+    The host reads the answers of all sets together, so that it waits only once for a device. Gradients are divided by
+    the scale of the loss, and unusable gradients are counted; nothing else changes. Raises the errors of `FiniteCheck`.
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.

@@ -343,7 +343,7 @@ ProgramSource = EntryProgram | BlockProgram
 def _scheduled(source: ProgramSource, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
     """Enter a context with the update of a program in which input tensors replace the scheduled numbers.
 
-    given: the input tensors of the program that were not used yet, which are the scheduled numbers.
+    given: iterator over inputs of the program. The next inputs are the scheduled numbers.
     """
     schedules = source.schedules
     if not schedules.of_numbers:
