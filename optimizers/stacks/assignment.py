@@ -403,7 +403,7 @@ class Assignments:
         """Assign owners to the blocks of the groups from `index` on, and set the phases of the blocks of all groups.
 
         Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
-        thawed. Owners in earlier groups do not change, because they store state.
+        thawed. Owners in earlier groups do not change, because these owners already store state.
         """
         self.phases = refresh_phases(self.recipe, self._keys())
         for rank_group, own in _shared(chain.from_iterable(self._groups[index:])).items():

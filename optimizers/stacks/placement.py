@@ -32,7 +32,7 @@ from ..recipe.routing import ParamInfo
 
 
 class ParamKey(NamedTuple):
-    """The properties of a parameter that determine its phases.
+    """The properties of a parameter that determine in which steps of a refresh interval its blocks are refreshed.
 
     name: name of the parameter.
     path: path of its update in the recipe.
@@ -174,7 +174,7 @@ class ParamSpec:
 
     name: name of the parameter in errors and counts, and seed of its random numbers.
     path: path of its update in the recipe.
-    shape: shape of the full parameter. A complex parameter has the shape `[..., 2]` of its real pairs.
+    shape: shape of the full parameter. A complex parameter has the shape `[..., 2]`, with pairs (real, imaginary).
     dtype: dtype of the parameter; for a complex parameter, the dtype of its real and imaginary parts.
     device: device of the parameter.
     placement: ranks that hold and update the parameter. None: this process updates the full parameter, independently of
@@ -210,7 +210,7 @@ class ParamSpec:
 
     @property
     def key(self) -> ParamKey:
-        """The properties of the parameter that determine the phases of its blocks."""
+        """The properties that determine in which steps of a refresh interval the blocks are refreshed."""
         return ParamKey(self.name, self.path, self.shape, self.matrices)
 
 

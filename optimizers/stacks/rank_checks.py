@@ -72,7 +72,8 @@ def check_construction(
 ) -> None:
     """Raise ValueError on every rank if ranks received different recipes, param groups or values. All ranks call it.
 
-    subject: name of the param group that is checked. If the names differ, ranks have different numbers of param groups.
+    subject: name of the param group that this rank checks. If ranks check groups of different names, the ranks have
+        different numbers of param groups.
     texts: by title, texts that must be the same on all ranks.
     specs: specifications of the parameters that the ranks share.
     parameters: the parameters. Ranks that hold the same entries must have the same values.
@@ -148,7 +149,8 @@ def numbers_sent(parameters: int, plain: bool) -> int:
 def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
     """Return, by name, the numbers that must be equal on all ranks in a step.
 
-    A learning rate that is a tensor on a device is copied there, because it may change before the host reads it.
+    If a learning rate is a tensor on a device, the result has a copy, because the tensor may change before the host
+    reads it.
 
     hypers: values of param groups, by index of the group.
     steps: number of steps before this one.
@@ -202,9 +204,9 @@ class RankChecks:
         gradients: by position, the entries of the gradient that this rank holds. None: the parameter has no gradient.
         present: `[P]`, True for parameters that have a gradient on this rank.
         numbers: numbers that must be equal on all ranks, by name.
-        copied: True if all ranks must have the same gradients. This must hold for plain tensors, whose gradients
-            DistributedDataParallel, or code in its place, averages before the step.
-        more: further fields (sequences of numbers by name) to sum over ranks.
+        copied: True if gradients must be equal on all ranks. This is so for plain tensors: before the step,
+            DistributedDataParallel, or code that replaces it, averages their gradients.
+        more: fields (sequences of numbers by name) that are only summed over ranks, not checked.
 
         Raises DistributedError if gradients or numbers differ between ranks, and ArithmeticError if roots failed too
         often in the previous step. On a device both errors are raised one step later.
@@ -249,7 +251,7 @@ class RankChecks:
     def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
         """Return sums over all entries of n full tensors.
 
-        positions: positions of their parameters.
+        positions: positions of the parameters to which the tensors belong.
         local: `[n]` float64, sums over the entries that this rank updates.
         """
         self._updated = self._updated.to(local)
@@ -300,7 +302,7 @@ class RankSurvey:
         return self.squares.device
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts about the gradients after `factor` was multiplied into them in place."""
+        """Return the facts that hold after the caller has multiplied the gradients by `factor` in place."""
         return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:
@@ -324,7 +326,7 @@ class RankSurvey:
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
         """Return booleans `[n]` on the device, True for each of the n gradients that can be used.
 
-        finite: True if usable gradients must be finite, and their squares too unless the update squares no gradient.
+        finite: True if gradients must be finite. For updates that square gradients, the squares must be finite too.
         """
         usable = self.sums[ABSENT] == 0
         usable = usable & (self.squares <= self.largest) if finite else usable

@@ -107,7 +107,8 @@ class StackState:
     ) -> None:
         """Add the tensors of a slot to the state, with the slot's initial values.
 
-        offloaded: for tensors to be offloaded, their initial rows `[1, ...]`, by location and name; extended.
+        offloaded: initial rows `[1, ...]` of the tensors to offload, by location and name. This method adds the rows
+            of the slot.
         """
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         quantizer = choose(self.storage, key, slot) if self.storage else None
@@ -150,8 +151,8 @@ class StackState:
     def names(self, key: StateKey) -> list[str]:
         """Return the names of the tensors that store a slot.
 
-        An unquantized slot has one tensor. For a quantized slot the names are those of its codes, and last that of the
-        tensor with the number of its storage format.
+        An unquantized slot has one tensor. A quantized slot has one tensor for each of its codes, and a last tensor
+        with the number of its storage format.
         """
         how = self.encoded.get(str(key))
         return [str(key)] if how is None else [str(key._replace(part=part)) for part in (*how.names, FORMAT)]
@@ -271,7 +272,7 @@ class StackState:
         )
 
     def note_failures(self, tolerated: int) -> None:
-        """Begin to copy to the host which blocks have a root or basis that failed too often, for `failing`.
+        """Begin to copy to the host which blocks have a root or basis that failed too often. `failing` reads the copy.
 
         tolerated: number of successive failures that are tolerated.
         """
@@ -280,7 +281,9 @@ class StackState:
             self._failing = HostCopy(found) if has_values(found) else None
 
     def failing(self, wait: bool) -> NDArray[np.int64]:
-        """Return the positions of parameters with a root or basis that failed too often. Each is returned only once.
+        """Return the positions of parameters with a root or basis that failed too often.
+
+        A result of `note_failures` is returned only once.
 
         wait: True to wait for a device. If False, results on a device are left to a later call.
         """
@@ -395,7 +398,7 @@ class EqualBlocks:
         return {position for position, _ in self.grids}
 
     def single(self) -> list[tuple[int, BlockGrid]]:
-        """Return (position, grid) for every block, each as a grid of one block."""
+        """Return (position of the parameter, grid) for every block. Each grid contains only one block."""
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
@@ -427,7 +430,10 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) for each parameter that is updated in place. This rank's part is the only block."""
+    """Yield (kind, position, grid) for each parameter of which this rank updates entries in place.
+
+    All entries of the parameter that this rank updates form one block.
+    """
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.in_place:
             box = spec.placement.updated.boxes[rank]
@@ -468,7 +474,7 @@ def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def stack_length(kind: BlockKind, recipe: Recipe) -> int:
-    """Return the largest number of blocks of a kind in one stack."""
+    """Return the largest number of blocks of a kind that one stack may hold."""
     slots = slot_keys(recipe.rules()[kind.path], kind.path, kind.shape).values()
     return max_blocks(max([math.prod(kind.shape), *(math.prod(slot.shape) for slot in slots)]), kind.dtype, kind.device)
 
@@ -504,8 +510,8 @@ def divide(
 def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
     """Return the number of bytes of updates that all ranks together send in one round of messages.
 
-    With this number, a rank receives about `Distribution.message` bytes in a round, the updates of the entries that it
-    holds.
+    A rank receives the updates of the entries that it holds. With this number, these are about `Distribution.message`
+    bytes in a round.
     """
     copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
     return recipe.distribution.message * ranks // max(copies, default=1)
@@ -519,7 +525,10 @@ def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
 
 
 def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
-    """Yield positions of neighbouring parameters in lists of one parameter, or of at most `limit` bytes of updates."""
+    """Yield the positions of parameters in lists of neighbouring parameters.
+
+    The updates of a list have at most `limit` bytes, unless the list has a single parameter.
+    """
     run, size = list[int](), 0
     for position, spec in enumerate(specs):
         nbytes = math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize

@@ -26,7 +26,7 @@ class Streams:
         return nullcontext()
 
     def mark(self) -> Any:
-        """Place a mark, such as a CUDA event, after all work that the present stream has received so far. Return it."""
+        """Return a mark, such as a CUDA event, placed after all work that the present stream has received so far."""
 
     def wait(self, mark: Any) -> None:
         """Let the present stream wait until the work before a mark is done. The host does not wait."""
@@ -39,7 +39,10 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """A second stream of a device whose torch module, such as `torch.cuda`, has streams. Marks are its events."""
+    """A second stream of a device whose torch module, such as `torch.cuda`, has streams.
+
+    Marks are events of this module, such as `torch.cuda.Event`.
+    """
 
     concurrent = True
 
