@@ -197,7 +197,7 @@ def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[n
 
     steps: `[n]`, number of updates of each parameter.
     every: number nu of updates between averaged iterates.
-    start: update after which the first iterate enters the average. None: nu.
+    start: update after which the first iterate enters the average. None: update nu.
     """
     first = every if start is None else start
     return np.where(steps >= first, (steps - first) // every + 1, 0)

@@ -31,8 +31,8 @@ class Passes:
 
     closure: function that computes gradients and returns the loss.
     model: model whose buffers are restored. None: no buffers are restored.
-    parameters: the random number generators of their devices and of the CPU are restored. If empty, the closure may be
-        called only once.
+    parameters: tensors on the devices whose random number generators are restored. The generator of the CPU is
+        restored too. If there are no tensors, the closure may be called only once.
     """
 
     def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
@@ -101,7 +101,7 @@ def require_closure(closure: object, repeated_by: str | None) -> None:
 
 
 def require_no_calls(closure: object, repeated_by: str | None) -> None:
-    """Raise RuntimeError for a closure, or a part of the recipe that calls one, in a step of a `GradScaler`.
+    """Raise RuntimeError if a step of a `GradScaler` has a closure, or if the recipe calls a closure again.
 
     repeated_by: field of the recipe that calls the closure again, as in `require_closure`.
     """

@@ -52,7 +52,7 @@ class ConstraintContext:
         return self.norms_of(tensors)[0]
 
     def norms_of(self, *columns: Tensors) -> Sequence[Tensor]:
-        """Return, for each of several lists of n tensors, its `norms` `[n]`. All are computed together."""
+        """Return the Frobenius norms of several lists of n full tensors, `[n]` for each list, as `norms` does."""
         if self.shard_sums is None:
             return _norms([tensor for tensors in columns for tensor in tensors]).chunk(len(columns))
         return [self.squares(tensors).sqrt().to(compute_dtype(tensors[0].dtype)) for tensors in columns]
@@ -86,13 +86,13 @@ class Constraint(Schedulable, ABC, family="constraint"):
     """Names of signals that at least one parameter must have in every step."""
 
     rounds: ClassVar[bool] = False
-    """True if the constraint rounds the parameter. Such a constraint must be the last one, and excludes an averaging.
-    """
+    """True if the constraint rounds the parameter. Such a constraint must be the last one, and cannot be combined with
+    an averaging."""
 
     @property
     @final
     def requests(self) -> tuple[Request, ...]:
-        """Return the requests for the signals in `requires_some`. A single parameter may lack these signals."""
+        """The requests for the signals in `requires_some`. A parameter may lack a signal that another parameter has."""
         return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
 
     @final

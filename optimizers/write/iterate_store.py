@@ -72,8 +72,8 @@ class IterateStore:
     def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
         """Return the slots of iterates and constraints for a parameter of this shape and dtype.
 
-        The result is a mapping from the stage of the state keys to slots by name. Raises ValueError for a constraint
-        that rounds parameters beside an averaging.
+        The result is a mapping from the stage of the state keys to slots by name. Raises ValueError if the recipe has
+        an averaging and a constraint that rounds parameters.
         """
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:

@@ -81,7 +81,7 @@ class L2(WeightDecay):
 class Decoupled(WeightDecay):
     """alpha = rate (AdamW, Loshchilov & Hutter 2019).
 
-    placed: the decay applies before the update, or to the result of the update (as published SOAP).
+    placed: the decay applies before the update, or to the result of the update (as in the published SOAP).
     """
 
     kind: Literal["decoupled"] = "decoupled"
