@@ -40,11 +40,13 @@ class CommStep:
     Legend: G_k is the message of round k to owners, with gradients and other tensors. U_k is the message of updates of
     round k.
 
-    All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... A rank starts U_k as soon as its own
-    blocks of round k are computed and U_(k-1) has arrived. Messages are communicated while blocks are computed, and
-    only a few rounds need memory at a time. Replicated parameters need no G. With replicated parameters a rank keeps
-    computing while IN_FLIGHT rounds of updates are under way. The rank waits only if more than IN_FLIGHT finished block
-    groups, together larger than IN_FLIGHT rounds, are not sent yet.
+    All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... Messages are communicated while blocks are
+    computed, and only a few rounds need memory at a time. If parameters are sharded, a rank starts U_k as soon as its
+    own blocks of round k are computed and U_(k-1) has arrived.
+
+    If all parameters are replicated, there is no G, and up to IN_FLIGHT messages U are under way. A rank does not wait
+    for these messages, but computes the next blocks and keeps their updates. It waits only when it keeps the updates of
+    more than IN_FLIGHT block groups, which together are larger than IN_FLIGHT rounds.
 
     sources: tensors that are sent to owners, by name; ignored if all parameters are replicated.
     receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
@@ -177,7 +179,7 @@ class CommStep:
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
         """Yield updates of blocks, from the message `[lengths[r]]` of each rank r, with views of these blocks.
 
-        Every rank holds these parameters in full.
+        Every rank holds the full parameters of these blocks.
         """
         ends = [0] * self.comm_plan.rank_group.size
         for group in (self.comm_plan.block_groups[index] for index in own.groups):
@@ -196,6 +198,6 @@ def _in_shard(region: Region, held: Box, shard: Tensor) -> list[Tensor]:
 
 
 def _in_parameter(grid: BlockGrid, parameter: Tensor) -> list[Tensor]:
-    """Return views of the entries of a block in its parameter, which is dense."""
+    """Return views of the entries of a block in its parameter. The parameter must be contiguous."""
     merged = parameter.view(grid.merged)
     return [merged] if grid.is_parameter else grid.in_parameter(merged)

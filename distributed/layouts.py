@@ -400,7 +400,7 @@ def _runs(
     """Yield the runs of a piece along some axes of the parameter: boxes that together contain the piece's entries.
 
     lengths: lengths of these axes of the parameter.
-    merged: range of the axes of the merged shape that these axes of the parameter become.
+    merged: the axes of the merged shape that result from merging or dividing these axes of the parameter.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """

@@ -1,5 +1,7 @@
-"""Gathering of updated parameters. Of the ranks that hold the same entries, each updates one part and sends it to the
-rest.
+"""Gathering of updated parameters.
+
+If several ranks hold the same entries, each of these ranks updates a part of the entries, and sends the part to all
+other ranks that hold the entries.
 
 Legend: R is the number of ranks, n the number of rows of a parameter. If all ranks hold the parameter, rank r updates
 c = ceil(n / R) rows from row r c on; the last ranks may have fewer rows, as in torch.chunk. If only some ranks hold a
@@ -134,8 +136,8 @@ class ParamGather:
     def _targets(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[list[Tensor]]:
         """Return views of this rank's shards: for each other rank, the rows that the other rank has updated.
 
-        The result has one list for each rank. The list of this rank is empty, and so are those of ranks that do not
-        hold the same entries.
+        The result has one list for each rank. The list is empty for this rank, and for ranks that do not hold the same
+        entries.
         """
         ranks = range(self.rank_group.size)
         return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]

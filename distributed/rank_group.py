@@ -60,13 +60,16 @@ def pads(lengths: Sequence[int]) -> bool:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor, `[n]` uint8; a view if the tensor is dense."""
-    # `view(-1)` would keep the stride of a single entry, which may be any number
+    """Return the bytes of a tensor, `[n]` uint8; a view if the tensor is contiguous."""
+    # the view as bytes needs stride 1, but `view(-1)` would keep the stride of a single entry, which may be any number
     return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class DistributedError(RuntimeError):
-    """A collective failed. The message says which one, on which rank, and what is known of the cause."""
+    """A collective failed, or ranks differ in something that must be equal on all ranks.
+
+    The message names the collective or the difference.
+    """
 
 
 DIGEST = 16
