@@ -107,7 +107,7 @@ parameters that the step changes; the numbers on the device.
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations, and holds references to their inputs, except to results of other recorded operations.
+    """Records operations, and holds references to all inputs that are no results of recorded operations.
 
     A graph reads the inputs at their addresses in every replay, so their memory must not be freed.
     """

@@ -30,8 +30,8 @@ from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey
 
 GatherSource = Literal["gradients", "parameters"] | str
-"""Source of blocks: "gradients", "parameters" for the tensors that weight decay acts on, or the name of a signal with a
-number for each entry."""
+"""Source of blocks: "gradients"; "parameters", the tensors to which weight decay applies; or the name of a signal with
+a number for each entry."""
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def _run_entries(
 ) -> None:
     """Update active blocks by compiled programs.
 
-    If the blocks are small, and have equal step counts, dtypes and numbers of the write, one call updates all of them.
+    If the blocks are small, and have equal step counts, dtypes, rates and factors, one call updates them all.
 
     programs: compiled program of entries for each dtype of parameters.
     """
@@ -408,7 +408,8 @@ def _run_together(
 
     The call updates copies of the parameters in one tensor, which are then copied back.
 
-    numbers: numbers of the write, mask if the program has one, and scheduled numbers.
+    numbers: last inputs of the program: numbers of the write (rates and factor), mask if the program has one, and
+        numbers of the step.
     """
     shape = _shape(own, len(parameters), rows=program.source.masked)
     parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))

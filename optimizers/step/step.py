@@ -105,8 +105,8 @@ class ParamSet:
         paired = {path for path, update in self.rules.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
-        # a graph reads gradients at fixed addresses, so the check of gradients does not gather small parameters into
-        # stacks
+        # a graph reads gradients at fixed addresses, so the check of gradients does not copy gradients of small
+        # parameters into stacks
         small = [own for own in self.stack_states if own.stack.joins and self.graphs is None]
         self.exchange = (
             LocalExchange(specs, self.iterates, recipe.failure.roots, small)
