@@ -49,8 +49,8 @@ from .placement import (
 from .rank_checks import check_construction
 
 FACTORIZATION = 20.0
-"""Cost of a decomposition of a d x d matrix, in operations per d^3: eigh needs 10 to 28, a power step with QR 5
-(measured on CPUs)."""
+"""Assumed cost of every decomposition of a d x d matrix, in operations per d^3. Measured on CPUs, eigh needs 10 to 28
+and a power step with QR needs 5."""
 
 LONGEST_INTERVAL = 1000
 """Longest interval in steps over which work is balanced step by step. A refresh with a longer period counts with its

@@ -546,7 +546,8 @@ def _place(
 ) -> BlockGroup:
     """Return the block group of equal blocks, with the owner of each block and its row in the owner's stack.
 
-    dtypes: dtypes of the parameters. If all parameters have one dtype, gradients or parameters are sent in that dtype.
+    dtypes: dtypes of the parameters. If there is only one, gradients are sent in this dtype, and so are parameters if
+        owners send updated parameters.
     """
     path, shape, dtype, device, _ = blocks.kind
     rows = [0] * ranks
