@@ -41,7 +41,7 @@ MODES: tuple[Mode, ...] = ("train", "eval")
 
 @dataclass(frozen=True)
 class IterateBatch:
-    """n parameters of one dtype under the same part of the recipe, with their iterates.
+    """n parameters of one dtype that have the same update of the recipe, with their iterates.
 
     parameters: n tensors, the parameters of the model.
     slots: by name of the slot, n tensors.

@@ -1,4 +1,6 @@
-"""Steps that call their closure several times: `SharpnessAware` for gradients nearby, `LineSearch` for trial losses.
+"""Steps that call their closure several times.
+
+`SharpnessAware` needs gradients at perturbed parameters, and `LineSearch` needs the losses after trial steps.
 
 All calls in one step evaluate the same function, and together have the side effects of one call (`Passes`).
 """

@@ -275,7 +275,10 @@ class Rates:
         return self._scales[path, group]
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
-        """Return the decay factors of parameters with their update at `path`, one for each group of equal values."""
+        """Return the decay factors of parameters with their update at `path`.
+
+        Param groups with equal values have one factor together.
+        """
         return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
 
     def decays(self, path: str) -> bool:
