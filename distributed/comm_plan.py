@@ -78,7 +78,7 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Entries of one block that form one stretch of a message.
+    """Entries of one block that are contiguous in a message.
 
     group: index of the block group.
     block: the block.
@@ -91,7 +91,7 @@ class Transfer:
 
 
 class SentEntries(NamedTuple):
-    """Entries that this rank sends to the owner of their block, as one stretch of a message.
+    """Entries of a block that this rank sends to the owner of the block. They are contiguous in a message.
 
     position: position of the parameter.
     shape: shape of the entries.

@@ -121,7 +121,7 @@ class BackwardGather:
         return self._writes[position] >= self._expected[position] and self._held(position) is not None
 
     def _held(self, position: int) -> Tensor | None:
-        """Return this rank's local tensor of a gradient; None if the gradient's layout is not its parameter's."""
+        """Return this rank's local tensor of a gradient; None if parameter and gradient differ in layout."""
         parameter, gradient = self.parameters[position], self.parameters[position].grad
         if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)

@@ -307,11 +307,14 @@ class Region:
     strides: tuple[Stride, ...]
 
     def in_shard(self, shard: Tensor, held: Box) -> Tensor:
-        """Return these entries as a view into `shard`, the local part of the parameter, which covers the box `held`."""
+        """Return the entries of the region as a view of `shard`, a rank's part of the parameter.
+
+        held: box of all entries of the shard.
+        """
         return shard[self.box.within(held)]
 
     def in_block(self, block: Tensor) -> Tensor:
-        """Return the entries as a view of the block, in the shape that `in_shard` returns."""
+        """Return the entries of the region as a view of `block`, in the shape that `in_shard` returns."""
         own = block.stride()
         first = block.storage_offset() + sum(at * stride for at, stride in zip(self.corner, own, strict=True))
         return torch.as_strided(block, self.box.shape, [own[s.axis] * s.places for s in self.strides], first)
