@@ -101,8 +101,8 @@ StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
 """Function that runs one step of stacks.
 
-Arguments: the stacks, in lists of stacks that share sums over parameters; the inputs of the step; `[P]`, True for
-parameters that the step changes; the numbers on the device.
+Arguments: the stacks, in lists (stacks whose stages sum over the same parameter are in one list); the inputs of the
+step; `[P]`, True for parameters that the step changes; the numbers on the device.
 """
 
 
@@ -194,7 +194,7 @@ class _Key(NamedTuple):
 class CapturedStacks:
     """Stacks that are captured together, and their graph.
 
-    groups: the stacks, in lists of stacks that share sums over parameters.
+    groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
     programs: by index of a stack, its program; None if the stack has no program.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.
@@ -438,8 +438,8 @@ class Graphs:
     ) -> list[Sequence[StackState]]:
         """Run this step for every set of stacks for which the step can be captured or replayed.
 
-        Returns the stacks of all other sets, in lists of stacks that share sums over parameters. The caller must run
-        the step of the returned stacks.
+        Returns the stacks of all other sets, in lists as in `CapturedStacks.groups`. The caller must run the step of
+        these stacks.
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:

@@ -1,9 +1,10 @@
 """Offloaded state in a step: it is copied to the device before the program of a stack, and back to the host after it.
 
-Stacks that share sums over parameters form a group; any other stack is a group by itself. While one group computes, the
-state of the next group is copied. A device has two buffers, each as large as the largest state of a group, which groups
-use in turns. So the device holds the state of at most two groups. A program on a CPU computes in host memory, and
-nothing is copied: the pages of a file are read ahead, and are released from the process's memory afterwards.
+Stacks whose stages sum over the same parameter form a group; any other stack is a group by itself. While one group
+computes, the state of the next group is copied. A device has two buffers, each as large as the largest state of a
+group, which groups use in turns. So the device holds the state of at most two groups. A program on a CPU computes in
+host memory, and nothing is copied: the pages of a file are read ahead, and are released from the process's memory
+afterwards.
 
 A parameter set without offloaded state has no object of this module.
 """
@@ -26,13 +27,14 @@ from ..stacks.stack import StackState
 from ..stacks.streams import streams_of
 
 Group = Sequence[StackState]
-"""Stacks that share sums over parameters, so that their state must be on the device at the same time."""
+"""Stacks whose stages sum over the same parameter. Their state must be on the device at the same time."""
 
 
 class OffloadedState:
     """The offloaded state of the stacks of a parameter set.
 
-    groups: all stacks, in lists of stacks that share sums over parameters. At least one stack has offloaded state.
+    groups: all stacks, in lists. Stacks whose stages sum over the same parameter are in one list. At least one stack
+        has offloaded state.
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:

@@ -208,8 +208,8 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
     """Call `act` with the step of each stack, and return the results.
 
-    Stacks that share sums over parameters run in turns. Each stack stops where it needs a sum, and goes on when all
-    stacks have computed their terms of the sum.
+    Stacks whose stages sum over the same parameter run in turns. Each stack stops where it needs a sum, and goes on
+    when all stacks have computed their terms of the sum.
     """
     if not steps[0].blocks.stack_state.spans:
         return [act(step) for step in steps]

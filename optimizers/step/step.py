@@ -50,7 +50,7 @@ class ParamSet:
         view of one entry.
     stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index in this list.
     block_groups: blocks that ranks exchange. The list is empty without a rank group.
-    together: the stacks, in lists of stacks that share sums over parameters.
+    together: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
     executions: for each stack, the way in which its steps run.
     graphs: captured steps of stacks. None: the recipe captures no steps.
     iterates: state of the averaging and of constraints.
@@ -282,7 +282,7 @@ class ParamSet:
     ) -> None:
         """Run one step of stacks.
 
-        groups: lists of stacks. The stacks of a list share sums over parameters.
+        groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
         moved: `[P]`, True for parameters that the step changes.
         numbers: by index of a stack whose step a graph captures, the numbers that the graph reads on the device.
         """
@@ -327,7 +327,7 @@ class ParamSet:
         priming: bool,
         numbers: StackNumbers,
     ) -> None:
-        """Compute and deliver the directions of blocks that share sums over parameters.
+        """Compute and deliver the directions of blocks whose stages sum over the same parameters.
 
         together: active blocks of each stack.
         priming: True if the gradient only initializes statistics, and no parameter changes.
