@@ -31,8 +31,8 @@ def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
 
 
 def _path(override: str) -> str:
-    """Return the path of an override. The prefix `recipe.` is removed, unless the path is a whole field such as
-    `recipe.update`.
+    """Return the path of an override without the prefix `recipe.`. If only one name follows the prefix, as in
+    `recipe.update`, the path keeps the prefix.
     """
     path = override.partition("=")[0].strip()
     inner = path.removeprefix("recipe.")
@@ -40,10 +40,10 @@ def _path(override: str) -> str:
 
 
 def _replaces(later: str, path: str) -> bool:
-    """Return True if an override of `later` replaces the value that an earlier override has set at `path`.
+    """Return True if an override of the path `later` replaces the value that an earlier override has set at `path`.
 
-    The value is replaced if `later` sets the same field, a field that contains this field, or the `kind` of a component
-    that contains this field.
+    The value is replaced if `later` names the field at `path`, a field that contains it, or the `kind` of a component
+    that contains it.
     """
     whole = later.removesuffix(".kind")
     return path == later or path.startswith(f"{whole}.")

@@ -53,7 +53,7 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes and fewer problems: a few seconds")] = False,
     imports: Imports = None,
 ) -> None:
-    """Measure components alone, error against time, and recommend one for this machine; write rows and a page."""
+    """Measure the error and the time of components alone, recommend one for this machine, and write rows and a page."""
     from ..training.imports import import_component
 
     for source in imports or ():

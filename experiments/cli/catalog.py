@@ -34,7 +34,7 @@ every task. Without a special goal, start with `soap_fitted`. `eigengraft list r
 `eigengraft show RECIPE` prints one.""",
     RECIPES: "`eigengraft list goals` says which to use for few steps, little time, little memory or no tuning.",
 }
-"""Text below a list."""
+"""Text that `list` prints below each of these lists."""
 
 
 def list_command(

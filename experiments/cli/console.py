@@ -44,7 +44,8 @@ def print_error(title: str, message: str) -> None:
 _LOG_SECONDS = (10.0, 600.0)
 """Shortest and longest time in seconds between two lines of progress in a log file.
 
-Within these limits the time is a twentieth of that since the start: a run of a day then has a few hundred lines.
+Within these limits the time between two lines is a twentieth of the time since the start: a run of a day then has a few
+hundred lines.
 """
 
 
@@ -90,7 +91,7 @@ def describe_result(result: Result) -> str:
 
 
 def to_yaml(data: Any) -> str:
-    """Return `data` as YAML for the standard output. If this is not UTF-8, characters beyond ASCII are escaped."""
+    """Return `data` as YAML. If the standard output is not in UTF-8, characters beyond ASCII are escaped."""
     from eigengraft.optimizers.recipe.loading import write_yaml
 
     return write_yaml(data, _encoding().startswith("utf"))

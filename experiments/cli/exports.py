@@ -50,7 +50,7 @@ def algoperf_command(
 def benchopt_command(
     out: Annotated[Path, typer.Option(help="folder of the solver, `solvers` of a benchmark")] = Path("solvers"),
 ) -> None:
-    """Write a solver of benchopt for benchmarks that train a torch model, as benchmark_nanogpt."""
+    """Write a solver of benchopt for benchmarks that train a torch model, such as benchmark_nanogpt."""
     from ..exports import export_benchopt
 
     path = export_benchopt(out)

@@ -1,8 +1,9 @@
 """The commands of `eigengraft`: train, show, list, diff, schema, ablate, report, import-run, doctor, reproduce, track,
 export, demo, bench, plan.
 
-Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
-interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.
+A command reads its inputs, calls the library and prints the results. After a wrong input, the command prints one box
+on standard error and ends with exit code 2. After an interrupt, it ends with exit code 130. Modules that import torch
+are imported inside commands, so that help is printed at once.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:
-        """Change the message of an error about an option: say what the missing value means, or how a setting is given.
+        """Rewrite the message of an error about an option.
 
-        Such an error is recognized by its attribute `option_name`, because typer does not export its class.
+        If an option lacks its value, the message says what the value means. If there is no such option, the message
+        says how a setting is given. An error about an option is recognized by its attribute `option_name`, because
+        typer does not export its class.
         """
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
         option: Any = next((one for one in command.params if name in one.opts), None) if command is not None else None
@@ -76,7 +79,8 @@ _OPTIONAL = ("matplotlib", "jinja2", "scipy")
 def _is_for_users(error: Exception) -> bool:
     """Return True if the message of an error tells a user enough, so that no traceback is printed.
 
-    An error of ranks is recognized by its module, as importing its class would import torch.
+    A DistributedError or TaskError is recognized as a RuntimeError whose class is in this library. Importing these
+    classes would import torch.
     """
     ranks = type(error).__module__.startswith("eigengraft.") and isinstance(error, RuntimeError)
     return ranks or isinstance(error, (ValueError, OSError, ArithmeticError))
@@ -169,8 +173,9 @@ def show_command(
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
 
-    For the kind of a component, print its formula and its fields. A recipe of the same name comes first: FAMILY.KIND,
-    such as `stage.shampoo`, is always the component. For a family, print what a member of your own defines.
+    For the kind of a component, print its formula and its fields. If a recipe and a kind have the same name, the recipe
+    is printed; FAMILY.KIND, such as `stage.shampoo`, always names the component. For a family, print what a member of
+    your own defines.
     """
     from eigengraft.optimizers.recipe.loading import read_yaml, shipped_recipes
 

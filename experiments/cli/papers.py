@@ -27,10 +27,10 @@ def reproduce_command(
     out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/NAME of the folder")] = None,
     workers: Workers = None,
 ) -> None:
-    """Run the studies of a paper, store their results in the folder, renew its pages and print which claims hold.
+    """Run the studies of a paper, store the results in its folder, renew its pages and print which claims hold.
 
-    The same command again continues a stopped one. The exit code is 1 if a claim does not hold that the folder expects
-    to hold.
+    The same command again continues a stopped one. The exit code is 1 if a claim fails that the folder expects to hold,
+    or if --check finds a page that differs from the results.
     """
     from ..reproduction.claims import load_claims
     from ..reproduction.pages import paper_pages

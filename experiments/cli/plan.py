@@ -150,7 +150,11 @@ def _everywhere(plan: Plan) -> list[Traffic]:
 
 
 def ranks_table(plan: Plan, title: str, unit: str) -> Table:
-    """Return a table with a row for each rank, or the least, median and largest of each column for many ranks."""
+    """Return a table with a row for each rank and a row of sums.
+
+    With more than MAX_ROWS ranks, the rows of single ranks are replaced by rows with the least, the median and the
+    largest value of each column.
+    """
     import numpy as np
 
     found = [(name, np.asarray(values(plan)), of) for name, values, of in columns(unit)]

@@ -170,7 +170,7 @@ def import_command(  # noqa: PLR0913  its arguments are the command's options
     lr: Annotated[float | None, typer.Option(help="peak of the learning rate")] = None,
     recipe: Annotated[str | None, typer.Option(help="name of the optimizer")] = None,
 ) -> None:
-    """Make a run directory of the log of another training loop, for reports. Rows of one step are joined."""
+    """Make a run directory from the log of another training loop, for reports. Rows of one step are joined."""
     from ..run_log import import_run
 
     pairs = [text.partition("=") for text in columns or ()]
