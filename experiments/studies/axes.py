@@ -60,7 +60,10 @@ class Setting(Component):
 
 
 def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]) -> Iterator[dict[str, str]]:
-    """Yield every combination of one label from each axis that is not excluded. The last axis varies fastest."""
+    """Yield every combination of one label from each axis, except the combinations that `exclude` selects.
+
+    The last axis varies fastest.
+    """
     for labels in itertools.product(*axes.values()):
         combination = dict(zip(axes, labels, strict=True))
         if not any(inside(where, combination) for where in exclude):
@@ -75,8 +78,8 @@ def require_baselines(
 ) -> None:
     """Raise ValueError if the cells of a study cannot train for equal seconds.
 
-    This is the case if the baseline of a cell is excluded, or if a label of the compared axis sets `steps`: the steps
-    of all cells but the baseline are computed.
+    The steps of a cell are computed from the steps of its baseline. So the cells cannot train for equal seconds if the
+    baseline of a cell is excluded, or if a label of the compared axis sets `steps`.
 
     compared: the compared axis and the label of its baseline.
     """

@@ -199,8 +199,8 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
 def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
     """Return a rough guess of the seconds of each run, by directory. The guess is used to start the longest runs first.
 
-    A run costs 6 FLOP for each weight and target, at 50 GFLOP/s of a common core, and 2 ms for each step. The data of
-    every task is loaded once, so that missing data is found before the first run.
+    The guess assumes 6 FLOP for each weight and target, 50 GFLOP/s of a common core, and 2 ms more for each step. The
+    data of every task is loaded once, so that missing data is found before the first run.
     """
     per_step: dict[str, float] = {}
     seconds = {}

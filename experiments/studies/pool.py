@@ -48,10 +48,10 @@ The code is EX_CONFIG of sysexits.h, which neither an ordinary failure nor a sig
 
 
 def require_guarded() -> None:
-    """End this process if it is a worker process of a pool that is importing the main script.
+    """End this process if it is a worker process of a pool and is just importing the main script.
 
-    The script then calls this function outside of `if __name__ == "__main__"`. The parent process recognizes the exit
-    code and raises an error about it.
+    In this case the main script has called this function outside of `if __name__ == "__main__"`. The parent process
+    recognizes the exit code and raises an error about the missing guard.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(_UNGUARDED)

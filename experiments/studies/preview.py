@@ -46,7 +46,8 @@ class CellPreview:
 class StudyPreview:
     """All cells of a study, and their configurations.
 
-    configs: configurations of the cells, by compared axis, by labels of the other axes, and by label of this axis.
+    configs: compared axis -> labels of all other axes, as one text -> label of the compared axis -> configuration of
+        the cell.
     comparisons: a sentence for each comparison in the report of the study.
     """
 

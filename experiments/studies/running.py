@@ -89,8 +89,8 @@ def prepare_study(
     Raises RecipeError if a cell is invalid, or if `directory` has runs with other settings, code or data.
 
     failed: directories of runs that failed; in searches, their values count as diverged.
-    storage: URL of the database through which workers exchange results. Its results are copied to `directory` before
-        the check. None: the workers share `directory`.
+    storage: URL of the database through which workers exchange results. The results in the database are copied to
+        `directory` before the check. None: the workers share `directory`.
     """
     rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()
@@ -141,7 +141,7 @@ def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[
 def _pool_events(
     rendezvous: Rendezvous, runs: Sequence[PlannedRun], workers: int, elsewhere: list[PlannedRun]
 ) -> Iterator[tuple[PlannedRun, Kind, Any]]:
-    """Do these runs in a pool and yield their events. Runs that another worker holds are appended to `elsewhere`."""
+    """Do `runs` in a pool and yield their events. A run that another worker holds is appended to `elsewhere`."""
     jobs = [(run.experiment.model_dump(mode="json"), run.directory, rendezvous) for run in runs]
     for event in run_pool(train_leased, jobs, workers, ATTEMPTS):
         run = runs[event.job]

@@ -230,7 +230,9 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
 
 
 def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the raw study with overrides, after the imports of its base were executed."""
+    """Return the raw data of a study with overrides applied. The imports of its base are executed before any field is
+    changed except the imports themselves.
+    """
     pairs = override_pairs(overrides)
     data = assign_paths(data, [pair for pair in pairs if pair[0] == "base.imports"])
     base = data.get("base")
@@ -268,7 +270,7 @@ def _values(text: str) -> list[Any]:
 
 
 def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the data of a study with further axes. Axes of equal names are replaced."""
+    """Return the data of a study with `axes` added. An added axis replaces an axis of the study that has its name."""
     known = data.get("axes") or {}
     if not axes or not isinstance(known, Mapping):
         return dict(data)

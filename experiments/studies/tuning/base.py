@@ -40,8 +40,8 @@ class Trial:
 
     values: values by dotted path.
     score: metric.sign * mean of the metric over seeds, so that lower is better; infinite if a run diverged or failed.
-    stopped: step at which successive halving stopped a run; the score is then the metric at this step. None: all runs
-        were completed.
+    stopped: first step at which successive halving stopped a run of the trial. The score uses the metric that a stopped
+        run had when it stopped. None: all runs were completed.
     seconds: training seconds of all runs together.
     curves: metric.sign * metric by seed and evaluated step. None: not recorded.
     """
@@ -119,7 +119,7 @@ class Tuning(Component, ABC, family="tuning"):
 
     @abstractmethod
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
-        """Return the values to try next, all at once. An empty list ends the search.
+        """Return all values to try next. Their runs may be done side by side. An empty list ends the search.
 
         Raises RecipeError if a field has no start value.
         """
@@ -147,9 +147,9 @@ class Tuning(Component, ABC, family="tuning"):
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial:
-    """Return the trial with the lowest score among trials that were not stopped.
+    """Return the trial with the lowest score among trials that were not stopped, or among all if all were stopped.
 
-    Of trials with equal scores, diverged ones included, the one with the smallest values is returned.
+    Of trials with equal scores, such as diverged trials, the trial with the smallest values is returned.
     """
     whole = [trial for trial in trials if trial.stopped is None]
     return min(whole or trials, key=lambda trial: (trial.score, [_order(value) for value in trial.values.values()]))

@@ -1,4 +1,8 @@
-"""The runs before a study's own: runs of searches, and short timed runs from which equal seconds are computed."""
+"""The runs that a study needs before the runs that it compares: runs of searches, and short timed runs.
+
+The timed runs measure the time of a step. If cells train for equal seconds, these times determine their numbers of
+steps.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,8 @@ class _CellSearch:
 
     def left(self) -> list[PlannedRun]:
         """Read all completed trials and return the runs to do next. An empty list means that the search is complete."""
-        # Each iteration adds the trials of some values, until runs of a value are missing or the search ends.
+        # Each iteration adds the trials of all wanted values. The loop ends if one of these values has runs to do, or
+        # if no values are wanted.
         while wanted := self.tuning.next(self.experiment, self.trials):
             ended: dict[str, Trial | None] = {trial_name(trial.values): trial for trial in self.trials}
             new = {name: values for values in wanted if (name := trial_name(values)) not in ended}
@@ -69,7 +74,7 @@ class _CellSearch:
         return []
 
     def runs(self, values: Values) -> list[PlannedRun]:
-        """Return the runs of the next trial, one for each seed of the search."""
+        """Return the runs of a trial of these values, one for each seed of the search."""
         name, planned = trial_name(values), []
         own = changed(self.study.base, {**self.cell.changes, **values})
         for seed in self.tuning.seeds:

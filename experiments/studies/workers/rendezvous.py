@@ -1,4 +1,4 @@
-"""The exchange between workers of a study: leases of runs, results of other workers, and one leased run."""
+"""The exchange between workers of a study: leases of runs, results of other workers, and the job that trains a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def fetch(self, runs: Collection[str] | None = None) -> None:
-        """Copy the results of runs that other workers have ended into the directory.
+        """Copy into `directory` the results, and the reasons of failures, that other workers have published.
 
         runs: directories of the runs, relative to that of the study; None: all runs of the study.
         """
