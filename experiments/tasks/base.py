@@ -60,7 +60,7 @@ def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "t
 
 
 def _name_rows(rows: Sequence[int]) -> str:
-    """Return at most five numbers of rows as text."""
+    """Return a text with the numbers of the first five rows."""
     return ("rows " if len(rows) > 1 else "row ") + ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
 
 
@@ -99,10 +99,10 @@ def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]
 
 @contextmanager
 def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Raise TaskError in place of an error of torch in the block. It names the task, the layer and the batch's shapes.
+    """Raise TaskError in place of a RuntimeError or IndexError in the block.
 
-    An IndexError, for example of an embedding, is replaced too. Errors about memory and ranks are not changed: their
-    classes are derived from RuntimeError.
+    The TaskError names the task, the layer and the shapes of the batch. An error of a derived class, such as an
+    error about memory or ranks, is not changed.
     """
     try:
         yield
@@ -156,7 +156,7 @@ class Metrics:
 
     val_loss: validation loss as the task reports it.
     val_accuracy: accuracy in [0, 1]; None if the task reports none.
-    others: further metrics of the task by name.
+    others: further metrics, which the task reports besides loss and accuracy, by name.
     """
 
     val_loss: float
@@ -312,8 +312,8 @@ class Task(Component, family="task"):
         return mean
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor | float]:
-        """Return further metrics of a validation batch by name, each a mean over the targets of the batch. The default
-        has none.
+        """Return metrics of a validation batch besides loss and accuracy, by name. Each is a mean over the targets of
+        the batch. The default returns no metrics.
         """
         return {}
 
@@ -383,7 +383,7 @@ class GradientPass:
     precision: Autocast | None = None
 
     def backward(self, module: nn.Module, batch: Batch, weight: float) -> Tensor:
-        """Add the gradient of the weighted mean loss of a batch to the gradients of the module; return that loss."""
+        """Add the gradient of weight * (mean loss of a batch) to the gradients of the module; return this product."""
         rows, targets = len(batch.inputs), batch.targets.numel()
         if rows < self.parts:
             raise ValueError(

@@ -86,8 +86,9 @@ class _Step(NamedTuple):
 class FourierMethod:
     """v' = L v + D F[n(u)],  v = F[u] the Fourier coefficients of u, in steps of ETDRK4.
 
-    Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29). The formulas of the coefficients lose digits
-    near 0. Their means over a circle around h L are used instead (Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26).
+    Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29). The formulas of the coefficients lose digits if
+    h L is near 0. Each coefficient is therefore the mean of its formula over a circle around h L (Kassam & Trefethen
+    2005, SIAM J. Sci. Comput. 26).
 
     x_range: one period.
     linear: L, a number for each wave number k of the modes exp(i k x).
@@ -220,7 +221,7 @@ class Burgers(Equation):
         """u = - int sin(pi y) w(z) dz / int w(z) dz,  y = x - sqrt(4 nu t) z,  w = exp(-z^2 - cos(pi y) / (2 pi nu))
 
         Hopf 1950 and Cole 1951, as Basdevant et al. write it. The trapezoidal rule converges geometrically for an
-        analytic integrand. Beyond `last`, w is below exp(-40) of its maximum.
+        analytic integrand. If |z| is larger than `last`, w is below exp(-40) of its maximum.
         """
         last = math.sqrt(1 / (math.pi * self.viscosity) + 40)
         z = np.linspace(-last, last, 2 * math.ceil(last / 0.05) + 1)

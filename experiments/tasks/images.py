@@ -155,7 +155,7 @@ class FashionMNIST(LargeImageClassifier):
 
 
 def _existing(folder: Path, name: str) -> Path:
-    """Return the path of a file of a folder, compressed or not. Raises ValueError if there is none."""
+    """Return the path of the file `name`.gz, or else `name`, in a folder. Raises ValueError if neither exists."""
     for file in (folder / f"{name}.gz", folder / name):
         if file.is_file():
             return file

@@ -20,10 +20,10 @@ class Llama(NamedTuple):
 
     layers: number of transformer blocks.
     width: width of the model.
-    hidden: width of its feed-forward layers.
-    keys: width of its keys and values.
+    hidden: width of the feed-forward layers.
+    keys: width of the keys, and of the values, of all heads together.
     vocabulary: number of tokens.
-    tied: True if the head is the embedding.
+    tied: True if the head and the embedding are one parameter.
     """
 
     layers: int
@@ -86,8 +86,9 @@ MODELS: Mapping[str, Llama | GPT2] = {
 }
 """Published models by name.
 
-Llama 3: Grattafiori et al. 2024, table 3, with 8 heads of keys and values of 128 each. Llama 3.2 1B: its published
-configuration, 1.24e9 parameters. GPT-2 small, without a head.
+llama-8b and llama-70b: Llama 3, Grattafiori et al. 2024, table 3; keys and values have 8 heads of width 128.
+llama-1b: the published configuration of Llama 3.2 1B, with 1.24e9 parameters.
+gpt2: GPT-2 small, without a head.
 """
 
 

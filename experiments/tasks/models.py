@@ -1,4 +1,4 @@
-"""The small models of the tasks, and initial weights whose sizes suit every width.
+"""The small models of the tasks, and initial weights that are scaled by the inputs and outputs of their layer.
 
 Every matrix is a parameter of its own, so that a preconditioner sees plain matrices.
 """
@@ -121,8 +121,9 @@ Init = Literal["standard", "spectral"]
 
 
 def initialized(model: nn.Module, init: Init) -> nn.Module:
-    """Return the model with initial weights by the rule `init`: those that its modules draw, or those of
-    `spectral_init_`.
+    """Return the model with initial weights by the rule `init`.
+
+    With `spectral` the weights are drawn by `spectral_init_`. With `standard` they stay as the modules have drawn them.
     """
     if init == "spectral":
         spectral_init_(model)
@@ -132,11 +133,11 @@ def initialized(model: nn.Module, init: Init) -> nn.Module:
 def spectral_init_(model: nn.Module) -> None:
     """W ~ N(0, s^2),  s = min(1, sqrt(m / n)) / sqrt(n)  for a matrix W with m outputs and n inputs
 
-    Yang, Simon & Bernstein 2023, arXiv:2310.17813, Parametrization 1. Outputs of such a layer have size 1. Roles of
-    parameters are those of routes: hidden weights are drawn as above, embeddings from N(0, 1); output heads (Yang et
-    al. 2021, arXiv:2203.03466, appendix D.2) and biases are 0. Norms and other vectors are unchanged. Weights of
-    convolutions count as matrices [m, product of the other axes]. Random numbers are drawn from torch's global
-    generator.
+    Yang, Simon & Bernstein 2023, arXiv:2310.17813, Parametrization 1. The spectral norm of W is then of the order of
+    sqrt(m / n). The rule depends on the role of a parameter, as routes define it. Hidden weights are drawn as above and
+    embeddings from N(0, 1). Output heads (Yang et al. 2021, arXiv:2203.03466, appendix D.2) and biases are 0. Norms and
+    other vectors are unchanged. Weights of convolutions count as matrices [m, product of the other axes]. Random
+    numbers are drawn from torch's global generator.
     """
     described = describe_model(model)
     for parameter in model.parameters():
