@@ -38,7 +38,7 @@ def no_batch() -> Batch:
 class RunView:
     """The part of a run that a callback can read.
 
-    model: model in training; in `finished`, with the iterate that is evaluated.
+    model: model in training; in `finished`, its weights are the iterate that is evaluated.
     optimizer: optimizer in training.
     directory: directory of the run, where a callback may write files.
     rows: rows of metrics.jsonl so far, with the row of the present step if it has one.
@@ -68,7 +68,7 @@ class Callback(Component, ABC, family="callback"):
         """
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
-        """Called after a step. Return True to end the run after this step, as if it had no more steps."""
+        """Called after a step that has a row of metrics. Return True to end the run, as if this were its last step."""
         return False
 
     def finished(self, run: RunView, result: Result) -> None:
@@ -106,9 +106,7 @@ class StopAfter(Callback):
 
 
 class Limits(Callback):
-    """End the run at an evaluation whose metric is worse than the limit of its step. Successive halving uses this
-    callback.
-    """
+    """End the run at a step whose metric is worse than the limit of this step. Used by successive halving."""
 
     kind: Literal["limits"] = "limits"
     metric: MetricName = Field(

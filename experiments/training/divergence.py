@@ -1,7 +1,8 @@
 """The diagnosis of a run that diverged or got worse: the first value that went wrong, its place and its usual cause.
 
 When a loss or a gradient is not finite, the run searches batch, state, weights, loss, validation and gradients for the
-first such value. It does so once, so that healthy steps cost nothing. `eigengraft doctor` reads the result.
+first such value. Without such a loss or gradient nothing is searched, so that healthy steps cost nothing. `eigengraft
+doctor` reads the result.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ class Divergence:
         return self._of_gradient()
 
     def of_error(self, error: Exception, tolerated: int) -> Fault:
-        """Return the fault that caused an error, which ended a step or an evaluation of a single process.
+        """Return the fault that caused an error. The error has ended a step or an evaluation of a run on one process.
 
-        tolerated: number of refreshes of a root that may fail in a row.
+        tolerated: number of consecutive refreshes of a root that may fail before the recipe raises an error.
         """
         if isinstance(error, LabelError):
             return Fault("batch", "labels", self.step, "", str(error))

@@ -37,7 +37,8 @@ _COMPUTING = (
 def describe_provenance(data: Fingerprint, experiment: Experiment | None = None) -> dict[str, Any]:
     """Return the entries of an environment that are compared: versions, sha256 of code and imports, and the data.
 
-    experiment: its imported files are included, unless they define components that it does not use. None: no imports.
+    experiment: experiment whose imported files are included. A file is left out if it defines components and the
+        experiment uses none of them. None: no imported files.
     """
     return {
         "torch": torch.__version__,
@@ -69,7 +70,7 @@ def describe_environment(
 
 @cache
 def library_digest() -> str:
-    """Return the sha256 of the library's code that affects the numbers of a run, in the order of its paths."""
+    """Return one sha256 of the names and texts of all files of the library whose code affects the numbers of a run."""
     digest, home = hashlib.sha256(), Path(eigengraft.__path__[0])
     files = [(file.name, file) for file in sorted(home.glob("*.py"))]
     for package in _COMPUTING:
@@ -93,7 +94,10 @@ def record_environment(run: RunDirectory, found: Mapping[str, Any]) -> None:
 
 
 def require_provenance(run: RunDirectory, found: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the run has a result or a checkpoint of other code or data than `found` has."""
+    """Raise RecipeError if the run has a result or a checkpoint, and was started with other code or data.
+
+    found: the present environment.
+    """
     known = run.read("env") if run.begun else None
     faults = [] if known is None else provenance_changes(known, found)
     if faults:

@@ -1,8 +1,9 @@
 """Extension of a run to more steps.
 
 Training continues from the last checkpoint up to which the learning rates of the short and of the long run are equal.
-The extended run therefore ends with the weights of a run that had its length from the start. The extended run has one
-more row of metrics: the row of the old last step, which was evaluated. A run without such a checkpoint is refused.
+The extended run therefore ends with the same weights as a run that had the larger number of steps from the start. Only
+its metrics have one row more: the row of the last step of the short run, which was evaluated. A run without such a
+checkpoint is refused.
 """
 
 from __future__ import annotations

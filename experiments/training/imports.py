@@ -135,7 +135,8 @@ def _from_file(path: Path) -> ModuleType:
         return known[0]
     if str(path.parent) not in sys.path:  # last, so that a file hides no installed package
         sys.path.append(str(path.parent))
-    # The module's name has a hash of the path: files with equal names differ, and all processes use the same name.
+    # The module's name has a hash of the path: two files of one name make two modules, and all processes use the same
+    # name for a file.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path

@@ -80,7 +80,7 @@ class Layers:
 
     record: history of the norms, which a checkpoint contains.
     last: norms of the last measured step by layer; empty before the first.
-    failed_roots: number of roots and bases whose last refresh had failed in the last measured step.
+    failed_roots: number of roots and bases whose latest refresh had failed, at the time of the last measured step.
     """
 
     def __init__(self, model: nn.Module, optimizer: eigengraft.Optimizer, ranks: Ranks) -> None:

@@ -53,8 +53,8 @@ class Result:
     diagnosis: in a diverged run, the first value that was not finite and its usual cause. In a run that got worse, the
         rise of the training loss. Empty in other runs.
     first_loss: training loss of the first step; None if it was not finite.
-    metrics: further metrics of the task at the end, by column `val.NAME`. None stands for a number that is not finite.
-        Empty if the task has no further metrics or the run diverged.
+    metrics: metrics that the task reports at the end besides loss and accuracy, by column `val.NAME`. None stands for a
+        number that is not finite. Empty if the task reports no such metrics or the run diverged.
     """
 
     diverged: bool
@@ -112,7 +112,10 @@ class MetricsWindow:
 
 
 def further_metrics(metrics: Metrics | None) -> dict[str, float | None]:
-    """Return the columns of further metrics, with None for numbers that are not finite. Empty without an evaluation."""
+    """Return the columns of all metrics except loss and accuracy, with None for numbers that are not finite.
+
+    Returns {} without an evaluation.
+    """
     return {} if metrics is None else {name: finite_or_none(value) for name, value in metrics.columns.items()}
 
 

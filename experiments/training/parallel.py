@@ -287,7 +287,7 @@ class Terminated(DistributedError):
 def report_lost_rank(ranks: Ranks, advice: Callable[[], str]) -> Iterator[None]:
     """If the block fails because another rank was lost, raise a DistributedError in place of the error.
 
-    Its message names this rank and ends with `advice()`.
+    The message of the DistributedError names this rank and ends with `advice()`.
     """
     if not ranks.distributed:
         yield

@@ -81,7 +81,8 @@ class RunDirectory:
         config: configuration of the run to do.
         extensible: True if the error may advise `--extend` for another number of steps.
         """
-        # Paths in `imports` differ in a checkout that was moved. The other fields do not change the trajectory.
+        # `imports` is ignored because its paths change if the checkout is moved. The other ignored fields do not
+        # change the trajectory.
         ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
         faults = differences({**known, **ignored}, {**config, **ignored})
         if faults:
@@ -256,7 +257,7 @@ def save_sharded(
 ) -> None:
     """Write the checkpoint of step `notes["step"]`. All ranks must call this.
 
-    notes: state of the run without that of model and optimizer. Rank 0 writes it.
+    notes: state of the run without the states of model and optimizer. Rank 0 writes the notes.
     branch: step whose checkpoint is never removed. None: there is no such step.
     """
     from torch.distributed.checkpoint.api import CheckpointException
