@@ -51,7 +51,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import and return a public name or a module of this package. Python calls this only for names not stored yet."""
+    """Import, store and return a public name or a module of this package. Python calls this only for names that are not
+    stored yet.
+    """
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is not None:
         found = getattr(import_module(f"{__name__}.{home}"), name)

@@ -5,8 +5,9 @@ layers over the run, and diagnostics.jsonl the norms of all layers at the end. O
 needs the task, which is loaded for this check if the data of the task are on this machine. Nothing is trained, and no
 file is changed.
 
-The limits below separate the healthy runs of tests/experiments/test_doctor.py, and 19 short runs of five recipes on
-digits and text, from runs that went wrong. The limits are wide: a false alarm costs more trust than a missed fault.
+The limits below separate healthy runs from runs that went wrong. The healthy runs are those of
+tests/experiments/test_doctor.py, and 19 short runs of five recipes on digits and text. The limits are wide: a false
+alarm costs more trust than a missed fault.
 """
 
 from __future__ import annotations
@@ -55,18 +56,19 @@ EXPLODED = 10
 times as much as the median of the other layers.
 """
 EXPLODED_ALONE = 10
-"""If nothing else is wrong with the run, a layer must have grown by this further factor. Layers with small initial
-weights grow in healthy runs too.
+"""If nothing else is wrong with the run, a layer must have grown this many times more than `EXPLODED` demands. Layers
+with small initial weights grow in healthy runs too.
 """
 RISEN = 0.9
-"""Fraction of the fall of the loss. A run counts as having got worse if its loss has risen again by this fraction at
-the end.
+"""A run counts as having got worse if, at the end, its loss has risen again by this fraction of its earlier fall.
 
 Not less than 0.9: in short runs with a high but usable learning rate, the loss rose by up to 0.8 of its fall and then
 fell again.
 """
 LEAST_RISEN = 0.1
-"""Fraction of the first loss. If the loss fell by less, the fall may be noise, and a later rise is not reported."""
+"""A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
+fall may be noise.
+"""
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
@@ -238,11 +240,13 @@ class Record:
 
     @property
     def ended_by_fault(self) -> bool:
-        """True if a fault was recorded and the run has no result, or for an imported run no finite loss at the end."""
+        """True if a recorded fault ended the run: the run has no result or, if it is imported, its last training or
+        validation loss is not finite.
+        """
         return self.fault is not None and (self.ends_lost if self.imported else not self.run.result)
 
     def lost_rows(self, column: str) -> list[Mapping[str, Any]]:
-        """Return the rows in which a loss of an imported run is not finite."""
+        """Return the rows of an imported run in which the loss `column` is not finite."""
         return [row for row in self.run.rows if is_lost(row, column)]
 
     @property
@@ -252,12 +256,12 @@ class Record:
 
     @property
     def loss_name(self) -> str:
-        """Name of `losses` for readers."""
+        """Name of `losses` in the text of findings."""
         return "training loss" if self.numbers("loss") else "validation loss"
 
     @property
     def first_loss(self) -> float | None:
-        """Loss at the start: that of the first step, or the mean of the first row."""
+        """Loss of the first step if the result of the run has it, else the first of `losses`; None without losses."""
         first = self.run.result.get("first_loss")
         return first if first is not None else next(iter(self.losses), None)
 
@@ -329,7 +333,11 @@ def _unlogged(record: Record) -> Iterator[str]:
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
-    """Yield the recorded fault of the run, if any. Too large steps change its cause to the learning rate."""
+    """Yield a finding about the recorded fault of the run, if there is one.
+
+    The finding names the learning rate in place of the recorded cause in two cases: the model is the recorded cause and
+    a step was too large, or an imported run ends with a loss that is not finite after its finite losses rose.
+    """
     fault = record.fault
     if fault is None:
         return
@@ -351,11 +359,11 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 
 
 def _extent(record: Record, fault: Fault) -> str:
-    """Return a clause about the rows of an imported run in which its losses are not finite.
+    """Return a clause that says in how many rows of an imported run a loss is not finite, and if it is finite again.
 
-    Returns an empty text for logs of older versions, which did not mark such rows.
+    Returns an empty text for logs of older versions, which did not mark rows with a loss that is not finite.
 
-    fault: the first loss that is not finite. The clause follows a text that names its step.
+    fault: the first loss that is not finite. The clause is appended to the text of this fault, which names its step.
     """
     columns = {"loss": "training", "val_loss": "validation"}
     if fault.place == "evaluation":
@@ -445,7 +453,8 @@ def _route(record: Record, layer: str) -> str:
 
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
-    """Yield the layer whose weights or updates were far larger than those of the other layers, if there is one.
+    """Yield a finding about a layer whose weights grew far more, or whose updates were far larger, than those of the
+    other layers. Yields nothing if there is no such layer.
 
     sick: True if something else is wrong with the run. If False, a layer must have grown EXPLODED_ALONE times as much.
     """
@@ -471,7 +480,9 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
 
 
 def _of_others(record: Record, measure: str, name: str) -> float | None:
-    """Return the median of a measure at the end over all layers except `name`, or None if there are no others."""
+    """Return the median, over all layers except `name`, of a measure at the end of the run. Return None if there are no
+    other layers.
+    """
     others = [value for layer, value in record.run.layers.get(measure, {}).items() if layer != name]
     return median(others) if others else None
 
@@ -482,7 +493,10 @@ def _or_infinite(value: float | None) -> float:
 
 
 def _dead(record: Record) -> Iterator[Finding]:
-    """Yield a finding about layers whose gradient was missing or 0 in all measured steps, if there are at least two."""
+    """Yield a finding about layers whose gradient was missing or 0 in all measured steps.
+
+    Yields nothing if fewer than two steps were measured.
+    """
     measured = sum(row.get("gradient_norm") is not None for row in record.run.rows)
     dead = [name for name, zeros in record.run.layers.get("zero_gradients", {}).items() if zeros == 1]
     if not dead and not record.run.layers:  # without a table of layers: the run was stopped or trains
@@ -511,7 +525,7 @@ def _too_small(record: Record) -> float | None:
 
 
 def _stalled(record: Record) -> Finding:
-    """Return the finding about a loss that does not fall, with the size of steps."""
+    """Return the finding about a loss that does not fall. Its text says how large the updates were."""
     text = f"the {record.loss_name} does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
     if (small := _too_small(record)) is not None:
         text += f"; updates had at most {small:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"

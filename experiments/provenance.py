@@ -63,5 +63,8 @@ def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _last(path: str) -> str:
-    """Return the last two parts of a dotted path. Names of imported files have dots, and are returned whole."""
+    """Return the last two parts of a dotted path.
+
+    A path that starts with "imports " is returned whole, because its dots belong to the name of a file or module.
+    """
     return path if path.startswith("imports ") else ".".join(path.split(".")[-2:])

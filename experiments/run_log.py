@@ -31,7 +31,10 @@ from .training.outcome import finite_or_none
 from .training.rundir import RunDirectory
 
 ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
-"""Columns that every row has. Reports draw `tokens` and `flops` too, and `load_metrics` returns all columns."""
+"""Columns that every row of a `RunLog` has. A column that was not logged has the value None.
+
+Rows may have other columns. Reports draw the columns `tokens` and `flops`, and `load_metrics` returns all columns.
+"""
 NOT_FINITE = ".not_finite"
 """Suffix of the column that marks a loss as NaN or infinite, as in `{"loss": null, "loss.not_finite": "nan"}`.
 
@@ -57,7 +60,7 @@ def ends_lost(rows: Sequence[Mapping[str, Any]]) -> bool:
 class RunLog:
     """A run of your own training loop, written in the format of this library's runs.
 
-    Used as a context manager, the run is complete at the end of the block, unless the block raises.
+    In a `with` statement, the log completes the run at the end of the block, unless the block raises an error.
 
     Args:
         directory: directory of the run, by which reports name it. Runs in `NAME/seed-0` and `NAME/seed-1` count as two
@@ -70,7 +73,7 @@ class RunLog:
         settings: other settings of the run. The report shows a setting if it differs between runs.
 
     Raises:
-        RecipeError: the directory contains a complete run, or one with other settings.
+        RecipeError: the directory contains a complete run, or a run with other settings.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class RunLog:
         self._fault = Fault(**fault) if fault else None
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
-        """Append a row. A step that has a row already is logged again: that row and all later ones are dropped.
+        """Append a row. If rows of this step or of later steps exist, they are dropped first.
 
         Args:
             step: number of steps so far, from 1.
@@ -201,7 +204,7 @@ class RunLog:
 
 
 def _parsed(name: str, value: Any) -> float:
-    """Return a value as a number, for example a text, or a tensor with one element."""
+    """Convert a value, such as a text or a tensor with one element, to a number. Raises ValueError if it cannot."""
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
