@@ -107,7 +107,7 @@ def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, A
 
 
 def _argument(value: Any) -> Any:
-    """Return a value as a sweep may have it: numbers and texts as they are, mappings and lists as JSON."""
+    """Convert a value for a sweep: return numbers and texts unchanged, and all other values as JSON."""
     return value if isinstance(value, (int, float, str)) and not isinstance(value, bool) else json.dumps(value)
 
 

@@ -27,9 +27,9 @@ _LONGEST = 255
 
 
 def short_name(name: str, suffix: str = "") -> str:
-    """Return `name` and `suffix` as the name of a file.
+    """Return a file name: `name`, followed by `suffix`.
 
-    A name that is too long for a file system, or contains a slash, is changed, and ends with a hash of the whole name.
+    If `name` is too long for a file system or contains a slash, it is changed, and ends with a hash of the whole name.
     """
     plain = name.replace("/", "-")
     if plain == name and len((name + suffix).encode()) <= _LONGEST:
@@ -70,7 +70,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which replaces `path` after the block. `path` is complete at any time."""
+    """Yield the path of a temporary file, which replaces `path` after the block. So `path` is never half written."""
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}{PARTIAL}")
     try:
         with writing(path):

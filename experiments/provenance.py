@@ -14,12 +14,13 @@ from typing import Any
 
 _VERSIONS = ("eigengraft", "sources", "torch", "numpy")
 _SHA256 = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{48}\b")
-"""A sha256, of which the first 16 digits are compared and shown: 64 bits distinguish all files of a study."""
+"""Pattern of a sha256. Only the first 16 digits are compared and shown: their 64 bits distinguish all files of a study.
+"""
 REMEDY = "Choose another directory, or remove this one."
 
 
 def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries of a recorded environment that are compared: versions, and sha256 of data and imported files.
+    """Return the entries of a recorded environment which comparisons use: versions, sha256 of data and imported files.
 
     An entry that an older version did not record is left out. Such an environment differs from one with this entry.
     """

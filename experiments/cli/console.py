@@ -142,7 +142,9 @@ def storage_table(optimizer: eigengraft.Optimizer) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print the table on standard output. In a file or a pipe it is a YAML comment, so that the output is a recipe."""
+    """Print the table on standard output. In a file or a pipe, each line is a YAML comment, so that the whole output
+    is a recipe.
+    """
     if sys.stdout.isatty():
         Console().print(table)
         return
@@ -157,9 +159,9 @@ def _encoding() -> str:
 
 
 class _Captured(StringIO):
-    """A stream that collects text for the standard output and has its encoding.
+    """A stream that collects text for the standard output and has the same encoding.
 
-    rich draws boxes with ASCII characters if the encoding of its stream is not UTF-8.
+    rich draws boxes with ASCII characters if the encoding of a stream is not UTF-8.
     """
 
     @property

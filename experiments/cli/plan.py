@@ -145,7 +145,7 @@ def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
 
 
 def _everywhere(plan: Plan) -> list[Traffic]:
-    """Return the messages of a step that do not depend on the backend."""
+    """Return the traffic of a step except the synchronization, which depends on the backend."""
     return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
 
 

@@ -115,7 +115,7 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
-    Also writes runs.csv, tables.md and tables.tex there. A directory of several studies has a panel for each
+    Also writes runs.csv, tables.md and tables.tex there. The report of several studies has a panel for each
     combination of task, data and length of runs.
     """
     from ..reports.report import Report

@@ -39,7 +39,7 @@ Where = Annotated[
 
 
 def _labels(labels: Any) -> Any:
-    """Return labels by axis as texts."""
+    """Return the mapping axis -> label with all labels as texts. Return other values unchanged."""
     return {axis: as_label(v) for axis, v in labels.items()} if isinstance(labels, Mapping) else labels
 
 

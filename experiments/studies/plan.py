@@ -69,7 +69,10 @@ class Cell:
 
 
 def cells(study: Study) -> Iterator[Cell]:
-    """Yield every cell of the study. Where labels and settings set the same path, the last one wins."""
+    """Yield every cell of the study.
+
+    A path that is set several times has the value that is set last: by the axes in their order, then by the settings.
+    """
     for labels in combinations(study.axes, study.exclude):
         changes = {path: v for axis, label in labels.items() for path, v in study.axes[axis][label].items()}
         for setting in study.settings:
@@ -134,7 +137,7 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
 
 
 def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError if a run in `directory` has other settings than the planned run of this directory."""
+    """Raise RecipeError if a run in `directory` has other settings than the planned run in the same place."""
     faults = []
     for run in planned:
         known = RunDirectory(directory / run.directory)

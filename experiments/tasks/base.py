@@ -370,11 +370,12 @@ Autocast = Literal["bfloat16"]
 
 @dataclass(frozen=True)
 class GradientPass:
-    """The computation of the gradient of a batch. Apart from rounding the result does not depend on the number of
+    """The computation of the gradient of a batch. Apart from rounding, the result does not depend on the number of
     parts.
 
     task: task that provides the loss.
-    parts: number of pieces of the batch, each with a forward and a backward pass; their gradients are summed.
+    parts: number of parts of the batch. Each part has its own forward and backward pass, and the gradients of all parts
+        are summed.
     precision: dtype of matrix products in forward passes (torch.autocast); None: dtype of the parameters.
     """
 

@@ -29,7 +29,10 @@ HeadCount = Annotated[int, AfterValidator(_divides_width)]
 
 
 class Attention(nn.Module):
-    """Multi-head attention, [B, T, width] -> [B, T, width], to earlier positions (`causal`) or to all positions."""
+    """Multi-head attention, [B, T, width] -> [B, T, width].
+
+    A position attends to itself and to earlier positions (`causal`), or to all positions.
+    """
 
     def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()

@@ -94,8 +94,8 @@ class Patience(Callback):
 
 
 class StopAfter(Callback):
-    """End the run early, after a step that has a row of metrics. The schedule of the learning rate is still that of the
-    full length.
+    """End the run early, after a step that has a row of metrics. The learning rate follows the schedule of the full
+    length.
     """
 
     kind: Literal["stop_after"] = "stop_after"
@@ -270,7 +270,10 @@ class Callbacks:
     logs: dict[int, tuple[Log, int]] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Call `started` of every callback, and check that every signal that the recipe needs is provided."""
+        """Call `started` of every callback, and check that all signals of the recipe are provided.
+
+        Raises RecipeError for a missing signal that the recipe needs, and warns about any other missing signal.
+        """
         view = self._view()
         for one in self.callbacks:
             one.started(view)

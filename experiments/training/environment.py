@@ -35,7 +35,7 @@ _COMPUTING = (
 
 
 def describe_provenance(data: Fingerprint, experiment: Experiment | None = None) -> dict[str, Any]:
-    """Return the entries of an environment that are compared: versions, sha256 of code and imports, and the data.
+    """Return the provenance of a run: versions, sha256 of code and imported files, and the identity of the data.
 
     experiment: experiment whose imported files are included. A file is left out if it defines components and the
         experiment uses none of them. None: no imported files.

@@ -138,7 +138,7 @@ class Experiment(Component):
 
 
 def _with_recipe(data: dict[str, Any]) -> dict[str, Any]:
-    """Load the recipe of `data` with the overrides, and return `data`."""
+    """Load the recipe in `data` with the overrides in `data`, and return `data` with the loaded recipe."""
     overrides = data.pop("overrides", None) or ()
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):

@@ -33,7 +33,7 @@ value of a layer, and the names of these two layers.
 class Norms:
     """Norms of one layer, or of all layers together.
 
-    weight: norm before the step.
+    weight: norm of the weight before the step.
     gradient: norm of the gradient of the step; None: there was no gradient.
     update: norm of the change of the weight in the step.
     first: norm of the weight before the first step.

@@ -135,7 +135,7 @@ class Diagnostics:
     writes: bool = True
 
     def before(self, step: int) -> None:
-        """Prepare the optimizer to measure the step with this number, 1 .. last, if the step gets a table."""
+        """Prepare the optimizer to measure the step number `step` (from 1) if this step gets a table."""
         if self._due(step):
             self.optimizer.watch_next_step()
 

@@ -189,7 +189,7 @@ def reshard_model(model: nn.Module) -> None:
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard the model in place and return it. Each layer of a list of layers is sharded separately, then the rest."""
+    """Shard the model in place and return it. Each layer of a list is sharded alone, all other parameters together."""
     from torch.distributed.fsdp import fully_shard  # takes half a second to import
 
     for layer in _layers(model):

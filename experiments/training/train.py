@@ -157,7 +157,7 @@ class Trainer:
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
 
     def _measured(self, step: int) -> bool:
-        """Return True if the norms of a step are measured: of the first step, and of steps with a row of metrics."""
+        """Return True if norms are measured in a step: in the first step, and in all steps with a row of metrics."""
         periods = (self.experiment.log_every, self.experiment.eval_every)
         return step in (1, self.experiment.steps) or any(step % every == 0 for every in periods)
 
