@@ -27,8 +27,9 @@ def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict
     Every slot is decoded from its saved storage and encoded, rounding to nearest, in the optimizer's storage.
 
     Args:
-        state_dict: state dict of a run whose recipe differs from the optimizer's only in `storage`; not changed.
-        optimizer: an optimizer of the same parameters; not changed.
+        state_dict: state dict of a run whose recipe differs from the optimizer's only in `storage`. The function does
+            not change it.
+        optimizer: an optimizer of the same parameters. The function does not change it.
 
     Returns:
         A state dict for `optimizer.load_state_dict`.

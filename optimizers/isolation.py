@@ -72,7 +72,10 @@ def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[
 
 
 def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
-    """Return a context without gradients, autocast and inference mode. It has the fake mode of fake parameters."""
+    """Return a context without gradients, autocast and inference mode.
+
+    If the parameters are fake tensors, their `FakeTensorMode` is active in the context; otherwise none is.
+    """
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     wanted, active = fake_mode(own), active_fake_mode()

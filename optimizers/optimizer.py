@@ -70,7 +70,7 @@ class Optimizer(Reporting):
     """
 
     _known: Mapping[int, ParamInfo] | None = None
-    """Descriptions of parameters by id, while the constructor adds the groups. None: all groups were added."""
+    """Descriptions of parameters by id, while the constructor adds the groups. None after the constructor."""
     _model: ModelLink | None = None
     """The model with which the optimizer was composed. None: no model is known."""
     _unknown_buffers = False
@@ -81,12 +81,12 @@ class Optimizer(Reporting):
     _rounding: RoundingWatch | None = None
     """The check that updates are not lost to rounding. None before the first step."""
     _asks_fused = False
-    """True if `fused=True` was given, and it is still to be checked whether a fused kernel fits."""
+    """True from `fused=True` until `_warn_of_fused` has checked which parameters no fused kernel updates."""
     _warned_of_peak = False
     """True after the warning that the peak of the learning rate rose."""
     _step_supports_amp_scaling = True
-    """Attribute of torch's protocol with `GradScaler`. True: the scaler sets `found_inf` and `grad_scale` on the
-    optimizer, and does not wait for the device, because the step uses both."""
+    """Attribute of torch's protocol with `GradScaler`. True: the scaler does not wait for the device. It sets
+    `found_inf` and `grad_scale` on the optimizer, and the step uses both."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Optimizer(Reporting):
             self._warn_of_fused("param group")
 
     def _warn_of_fused(self, who: str) -> None:
-        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last such check."""
+        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last call."""
         if self._asks_fused and (text := unfused_warning(self.param_sets)):
             warn_user(f"{who}: {text}")
         self._asks_fused = False
@@ -378,8 +378,8 @@ class Optimizer(Reporting):
         Args:
             name: name of the signal.
             value: a number or a mapping {parameter: number or tensor} for the next step, or a function that is called
-                in every step. Ranks that hold the same entries of a parameter must provide equal tensors if these have
-                the parameter's shape. Numbers, and matrices over inputs, may differ between ranks.
+                in every step. A tensor of the parameter's shape must be equal on all ranks that hold the same entries
+                of the parameter. Any other value may differ between ranks, and ranks combine their values.
 
         Returns:
             True if any part of the recipe requests the signal.
@@ -400,7 +400,8 @@ class Optimizer(Reporting):
     def _adopt_changes(self, thorough: bool = True) -> None:
         """Adopt parameters and state that other code replaced, cast or moved.
 
-        Also undo the step counts of parameters whose last gradients were unusable.
+        Also undo the step counts of parameters that the last step counted but did not update, for example because a
+        gradient was not finite.
 
         thorough: True if state is read or written outside of a step. All state is then checked for changes, and delayed
             refreshes are finished. False: only the largest tensors are checked.

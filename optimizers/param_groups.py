@@ -102,8 +102,8 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
 def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
     """Translate an option of torch's optimizers into overrides of a recipe: a mapping {dotted path: value}.
 
-    `momentum` and `betas` become the decays of first and second moments. Any other option becomes the fields of stages
-    that have its name.
+    `momentum` and `betas` become the decays of first and second moments. Any other option becomes an override of each
+    field of a stage that has the same name as the option.
     """
     roles = _MOMENTS.get(key, ())
     values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
@@ -193,7 +193,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Return the names of all options of torch's optimizers and fields of recipes, without `_OF_WRAPPERS`."""
+    """Return the names of all fields of recipes, and of all options of torch's optimizers except `_OF_WRAPPERS`."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
     return (frozenset(options) - _OF_WRAPPERS) | Recipe.model_fields.keys()
