@@ -83,7 +83,10 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
 
 
 def _described(source: object) -> str:
-    """Return the type of an object that is no recipe, with advice for classes, models and optimizers of torch."""
+    """Return a text with the type of an object that is no recipe.
+
+    For classes, models and optimizers of torch, the text also has advice.
+    """
     kind, what = (source, "class ") if isinstance(source, type) else (type(source), "")
     if issubclass(kind, torch.optim.Optimizer):
         name = kind.__name__.lower()
@@ -166,7 +169,8 @@ def short_form(recipe: Recipe, base: str | None = None) -> dict[str, Any]:
 def _changes(before: Any, after: Any, old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of the fields that must be set to turn `before` into `after`.
 
-    If a chain has other stages, or a component another kind, the value is the entire chain or component.
+    If the stages of a chain, or the kind of a component, differ between `before` and `after`, the value is the entire
+    chain or component of `after`.
 
     before, after: two components, or two values of one field.
     old, new: `before` and `after` as plain data.
@@ -217,7 +221,10 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
 
 
 def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Append the name of a recipe to the names of the recipes based on it. Raise RecipeError for a cycle."""
+    """Return `derived`, the names of recipes that are based on the recipe `name`, with `name` appended.
+
+    Raise RecipeError if `derived` contains `name`, because the recipe is then based on itself.
+    """
     if name in derived:
         raise RecipeError(f"the recipe is based on itself: {' -> '.join([*derived, name])}")
     return (*derived, name)

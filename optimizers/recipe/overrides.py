@@ -180,7 +180,7 @@ def _missing(node: Any, part: str, where: str) -> str:
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every leaf of a declaration that is neither None nor an empty list.
+    """Yield (dotted path, value) of every leaf of a declaration, except leaves that are None or an empty list.
 
     In paths, stages appear by name. For a chain, (path of the chain, list of its stage names) is yielded too.
     """

@@ -36,7 +36,7 @@ SCHEMA_VERSION = 2
 """Version of the field names in the JSON text of a recipe. Version 1 had other names (`component.RENAMED`)."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
-"""Sample shapes of blocks. The slots of a chain for these shapes are the slots that it may have for any model."""
+"""Sample shapes of blocks. A chain has no slots for any model beyond those that it has for these shapes."""
 
 
 def possible_slots(stages: Stages) -> Iterator[Slot]:
@@ -79,7 +79,7 @@ class UpdateRule(Component):
     def squares(self) -> bool:
         """Return True if a step of this update may square gradients.
 
-        The result is False only for an update without constraints whose chain is entry-wise and stores nothing but
+        The result is False only if the update has no constraints, and its stages are entry-wise and store nothing but
         first moments and counts.
         """
         kept = {slot.role for slot in self._possible_slots}
@@ -88,7 +88,8 @@ class UpdateRule(Component):
     def adds_decay(self) -> bool:
         """Return True if weight decay is added to the direction, and not applied to the parameter separately.
 
-        Stages after weight decay see the sum. A step size that a stage computes multiplies the sum.
+        This is so if the rule has stages in `after_decay`, which receive the sum, or if a stage computes a step size,
+        which multiplies the sum.
         """
         return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
 
@@ -124,7 +125,7 @@ class UpdateRule(Component):
 
     @cached_property
     def _slots(self) -> dict[tuple[str, tuple[int, ...]], dict[StateKey, Slot]]:
-        """Cache of `slot_keys`, by path of the rule and block."""
+        """Cache of the results of `slot_keys`, by (path of the rule, shape of the block)."""
         return {}
 
     @model_validator(mode="after")
@@ -340,7 +341,7 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:
     """Raise ValueError if a key of `storage` names a slot that its stage does not have for any block.
 
-    Also raise ValueError if a key names a stage, and its quantizer can store no slot of this stage.
+    Also raise ValueError if a key names a stage, and the quantizer under this key can store no slot of the stage.
 
     blocks: (path of the update rule, shape) of all blocks.
     """

@@ -41,8 +41,8 @@ _LIKELY = re.compile(
 )
 """Names of output heads at the top of a model, used only if no head is found by stronger evidence."""
 _NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
-"""Likely names of output heads that are also names of output projections of attention. By such a name, the last layer
-of a model is a head only if no other layer may consume its outputs."""
+"""Likely names of output heads that attention also uses for its output projection. The last layer of a model counts as
+a head by such a name only if no other layer may consume its outputs."""
 _NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
 _FINAL = re.compile(
     r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
@@ -172,7 +172,10 @@ class _Search:
         return any(other.kind == "linear" and other.inputs[0] % layer.outputs == 0 for other in after)
 
     def repeated(self, layer: Layer) -> bool:
-        """Return True if a layer is in an element of a list whose other elements have the same layer."""
+        """Return True if a layer is in a list of modules, and another element of the list has a layer at the same path.
+
+        The path is that of the layer within its element.
+        """
         return any(self.elements[pattern] > 1 for pattern in _lists(layer.path))
 
     def _declared(self) -> list[Attributes]:
@@ -188,7 +191,10 @@ class _Search:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """For each attribute that matches `names`, add its layer, or the last layer inside it, if `accepts` allows it.
+        """Add the head at each attribute whose name matches `names`.
+
+        The head is the layer at the attribute, or else the last layer of the module at the attribute. It is added only
+        if `accepts` returns True for it.
 
         accepts: function of the layer and of the index of the matching attribute in the layer's path.
         """
@@ -262,7 +268,10 @@ class _Search:
                 return
 
     def _likely(self) -> Layer | None:
-        """Add heads by likely names, else by position. Return the last layer if it may be a head, else None."""
+        """Add heads by likely names, else by position.
+
+        Return the last layer if the evidence does not decide whether it is a head; else None.
+        """
         if not self.layers:
             return None
         last = self.layers[-1]
@@ -293,7 +302,7 @@ class _Search:
         """Return True if a layer with a likely name of a head is at the top of the model and may be a head.
 
         A layer whose outputs another layer may consume is no head. The last layer of the model is an exception, unless
-        its name is in `_NEVER_LAST`.
+        its likely name matches `_NEVER_LAST`.
 
         depth: position of the likely name in the layer's path.
         """
@@ -354,7 +363,12 @@ class _Search:
 
 
 def _lists(path: Attributes) -> Iterator[tuple[Attributes, Attributes]]:
-    """Yield (path of the list, path of the layer in an element) for each list of modules that contains a layer."""
+    """Yield (path of the list, path of the layer within its element of the list) for each list that contains a layer.
+
+    A list of modules is recognized by a number in the layer's path, which is the index of the element.
+
+    path: path of the layer.
+    """
     for depth, attribute in enumerate(path[:-1]):
         if attribute.isdigit():
             yield path[:depth], path[depth + 1 :]
@@ -379,7 +393,12 @@ def _has_number(path: Iterable[str]) -> bool:
 
 
 def _is_final(path: Attributes) -> bool:
-    """Return True if a layer inside a head may be the last one. Its path has only numbers, or a name in `_FINAL`."""
+    """Return True if a layer inside a head may be the last layer of the head.
+
+    This is so if the last name in the path matches `_FINAL`, or if the path has only numbers.
+
+    path: path of the layer from the head.
+    """
     names = _names(path)
     return not names or _FINAL.fullmatch(names[-1]) is not None
 
@@ -556,7 +575,7 @@ def _returned(module: nn.Module, method: str) -> list[nn.Module] | None:
 
 
 def _weights(heads: Sequence[nn.Module]) -> frozenset[int]:
-    """Return the `id` of the last weight of each head."""
+    """Return, for each head, the `id` of its last parameter with at least two axes longer than 1."""
     weights = [[p for p in head.parameters() if sum(length > 1 for length in p.shape) > 1] for head in heads]
     return frozenset(id(own[-1]) for own in weights if own)
 
@@ -582,7 +601,10 @@ def _may_be_matrix(holder: Holder) -> bool:
 
 
 def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
-    """Return True if the name is usual for embeddings. A `weight` must also have the two axes of a table."""
+    """Return True if the name of the module or parameter is usual for embeddings.
+
+    If the parameter is called `weight`, it must also have two axes, as a table has.
+    """
     names = holder.path if holder.is_weight else (*holder.path, holder.own)
     return _EMBEDDING.search(".".join(names)) is not None and (not holder.is_weight or len(shape) == 2)
 

@@ -74,7 +74,7 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
 
 
 def _inside(model: nn.Module) -> list[str]:
-    """Return the paths of all wrappers for data parallelism inside a model, each with a dot, longest first."""
+    """Return the path, with a dot at the end, of each wrapper for data parallelism inside a model, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
     found = [f"{path}." for path, module in model.named_modules() if path and isinstance(module, kinds)]
     return sorted(found, key=len, reverse=True)
@@ -113,7 +113,7 @@ class ParamInfo:
     role: role of the parameter, such as "embedding" or "hidden".
     why: how the role was found.
     modules: class names of the modules that hold the parameter, and of their base classes.
-    facts: matrices and factors of the parameter, as far as its modules define them.
+    facts: which matrices form the parameter, and which factor of a product it is, as far as its modules define this.
     unclear: True for the weight of the last layer if the evidence does not decide whether it is an output head.
     """
 
