@@ -14,7 +14,7 @@ def require_optimizer(who: str, optimizer: object) -> None:
 
 
 def require_watchable(who: str, optimizer: object, model: object) -> None:
-    """Raise TypeError if the arguments are no `eigengraft.Optimizer` and no `nn.Module`."""
+    """Raise TypeError unless `optimizer` is an `eigengraft.Optimizer` and `model` an `nn.Module`."""
     require_optimizer(who, optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{who}: the model must be an nn.Module, got {described(model)}")

@@ -26,7 +26,7 @@ _WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
     OUTPUT_GRAM: watch_output_gradients,
     "max_logit": watch_logits,
 }
-"""For each signal that hooks in a model collect, the function that registers the hooks."""
+"""Functions that register hooks in a model, by name of the signal that the hooks collect."""
 
 
 def compose(  # noqa: PLR0913  its arguments after the model are options
@@ -61,7 +61,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
 
     Raises:
         RecipeError: the recipe is invalid, or the model does not satisfy a bound in the recipe's `expect`.
-        TypeError: an option is unknown. The message names the override that has its meaning.
+        TypeError: an option is unknown. The message names the override that has the meaning of the option.
         ValueError: the recipe does not fit the parameters.
     """
     described = grouped(model, None) if isinstance(model, nn.Module) else model

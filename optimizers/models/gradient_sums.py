@@ -21,7 +21,8 @@ Join = Callable[[Tensor, Tensor], Tensor]
 class _Sum:
     """A value that was joined from contributions of backward passes.
 
-    count: number of rows from which the value was computed; a 0-d tensor if the number is only known on the device.
+    count: number of rows (of inputs, of gradients, or one for each backward) from which the value was computed; a 0-d
+        tensor if the number is only known on the device.
     """
 
     value: Tensor
@@ -62,11 +63,11 @@ class GradientSums:
 
     `add` is called inside a backward, before the backward accumulates the parameter's gradient. If the gradient is None
     or zero at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped the earlier
-    gradient. A backward that does not change the gradient (`torch.autograd.grad`) counts only if no other backward
-    changes it before the step.
+    gradient. Values from a backward that does not change the gradient (`torch.autograd.grad`) are used only if no other
+    backward of the step changes the gradient. For a DTensor they are also used if a later backward changes it.
 
     join: operation that joins values.
-    measured: True if `factor` is needed, for which samples of gradients are kept.
+    measured: True to keep samples of gradients, which the method `factor` needs.
     """
 
     def __init__(self, join: Join, measured: bool = False) -> None:
@@ -141,7 +142,8 @@ class GradientSums:
                 self._loose[key] = running.found.joined(self._loose.get(key), self._join)
                 continue
             loose = self._loose.pop(key, None)
-            # FSDP with `set_requires_gradient_sync(False)` changes a gradient only in the last backward of a step
+            # FSDP with `set_requires_gradient_sync(False)` changes a gradient only in the last backward of a step, so
+            # the contributions of earlier backwards belong to this gradient
             if is_dtensor(running.parameter):
                 running.found = running.found.joined(loose, self._join)
             self._held[key] = running.found.joined(self._held.get(key), self._join)

@@ -36,7 +36,7 @@ ParamPlace = tuple[int, int]
 
 
 class LayerGrams:
-    """Collector of X^T X for every layer whose weight has an update that requests a signal.
+    """Collector of X^T X for every layer whose update requests the signal `name`.
 
     The rows of X `[N, n]` are the layer's inputs, or the gradients of its outputs. X has the rows of all calls whose
     backward contributed to the present gradient of the weight: of micro-batches, of several calls of a module in one
@@ -111,9 +111,9 @@ class LayerGrams:
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
     def add(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Add the rows of one call of a layer when the backward computes the gradient of its output.
+        """Register a hook that adds the rows of one call of a layer when backward computes the gradient of the output.
 
-        A hook of the output tensor does this. It works even if the next layer writes into the output.
+        It is a hook of the output tensor, which runs even if the next layer writes into this tensor.
         """
         output.register_hook(partial(self._add, self._places[module], rows))  # type: ignore[no-untyped-call]
 
@@ -179,7 +179,10 @@ def whole(x: Tensor) -> Tensor:
 
 
 def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
-    """Yield (id, position) of the parameters for which an optimizer was made. Frameworks may replace them later."""
+    """Yield (id, position) of the parameters for which an optimizer was made.
+
+    Frameworks may replace these parameters later; `parameter_at` returns the present one.
+    """
     for index, parameters in enumerate(optimizer.param_sets.parameters):
         yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
 
@@ -210,8 +213,8 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
     """Provide the signal `activation_gram` from the inputs of a model's layers. `compose` calls this function.
 
     The signal is A = X^T X / N for every layer `y = W x`. The rows of X `[N, n]` are the inputs x of all calls that
-    contribute to the gradient of the step. For a matrix W, an input x is a slice along the last axis of the first
-    argument. For 1-d and 2-d convolutions of one group, the inputs x are patches.
+    contribute to the gradient of the step. For a matrix W, an input x is a slice along the last axis of the layer's
+    first argument. For 1-d and 2-d convolutions of one group, the inputs x are patches.
 
     Args:
         optimizer: the optimizer that receives the signal.
@@ -272,8 +275,9 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
     The signal is N sum_i g_i g_i^T for every layer `y = W x`, where g_i is the gradient of the loss with respect to the
     i-th output y that contributes to the gradient of the step. For a matrix W, N is the number of rows i. For a 1-d or
     2-d convolution, N is the number of images, not of positions. If the loss is the mean over N rows, as in language
-    models over tokens, the signal is the mean of h_i h_i^T, where h_i = N g_i is the gradient of row i's own loss. If
-    the loss is the mean over fewer items, such as sequences, the signal is larger by the number of rows of an item.
+    models over tokens, the signal is the mean of h_i h_i^T, where h_i = N g_i is the gradient of the loss of row i. If
+    the loss is the mean over M < N items, such as sequences, the factor of the sum is still N, and not M. The signal is
+    then N / M times as large as with the factor M.
 
     The g_i have the scale of the step's gradient: if GradScaler's `unscale_` or `clip_grad_norm_` scaled the gradients
     after the backward, the g_i are scaled by the same factor.

@@ -317,7 +317,7 @@ def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
-    """Return the chains inside a stage that set the norm of the stage's result by their second moments."""
+    """Return the chains inside a stage whose second moments set the norm of the stage's result."""
     return [inner for inner in stage.inner(block).values() if inner.sensitive]
 
 
@@ -371,7 +371,7 @@ def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _decays(constraint: Constraint) -> bool:
-    """Return True if a constraint without state shrinks parameters, and shrinks them more if the rate is larger."""
+    """Return True if a constraint has no state and shrinks parameters the more, the larger the learning rate is."""
     if constraint.requires_some or constraint.slots((2, 2)):
         return False
     ones = [torch.ones(2, 2, dtype=torch.float32, device="cpu")]

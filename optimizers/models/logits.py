@@ -82,7 +82,7 @@ class MaxLogits(nn.Module):
             return
         holder = None if self._holder is None else self._holder()
         assert holder is not None
-        # `fully_shard` has gathered its shards here, so a weight that is sharded is sharded by tensor parallelism
+        # in a forward `fully_shard` has gathered the weights; a weight that is still sharded has tensor parallelism
         shards = {name: _shard(holder.get_parameter(name)) for name in self.weights}
         queries, keys = local(q.detach()), local(k.detach())
         with torch.no_grad(), without_autocast():
@@ -302,7 +302,7 @@ class LogitSource:
     def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
         """Join the largest logits of one call with those of earlier calls.
 
-        Backward calls this method, a hook of the call's queries or keys. The gradient of that tensor is not used.
+        The method is a hook of the call's queries or keys. Backward calls it with their gradient, which is not used.
         """
         if (optimizer := self._optimizer()) is not None:
             parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]

@@ -1,9 +1,9 @@
 """Gradient release: parameters are updated during backward, as soon as their gradients are complete, and the gradients
 are then freed.
 
-A *unit* is a set of parameters that are updated together, so that each parameter gets the bits of an ordinary step. A
-unit is one parameter if the update treats parameters one by one (Adam's fused kernel, chunks), and otherwise all
-parameters that have blocks in the same stacks.
+A *unit* is a set of parameters that are updated together, so that each parameter gets the same bits as in an ordinary
+step. If the update treats parameters one by one (Adam's fused kernel, chunks), a unit is one parameter. Otherwise a
+unit has all parameters with blocks in the same stacks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ be updated during backward."""
 def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
     """Step parameters during backward as soon as their gradients are complete, and free these gradients.
 
-    Each parameter gets the bits of an ordinary step. After backward, `optimizer.step()` updates the parameters that
-    backward has not updated. The learning rate must be set before backward. Code between backward and `step()` finds no
-    gradients of updated parameters, so gradients must be clipped by the recipe. If gradients are accumulated, all
-    backwards of a step but the last belong into `with released.accumulate():`.
+    Each parameter gets the same bits as in an ordinary step. After backward, `optimizer.step()` updates the parameters
+    that backward has not updated. The learning rate must be set before backward. Code between backward and `step()`
+    finds no gradients of updated parameters, so gradients must be clipped by the recipe. If gradients are accumulated,
+    all backwards of a step but the last must run inside `with released.accumulate():`.
 
         released = eigengraft.release(model, optimizer)
         for batch in batches:
@@ -123,7 +123,7 @@ class Release:
     """The release of an optimizer's gradients during backward, as the function `release` makes it."""
 
     def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
-        """Prepare the release of an optimizer's gradients. `hook` begins it.
+        """Prepare the release of an optimizer's gradients. The method `hook` begins the release.
 
         averaged: True if the model averages gradients over ranks after they are complete.
         """
