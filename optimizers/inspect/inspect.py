@@ -118,7 +118,10 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield the measurements of a watched step for the blocks of a stack. The last sample of a measure counts."""
+    """Yield the measurements of a watched step for the blocks of a stack.
+
+    If there are several samples of a measure for a block, only the last one is used.
+    """
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
         if isinstance(rows, torch.Tensor):
@@ -269,8 +272,8 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 Found = dict[tuple[str, str], Tensor]
 """Values of shape `[n]`, one for each block, by (slot, measure)."""
 LONGEST_WAIT = 32
-"""How far back the last refresh of a random cadence is searched, in mean intervals between refreshes. The last refresh
-is older than that with probability e^-32."""
+"""How far back the last refresh of a random cadence is searched, in mean intervals between refreshes. With probability
+e^-32 the last refresh is older and is not found."""
 
 
 def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, str, str, list[float]]]:
@@ -300,7 +303,8 @@ def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
     condition: condition number of a statistic.
     root_condition: condition number of a root or a learned factor.
     orthogonality: distance of a basis from an orthogonal matrix.
-    off_diagonal, angle: how far a basis is from diagonalizing the statistic of the same axis.
+    off_diagonal: share of off-diagonal entries in Q^T A Q, for a basis Q and the statistic A of the same axis.
+    angle: mean angle in degrees between a column q of Q and A q. Both are 0 if Q diagonalizes A.
     failures: consecutive failures of a root or basis solver.
     """
     found: Found = {}
@@ -333,8 +337,8 @@ def _pairs(basis: Slot, other: Slot) -> bool:
 def _staleness(stage: Any, context: StepContext) -> Found:
     """Return the measure `staleness` of each block: the number of updates since its last refresh.
 
-    The result of a delayed refresh counts from the update from which it was computed. A block that was never refreshed
-    has the number of all its updates.
+    The last refresh is the one whose result is in use. If its result was delayed, the number counts from the update in
+    which the refresh started. A block that was never refreshed has the number of all its updates.
     """
     cadence = stage.cadence()
     if cadence is None:

@@ -49,9 +49,10 @@ class RoutedParameter:
     route: path of the route that matched; "" is the recipe's own update.
     reason: why that route matched.
     view: the matrices that the parameter is viewed as, and why; "" if the tensor is used as it is.
-    blocks: shapes of its blocks.
-    state_bytes: bytes of all its state.
-    width_factors: distinct factors by which `width_scaling` multiplies updates of its matrices; () for none.
+    blocks: shapes of the parameter's blocks.
+    state_bytes: bytes of all state of the parameter.
+    width_factors: distinct factors by which `width_scaling` multiplies updates of the parameter's matrices; () if it
+        multiplies none.
     left_out: a text for each axis that the stages do not precondition, with the reason.
     fallbacks: reasons why the parameter's step is not compiled although the recipe asks for it, not fused although the
         chain is Adam's, or not run in chunks although the parameter is large enough.
@@ -133,7 +134,7 @@ def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
 def left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
     """Return one text for each axis that the stages of a chain do not precondition, with the reason.
 
-    blocks: shapes of blocks. Each shape, and each text, is listed once.
+    blocks: shapes of blocks. Repeated shapes are ignored.
     """
     shapes = dict.fromkeys(blocks)
     seen = ((block, stage.cached_traits(own)) for block in shapes for _, stage, own in walk_blocks(stages, block))
@@ -323,7 +324,7 @@ class Reporting(torch.optim.Optimizer):
         return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
 
     def slow_products(self) -> list[str]:
-        """Return a line for each device that has no instructions for bfloat16 products, if the recipe uses any."""
+        """Return a line for each device without instructions for bfloat16 products, if the recipe has such products."""
         fields = ", ".join(_in_bfloat16(self.recipe))
         devices = dict.fromkeys(stack_state.stack.device for stack_state in self.stack_states())
         return [
@@ -334,7 +335,7 @@ class Reporting(torch.optim.Optimizer):
         ]
 
     def solver_choices(self, device: str | None = None) -> list[str]:
-        """Return a line for each solver that is chosen by device, or several if its matrices have several sizes.
+        """Return a line for each solver that is chosen by device, and for each size of the matrices that it solves.
 
         A line has the path in the recipe, the chosen solver, the other candidates, and the times that decided.
 

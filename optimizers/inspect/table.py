@@ -57,7 +57,8 @@ WORST: Mapping[str, tuple[Literal["largest", "smallest"], ...]] = {
     "orthogonality": ("largest",),
     "storage_error": ("largest",),
 }
-"""Measures that indicate a layer with a problem, in the order of reports, and which extreme values indicate it."""
+"""For each measure that can indicate a layer with a problem: the extreme values that indicate it. Reports list the
+measures in this order."""
 _COUNTS = ("zero_gradients", "skipped", "failures")
 """Measures that count events. A layer with the count 0 has no problem and is never listed as the worst."""
 
