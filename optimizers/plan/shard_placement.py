@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Callable[[Tensor], Shard]:
-    """Return a `shard_placement_fn` for `fully_shard` that shards each parameter where the fewest blocks are cut.
+    """Return a `shard_placement_fn` for `fully_shard` that shards each parameter along the axis that cuts blocks least.
 
     A block that is entirely on one rank is owned by that rank, so that a step communicates less. Results are the same.
-    The first of the best axes is chosen. An axis other than the first must be a multiple of `ranks`, because torch
-    shards such axes only into equal parts. Along such an axis torch makes one more copy when it gathers parameters and
-    reduces gradients.
+    Of several equally good axes the first is chosen. An axis other than the first is considered only if its length is a
+    multiple of `ranks`, because torch shards such an axis only into equal parts. Along such an axis torch makes one
+    more copy when it gathers parameters and reduces gradients.
 
     Args:
         recipe: name of a shipped recipe, path of a YAML file, mapping or `Recipe`, which declares the blocks of each

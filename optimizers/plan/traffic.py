@@ -1,6 +1,6 @@
 """Bytes and messages of one step of a sharded optimizer, computed for all ranks without running the step.
 
-Legend: R is the number of ranks; o (the owner of a block) and r are ranks.
+R is the number of ranks. The indices o and r of arrays are ranks; o is the owner of a block.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def _exchange(
 ) -> None:
     """Add the messages of one round to `traffic`.
 
-    The owner of a block receives the gradient from the ranks of its replica, and sends the update to all ranks that
-    hold entries of the block.
+    The owner of a block belongs to one replica, a set of ranks that together hold every entry exactly once. The owner
+    receives the gradient from the ranks of this replica, and sends the update to all ranks that hold entries of the
+    block.
 
     holdings: cache of the number of a block's entries that each rank holds, `[R]`.
     traffic: (messages to owners, messages from owners).
@@ -206,8 +207,8 @@ def step_traffic(
 
     "gradients" has all messages to owners: gradients, parameters if weight decay is added to directions, and signals
     with one value for each entry. "updates" has the messages from owners. "agreement" has the all-reduce by which ranks
-    check that they make the same step. "synchronization" has the all-to-all before it on gloo, in which ranks compare
-    digests of their next collective.
+    check that they make the same step. "synchronization" has the all-to-all in which ranks compare digests of their
+    next collective. It precedes that all-reduce, and only gloo needs it.
 
     plain: True if parameters are plain tensors. Ranks then compare norms of gradients.
     groups: number of groups of ranks. Each group computes all updates.
