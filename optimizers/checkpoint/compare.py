@@ -36,7 +36,8 @@ class RecipeChange:
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
     settings: other differences, such as a decay. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: present name of the saved recipe, if its old name belongs to the optimizer's recipe now; else None.
+    renamed: present name of the saved recipe, if the optimizer's recipe now has the old name of the saved recipe; else
+        None.
     """
 
     meaning: tuple[str, ...] = ()
@@ -136,9 +137,10 @@ def _without_locations(recipe: Recipe) -> Recipe:
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the present name of the saved recipe, if its old name belongs to the recipe `own` now; else None.
+    """Return the present name of the saved recipe, if it was renamed and the recipe `own` has the old name; else None.
 
-    As both recipes may have overrides, a recipe counts as the shipped recipe from which it differs in fewer fields.
+    As recipes may have overrides, the names do not decide. There are two shipped recipes, one that has the old name now
+    and one that had it before. Each recipe counts as the one from which it differs in fewer fields.
     """
     for name, now in _RENAMED.items():
         successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))

@@ -124,15 +124,18 @@ class ConsolidateOnSave:
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Gather after a step that Trainer saves."""
+        """Gather the state after a step if Trainer saves then."""
         _consolidate(args, control.should_save, others)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Gather after an epoch that Trainer saves."""
+        """Gather the state after an epoch if Trainer saves then."""
         _consolidate(args, control.should_save, others)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Gather after an evaluation if Trainer may save the best model, because it decides that after this event."""
+        """Gather the state after an evaluation if Trainer saves best models.
+
+        Trainer decides only after this event whether the model is the best, so every evaluation gathers the state.
+        """
         _consolidate(args, getattr(args, "save_strategy", None) == "best", others)
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -151,7 +151,8 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
     """Return the parameter sets of a batch of param groups.
 
-    They are built again if the saved state is of other parameters, because some were frozen or thawed since the save.
+    If parameters were frozen or thawed since the save, the saved state is of other parameters than the sets have. The
+    sets are then built again.
 
     values: saved state of each parameter of the batch.
     """

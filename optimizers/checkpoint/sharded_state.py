@@ -79,7 +79,10 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 
 
 def _with_owners(entries: Sequence[Mapping[str, Entry]]) -> tuple[list[tuple[int, str]], list[Entry]]:
-    """Return ([(position of the parameter, key)], [entry]) of state that has an owner."""
+    """Return two lists for the state tensors that have an owner.
+
+    The first has (position of the parameter, key) of each tensor, the second the tensor's entry in the manifest.
+    """
     found = {(p, key): entry for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None}
     return [*found], [*found.values()]
 
@@ -111,9 +114,9 @@ def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key:
 
 
 def _stored(value: Tensor, location: Location | None) -> Tensor:
-    """Return a copy of a tensor or DTensor whose local entries are in host memory.
+    """Copy the local entries of a tensor or DTensor to host memory, and return the copy.
 
-    location: where in host memory. None: the tensor itself is returned.
+    location: kind of host memory. None: the tensor itself is returned, without a copy.
     """
     if location is None:
         return value
@@ -123,7 +126,7 @@ def _stored(value: Tensor, location: Location | None) -> Tensor:
     buffer = HostBuffer(location, {"": own})
     stored = buffer.views(buffer.memory)[""].copy_(own)
     buffer.release()
-    # `from_local` would copy the entries to the device of the mesh
+    # the constructor is called, because `from_local` would copy the entries to the device of the mesh
     made: Any = DTensor
     return made(stored, value._spec, requires_grad=False) if isinstance(value, DTensor) else stored
 
@@ -222,10 +225,10 @@ def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh
     """Return (mesh, placements, cut) of entry-wise state of a parameter, which is sharded as the parameter is.
 
     If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. `cut`
-    is True if they divide rows of a shard, which no placement describes. The state is then sharded evenly along its
-    first axis.
+    is True if the replicas divide the rows of a shard, which no placement describes. The placements then shard the
+    state evenly along the first axis of the parameter.
 
-    lead: number of axes of the state before those of the parameter.
+    lead: number of axes of the state before the axes of the parameter.
     """
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
@@ -272,7 +275,7 @@ def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tenso
 
 
 def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> Tensor:
-    """Return this rank's shard of a state tensor, or the full plain tensor if such state is not sharded.
+    """Return this rank's shard of a state tensor, or the full plain tensor if ranks do not shard the tensor.
 
     like: this rank's present tensor of the same state.
     """
