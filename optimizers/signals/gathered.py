@@ -38,9 +38,9 @@ class SignalCall:
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
         """Return the numbers that ranks gather for this signal, by name of the field.
 
-        Every signal has a field with its level (`MISSING`, `SOME` or `ALL`). A second field has the values of a signal
-        that consists of numbers, `[1]` or `[P]`, or the sizes of the tensors of a signal that consists of tensors,
-        `[P]`. A signal with a value for each entry has no second field.
+        Every signal has a field with its level (`MISSING`, `SOME` or `ALL`). If the signal consists of numbers, a
+        second field has the values, `[1]` or `[P]`. If it consists of tensors, the second field has the sizes of the
+        tensors, `[P]`. If it has a value for each entry, there is no second field.
 
         positions: number P of parameters.
         """

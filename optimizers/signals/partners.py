@@ -56,9 +56,10 @@ class PairedParameter:
         return self.factor.partner
 
     def signal(self, name: str, partner: PairedParameter) -> Tensor:
-        """Return the signal `name`, `[p, r]`: the partner's value, earlier value or gradient.
+        """Return the signal `name`: the partner's value, earlier value or gradient.
 
-        The result is a copy, because the partner may be updated before the signal is used.
+        The result has the shape `[p, r]`, with the axis last that both factors share. It is a copy, because the partner
+        may be updated before the signal is used.
         """
         assert self.factor is not None and self.param_set is not None
         if name == "partner_gradient":
@@ -75,7 +76,10 @@ class PairedParameter:
 
     @property
     def kept(self) -> Tensor:
-        """Return this rank's shard as of the partner's last update, or the present shard if none is stored."""
+        """Return this rank's shard of the parameter, as it was in the partner's last update.
+
+        If no earlier shard is stored, return the present shard.
+        """
         slots = {} if self.param_set is None else self.param_set.iterates.tensors[self.position]
         return slots[PARTNER_STAGE]["before"] if PARTNER_STAGE in slots else self.value
 

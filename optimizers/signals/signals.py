@@ -223,14 +223,17 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove signals whose first step was made, in this run or in the run that was loaded."""
+        """Remove a signal if a parameter whose update rule requires it has made a step.
+
+        Steps of the run whose state was loaded count too.
+        """
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
             self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
 
     def close(self, names: Iterable[str]) -> None:
-        """Remove signals that were provided to a step, even if the step had no usable gradient."""
+        """Remove signals by name. A step removes those that were provided to it, even if no gradient was usable."""
         for name in names:
             self.open.pop(name, None)
 
@@ -345,7 +348,7 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if steps use a signal that is not computed for each stack, or a sum of slots over all blocks."""
+        """Return True if steps use a sum of slots over all blocks, or a signal that is not computed for each stack."""
         return not self.listeners.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
