@@ -81,8 +81,8 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     """Return True if a state tensor without an owner is sharded as its parameter is.
 
-    Such a state tensor is either a number, which every rank stores, or its last axes are those of the parameter. State
-    of other shapes has an owner.
+    A state tensor without an owner has one of two shapes. Either it is a number, which every rank stores, or its last
+    axes are those of the parameter.
     """
     return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
 

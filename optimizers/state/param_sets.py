@@ -94,7 +94,11 @@ class ParamSets:
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), frozen)
 
     def assign(self, index: int) -> None:
-        """Assign owners to blocks of the groups from `index` on, as a new batch, and refresh phases to all blocks."""
+        """Assign owners to blocks of the groups from `index` on, as a new batch.
+
+        Also assign a new phase to every block of all groups: the fraction of a refresh interval at which the block is
+        refreshed.
+        """
         self._assignments.assign(index)
         self.batches.append(len(self.infos))
         self.built.append([])
@@ -295,12 +299,15 @@ class ParamSets:
         self._note_shown(state)
 
     def resolve_deferred(self) -> None:
-        """Undo the step counts of parameters whose last gradient was not finite, as checked on the device."""
+        """Undo the step counts of parameters that the last step did not update, according to its checks on the device.
+
+        A parameter is not updated, for example, if its gradient was not finite.
+        """
         for param_set in self:
             param_set.resolve_deferred()
 
     def finish_refreshes(self) -> None:
-        """Wait for all delayed refreshes that are under way, and store the results in pending slots."""
+        """Wait for all delayed refreshes that are under way, and store the results in slots of role "pending"."""
         for param_set in self:
             param_set.finish_refreshes()
 
