@@ -136,14 +136,14 @@ class Release:
         self._units(optimizer)
 
     def hook(self, parameters: Sequence[Tensor]) -> None:
-        """Register the hook of each parameter, which backward calls when the parameter's gradient is complete."""
+        """Register a hook at each parameter. Backward calls the hook when the parameter's gradient is complete."""
         for parameter in parameters:
             handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Return a context for the micro-batches before the last one of a step: gradients are only accumulated."""
+        """Return a context for all micro-batches of a step but the last. In it, gradients are only accumulated."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -163,7 +163,10 @@ class Release:
         return self._step is not None
 
     def note(self, parameter: Tensor) -> None:
-        """Record that backward has completed the gradient of a parameter. Update parameters if `parts` says so."""
+        """Record that backward has completed the gradient of a parameter.
+
+        Update the pending units if their gradients now have 1 / `parts` of the bytes of all gradients.
+        """
         optimizer = self._optimizer()
         if optimizer is None or self._accumulates:
             return
