@@ -57,7 +57,7 @@ def test_a_quantizer_stores_the_same_numbers(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ids("root_solver"))
 def test_a_root_solver_finds_the_same_roots(row: Row) -> None:
-    solver = row.solver("root_solver").solver
+    solver = row.solver("root_solver").component
     assert isinstance(solver, RootSolver)
     ours, theirs = both(lambda a: solver.root(a, usual_exponent(solver)), definite(3, 6))
     assert close(ours.value, theirs.value, 1e-9) and torch.equal(ours.ok, theirs.ok.cpu())
@@ -65,7 +65,7 @@ def test_a_root_solver_finds_the_same_roots(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ids("basis_solver"))
 def test_a_basis_solver_finds_the_same_bases(row: Row) -> None:
-    solver = row.solver("basis_solver").solver
+    solver = row.solver("basis_solver").component
     assert isinstance(solver, BasisSolver)
     ours, theirs = both(lambda a, q: solver.basis(a, q, False), definite(3, 6), torch.eye(6).double().repeat(3, 1, 1))
     assert close(ours.q, theirs.q, 1e-9) and torch.equal(ours.ok, theirs.ok.cpu())
@@ -73,7 +73,7 @@ def test_a_basis_solver_finds_the_same_bases(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ids("polar_solver"))
 def test_a_polar_solver_finds_the_same_factors(row: Row) -> None:
-    solver = row.solver("polar_solver").solver
+    solver = row.solver("polar_solver").component
     assert isinstance(solver, PolarSolver)
     ours, theirs = both(solver.polar, standard_normal(3, 6, 5, seed=1))
     assert close(ours, theirs, 1e-9)

@@ -14,7 +14,7 @@ from torch import Tensor
 from eigengraft import noise
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
-from eigengraft.testing.quantizer_laws import example
+from eigengraft.testing.quantizer_laws import QuantizerCase
 
 from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
 from ..laws.rows import Row
@@ -54,7 +54,9 @@ def both_ways(quantizer: Quantizer, slot: Slot) -> Any:
 @pytest.mark.parametrize("row", TRACED, ids=str)
 def test_traced_code_gives_the_same_bits(row: Row) -> None:
     quantizer = small(row.make)
-    slot, x = example(quantizer, 3, 13)  # odd; products of sides from 8 to 11 depend on where a matrix begins
+    slot, x = QuantizerCase(quantizer, size=13).example(
+        3
+    )  # odd; products of sides from 8 to 11 depend on where a matrix begins
     y = x.flip(-1, -2) * 2
     x[1], y[2] = 0.0, 0.0
     given = (x, y, torch.arange(3), torch.full((3,), 7))
