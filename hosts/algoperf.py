@@ -2,8 +2,8 @@
 
 `eigengraft export algoperf RECIPE` copies this file as `submission.py`, beside `recipe.json` and
 `tuning_search_space.json`. Of the hyperparameters, `learning_rate`, `weight_decay`, `warmup_factor`, `grad_clip`,
-`dropout_rate` and `label_smoothing` have the meaning that they have in the baselines of AlgoPerf. Any other one is an
-override of the recipe, with "__" in place of dots: `update__rms__beta`.
+`dropout_rate` and `label_smoothing` have the meaning that they have in the baselines of AlgoPerf. Any other
+hyperparameter is an override of the recipe, with "__" in place of dots: `update__rms__beta`.
 """
 
 from __future__ import annotations

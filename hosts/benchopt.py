@@ -1,7 +1,7 @@
-"""A benchopt solver for benchmarks that train a torch model, as benchmark_nanogpt: recipes beside its own optimizers.
+"""A benchopt solver that runs recipes in a benchmark that trains a torch model, such as benchmark_nanogpt.
 
-`eigengraft export benchopt` copies this file into the folder `solvers` of a benchmark. The objective must pass
-`model`, whose call returns the loss first, and `train_dataloader` with `get_distributed_data_generator`.
+`eigengraft export benchopt` copies this file into the folder `solvers` of a benchmark. The objective must pass `model`,
+whose call returns the loss first, and `train_dataloader`, which has the method `get_distributed_data_generator`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Solver(BaseSolver):
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.train_dataloader, self.model = train_dataloader, model.to(device=device)
         self.model.device = device  # loaders of the benchmark read it
-        # the initial weights are kept in the model, because the next solver receives the same, trained model
+        # the initial weights are kept in the model, because the next solver receives the same model after training
         first = {name: value.detach().clone() for name, value in model.state_dict().items()}
         self.initial = vars(model).setdefault("_first_weights", first)
 

@@ -32,7 +32,7 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
         The name in timm.
 
     Raises:
-        ValueError: neither `name` is given nor is the recipe a name.
+        ValueError: `name` is None, and the recipe is not given by its name.
     """
     if name is None and not isinstance(recipe, str):
         raise ValueError(f"register: a recipe that is not given by its name needs `name`, got {type(recipe).__name__}")

@@ -23,8 +23,8 @@ class RecipesContainer(OptimizersContainer):
 
     `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap", optimizer_kwargs={"lr":
     3e-3})])`. Pass changes of a recipe as `overrides` in `optimizer_factory_kwargs_by_name`, under the name of the
-    recipe. Groups with the same recipe become one optimizer for each part of the model. The routes of the recipe apply
-    to that part.
+    recipe. torchtitan may split a model into parts: groups with the same recipe become one optimizer for each part. The
+    routes of the recipe are applied to each part separately.
     """
 
     @dataclass(kw_only=True, slots=True)
