@@ -124,9 +124,12 @@ NEVER_CODED = frozenset({"iterate", "count", "failures", "pending"})
 
 
 def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
-    """Raise ValueError if a role in `storage` has no slot that can be quantized, or if the quantizer excludes the role.
+    """Raise ValueError if the recipe has no slot with this role that can be quantized, or if the quantizer cannot store
+    slots with this role.
 
-    roles: roles of the slots that a recipe may have. The iterable is read only until `role` occurs.
+    role: role in `storage`.
+    quantizer: the quantizer that `storage` names for the role.
+    roles: roles of the slots that the recipe may have. The iterable is read only until `role` is found.
     """
     quantizer = quantizer.codec or quantizer
     if quantizer.roles and role not in quantizer.roles:
@@ -146,7 +149,7 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
 
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:
-    """Raise ValueError for a stage in `storage` if the quantizer can store none of its slots."""
+    """Raise ValueError if a recipe stores the slots of a stage by a quantizer that can store none of these slots."""
     quantizer = quantizer.codec or quantizer
     roles = sorted({slot.role for slot in slots})
     if roles and quantizer.roles and not {*roles} & {*quantizer.roles}:

@@ -112,7 +112,9 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 """Kinds of Linux file systems whose files are in memory."""
 _ALIGNMENT = 256
 """Alignment of a tensor in its buffer, in bytes. torch's allocators align tensors to 64 bytes on a CPU and to 512 on
-CUDA, and some kernels round differently at other addresses; 256 bytes are a multiple of every vector register."""
+CUDA, and some kernels round differently at other addresses; 256 bytes are a multiple of the size of every vector
+register.
+"""
 _WILL_NEED, _DONT_NEED = 3, 4
 """Advice of madvise(2), the same on Linux and macOS: read the pages ahead, and remove the pages from the process."""
 
@@ -143,7 +145,7 @@ class HostBuffer:
         self._process = os.getpid()
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return tensors over other memory, with the names, shapes and dtypes of the buffer's tensors.
+        """Return tensors in the given memory, with the names, shapes and dtypes of the buffer's tensors.
 
         memory: uint8 `[n]` on any device, of the size of the buffer.
         """

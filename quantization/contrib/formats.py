@@ -18,7 +18,9 @@ from ..formats.integers import LinearFormat
 
 
 class Int3(Nibbles):
-    """3 bits for a number, stored in 4: the nearest of 8 levels, times the scale of the block (Wang et al. 2024)."""
+    """A code of 3 bits for a number, stored in 4 bits: the nearest of 8 levels, times the scale of the block (Wang et
+    al. 2024).
+    """
 
     kind: Literal["int3"] = "int3"
     codebook: Literal["linear_square", "dynamic"] = Field(
@@ -70,7 +72,8 @@ class UInt8(LinearFormat):
 class FP8(Blockwise):
     """8-bit floats with a scale for each block. max |x| of a block is stored as the largest number of the format.
 
-    e4m3: 4 significant bits, 448 to 2^-9; e5m2: 3 significant bits, 57344 to 2^-16.
+    e4m3: 4 significant bits, positive numbers from 2^-9 to 448.
+    e5m2: 3 significant bits, positive numbers from 2^-16 to 57344.
     """
 
     kind: Literal["fp8"] = "fp8"

@@ -93,9 +93,10 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return the width at which a row of n numbers is cut into rows that are processed alone: B, or n for no cut.
+    """Return the width of the shorter rows into which a row of n numbers may be cut: B, or n if it must not be cut.
 
-    The width is B if all blocks of the row are full and B is even. Each byte then has codes of one row only.
+    The width is B if all blocks of the row are full and B is even. Two codes in one byte are then of the same shorter
+    row, so that shorter rows can be encoded and decoded separately.
 
     size: B.
     """
@@ -189,8 +190,9 @@ class Blockwise(Format, ABC):
     """y = x / s  with  s = max |x| over each block of B numbers along the last axis (the last block may be shorter).
 
     x are the numbers of a block, and s is the scale of the block. Codes are computed by rounding z = x (span / s),
-    which is in [-span, span] up to rounding errors. A block of zeros has s = 0 and is decoded as zeros. A block with a
-    number that is not finite, or is beyond float32, is decoded as NaN; other blocks are not affected.
+    where `span` depends on the format; z is in [-span, span] up to rounding errors. A block of zeros has s = 0 and is
+    decoded as zeros. A block with a number that is not finite, or is beyond float32, is decoded as NaN; other blocks
+    are not affected.
     """
 
     block_size: int = Field(default=256, ge=1, description="Numbers along the last axis that share a scale, B.")

@@ -31,10 +31,10 @@ cache, and the overhead of calls is small in comparison with the work.
 
 
 def scratch(name: str, n: int, dtype: torch.dtype) -> Tensor:
-    """Return a buffer `[n]` with arbitrary values, for intermediate results of one piece.
+    """Return a buffer `[n]` with arbitrary values, for intermediate results.
 
-    The next call with the same name in the same thread returns the same memory, because allocating new memory would
-    take as long as the work.
+    If n is at most `CACHE_ELEMENTS`, the next call with the same name and dtype in the same thread returns the same
+    memory, because allocating new memory would take as long as the work.
     """
     if n > CACHE_ELEMENTS:
         return torch.empty(n, dtype=dtype, device="cpu")
@@ -163,8 +163,8 @@ class Codebook:
 def _found(y: Tensor, steps: Tensor) -> Tensor:
     """Return the codes of y as int32, in a buffer that the next call overwrites.
 
-    k is the absolute value of the bits of y, read as a signed integer. The upper half of the bits chooses an entry of
-    the table. The upper half of the sum of this entry and k is the code.
+    The code of a number is the upper half of k + steps[h]. k is the absolute value of the bits of the number, read as a
+    signed integer, and h is the absolute value of the upper half of the bits.
 
     steps: the table, as `_steps` returns it.
     """
@@ -190,17 +190,17 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 def _steps(levels: Levels) -> Tensor:
     """Return the table by which `_found` computes the codes of float32 in (-2, 2), int32 `[2^15 + 1]`.
 
-    k is the absolute value of the bits of a float, read as a signed integer. h is the absolute value of the upper half
-    of these bits, and chooses the entry of the table. The entry is 2^16 c - s, where c is the code of the largest float
-    with this h, and s is the smallest k with this h and code. The upper half of the sum of entry and k is then the
-    code: c for k >= s, and c - 1 for k < s. Floats with one h must therefore not have more than two codes. This is the
-    case if midpoints between levels differ by at least 2^-7 of their size.
+    The code of a float is the upper half of k + table[h]. k is the absolute value of the bits of the float, read as a
+    signed integer, and h is the absolute value of the upper half of these bits. All floats with the same h share an
+    entry of the table. The entry is 2^16 c - s, where c is the largest code of a float with this h, and s is the
+    smallest k of a float with this h and the code c. The upper half of the sum is therefore c for k >= s, and c - 1 for
+    k < s. The floats with the same h must not have more than two codes. This is the case if midpoints between levels
+    differ by at least 2^-7 of their size.
 
     Floats >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.
-
-    Legend: o is k for floats >= 0, and k - 2^31 for floats below 0. It increases with the float, also across 0.
     """
+    # o is k for floats >= 0, and k - 2^31 for floats below 0: it increases with the float, also across 0
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)  # o
     h = torch.arange((1 << 15) + 1, dtype=torch.int64, device="cpu")

@@ -20,7 +20,7 @@ from ..formats.codebook_formats import Int4
 
 
 def unit_size(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (A / s, s) with s `[N]` the largest |entry| of each matrix. For a zero matrix, A / s and s are 0."""
+    """Return (A / s, s) with s `[N]` the largest |entry| of each matrix A. If A is 0, both results are 0."""
     size = a.abs().amax((-2, -1))
     return a / per_block(torch.where(size > 0, size, 1.0), a), size
 
@@ -37,9 +37,9 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     places: for each entry of the flat rectangle, its index in the flat matrix.
     entries: for each entry of the flat matrix, its index in the flat rectangle; arbitrary outside of the triangle.
 
-    Row k of the rectangle is the k-th longest row of the triangle, followed by the k-th shortest row. Because the
-    rectangle has complete rows of the triangle, at most one block of a format that works along rows has entries of two
-    such rows. Rows of Cholesky factors differ in size, so entries of two rows should not share a scale.
+    Row k of the rectangle is the k-th longest row of the triangle, followed by the k-th shortest row. A format that
+    works along rows cuts each row of the rectangle into blocks. At most one of these blocks has entries of two rows of
+    the triangle. Rows of Cholesky factors differ in size, so entries of two rows should not share a scale.
     """
     height, width = folded_shape(d)
     k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
@@ -130,7 +130,7 @@ def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int
 
 
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
-    """Return the tensors "<prefix>.<name>" under the names of the inner format."""
+    """Return the tensors with names "<prefix>.<name>", by <name>, as the inner format returned them."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in encoded.items() if name.startswith(start)}
 

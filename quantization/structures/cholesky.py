@@ -34,7 +34,7 @@ class Cholesky(Structure):
     diagonal, with b = error_feedback.
 
     D D^T is positive semi-definite by construction. Each triangle is folded to a rectangle without gaps, so that C and
-    E together have as many codes as one full matrix. For a zero matrix C and E are 0. If the factorization fails, it is
+    E together have as many codes as one full matrix. If A is 0, C and E are 0. If the factorization fails, it is
     repeated with a larger ridge; if the second attempt fails too, the stored tensors are not changed.
     """
 

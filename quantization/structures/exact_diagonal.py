@@ -17,9 +17,9 @@ from .base import Structure, encode_under, square_shape_error, without_prefix
 class ExactDiagonal(Structure):
     """A = Diag(a) + D(Q(A - Diag(a)))  with a = diag(A) `[N, d]` exact;  Q encodes and D decodes with the inner format
 
-    A is the matrix. An inner format with a scale for each row decodes a symmetric matrix as a matrix that is not
-    symmetric. `symmetrize` replaces the decoded matrix by the mean of this matrix and its transpose, which also halves
-    the variance of rounding errors. An inner format that stores one triangle needs no symmetrization.
+    A is the matrix. If the inner format has a scale for each row, the decoded matrix of a symmetric A is not symmetric.
+    `symmetrize` replaces the decoded matrix by the mean of this matrix and its transpose, which also halves the
+    variance of rounding errors. An inner format that stores one triangle needs no symmetrization.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
