@@ -52,9 +52,9 @@ class SecondMoment(NamedTuple):
 class Traits:
     """Facts that the engine needs about a stage on blocks of one shape, beside the results of the other hooks.
 
-    The defaults are correct for any stage, and at most slower. The engine calls `traits(block)` once for each shape
-    and caches the result. The first six fields must not depend on the shape, because the engine reads them from
-    `traits(())`, the traits for the empty shape.
+    The defaults are correct for any stage, but may make its steps slower. The engine calls `traits(block)` once for
+    each shape and caches the result. The first six fields must not depend on the shape, because the engine reads them
+    from `traits(())`, the traits for the empty shape.
 
     signals: signals that the stage requests beside the gradient.
     lagged: True if the stage applies its state to a gradient before it learns from that gradient. A step then runs
@@ -154,8 +154,8 @@ class Stage(Schedulable, ABC, family="stage"):
     `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. The result is True if all
     blocks fulfil the condition, False if none does, else a NumPy array `[N]`. `context.correction(b, like)` is 1 -
     b^step, shaped to divide `like`. `context.per_block(f, like)` is f(step), shaped to multiply `like`. `context.first`
-    is True in a block's first refresh. For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to
-    multiply `like`.
+    is True in a block's first refresh. If x `[N]` has one number for each block, `numerics.per_block(x, like)` shapes x
+    to multiply `like`.
 
     One wire. Gradient and direction are one tensor until a stage with slots has run (slots of chains inside a stage
     count, too). The result of a stage without slots is until then also the gradient of all following stages:

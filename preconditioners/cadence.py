@@ -16,16 +16,16 @@ from eigengraft.step_context import StepContext
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 _FEW = 16
-"""Number of blocks up to which `Every.due_again` tests phases one by one in Python, which then is faster than a NumPy
-array.
+"""Number of blocks up to which `Every.due_again` tests phases one by one in Python. For so few blocks this is faster
+than a NumPy array.
 """
 
 _PHASES = np.array([0.0, 0.5])
 """Two phases, half a period apart. A cadence spreads refreshes if blocks with these phases are due at different steps.
 """
 ROUNDED = 1e-9
-"""Number of steps that is added to the product of a phase and a period before the product is rounded down. In floating
-point n * (k / n) may be slightly less than k.
+"""Number of steps that is added to the product of a phase and a period before the product is rounded down. For a phase
+k / n of a period n the product is k, but in floating point n * (k / n) may be slightly less than k.
 """
 
 
@@ -125,12 +125,12 @@ class Cadence(Component, ABC, family="cadence"):
 class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
-    t is the number of the block's own step. A wave is the set of blocks that are due in the same step. With `stagger:
-    cost` the phases spread the blocks over the interval in waves of about equal work. The number of waves is as large
-    as possible, as long as the mean work of a wave is at least `min_wave_work` times the work of the costliest block.
-    Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave has fewer blocks than there are
-    ranks. With `min_wave_work: 1` all steps cost about the same. With `stagger: none` all blocks are due at once, as in
-    the published codes.
+    t is the number of the block's own step; `start`, `offset` and `steps` are fields. A wave is the set of blocks that
+    are due in the same step. With `stagger: cost` the phases spread the blocks over the interval in waves of about
+    equal work. The number of waves is as large as possible, as long as the mean work of a wave is at least
+    `min_wave_work` times the work of the costliest block. Ranks refresh the blocks of a wave in parallel, so that some
+    ranks wait if a wave has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
+    With `stagger: none` all blocks are due at once, as in the published codes.
 
     With `delay: k` a refresh that is due at t reads the state of update t and takes effect at update t + k. Until then
     it is computed beside training, if the device can do so. The first refresh of a block takes effect at once.
@@ -219,7 +219,7 @@ class Every(Cadence):
 
 
 def _spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """Yield each run of equal codes except 0 as (start, stop, first).
+    """Yield each run of equal codes as (start, stop, first), except runs of the code 0.
 
     codes: `[N]`, 0 for blocks that are not due, 2 for blocks at their first refresh, and 1 for all other due blocks.
         `first` is True for the code 2.

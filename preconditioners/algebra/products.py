@@ -122,8 +122,8 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of last axes that are too short for a product of their own in `_cycled`. Return None if
-    `_cycled` is not faster for these matrices.
+    """Return the number of axes at the end of a block that are too short for a product of their own in `_cycled`.
+    Return None if `_cycled` is not faster for these matrices.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
@@ -141,7 +141,7 @@ def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     becomes the first. The last `short` axes are multiplied where they are, and moved to the end together by one copy of
     x.
 
-    short: number of last axes that are too short for such a product; 0 for none.
+    short: number of axes at the end that are too short for a product of their own; 0 for none.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -212,8 +212,9 @@ def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
 def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """Compute T <- beta T + alpha Y Z^T in place, for a symmetric T, and return T. If beta is 0, T is not read.
 
-    On a CPU a large T is computed in panels of columns, each from the diagonal down, and the rest is copied. Every
-    matrix is multiplied separately, so that no result depends on the other matrices of a stack.
+    On a CPU a large T is computed in panels of columns, each from the diagonal down. The entries above a panel are
+    copied from their mirror images. Every matrix is multiplied separately, so that no result depends on the other
+    matrices of a stack.
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))

@@ -104,7 +104,8 @@ class Transform(Stage):
         return Traits(entrywise=entrywise, spectral_norm=norm, spectral_gain=gain)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # `before` also maps the first gradient, which only primes `inner`, so that `before` is one step ahead
+        # `before` also maps the first gradient, which only primes `inner`, so that the step number of `before` is one
+        # larger than that of `inner`
         before = replace(context, steps=context.steps + 1) if first_lagged(self.chain) else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

@@ -23,12 +23,12 @@ class PartnerBasis(Stage):
     """inner(g R^(-1), d R^(-1)) R^(-T)  with Y = U R,  Y `[m, r]` the other factor of W = Y X^T, for blocks X `[n, r]`
 
     U has orthonormal columns, and R `[r, r]` is upper triangular. g and d are the gradient and the direction of X. With
-    W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. This gradient does not depend on the choice of Y and X for one W
-    (up to the choice of U): if Y is multiplied by an invertible matrix and X by its inverse transpose, the change of W
-    stays the same (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al. 2026,
-    LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P = U^T U_before: first moments
-    M become M P^T, second moments are transported by the Hadamard square of P, and r x r statistics V become P V P^T.
-    If Y does not have full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
+    W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y is multiplied from the right by an invertible matrix and X
+    by the inverse transpose of this matrix, W stays the same. g R^(-1) then depends only on the choice of U, and the
+    change of W stays the same (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista
+    et al. 2026, LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P = U^T U_before:
+    first moments M become M P^T, second moments are transported by the Hadamard square of P, and r x r statistics V
+    become P V P^T. If Y does not have full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
 
     The update needs the view `pairs` and no blocking.
     """

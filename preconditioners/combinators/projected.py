@@ -1,4 +1,6 @@
-"""A chain on a low-rank projection of the gradient, with or without an update by the rest (GaLore, Fira, APOLLO)."""
+"""A chain on a low-rank projection of the gradient. The chain's result is lifted to the full space (GaLore), or added
+to the scaled part of the direction outside the projection (Fira), or used only to scale the direction (APOLLO).
+"""
 
 from __future__ import annotations
 

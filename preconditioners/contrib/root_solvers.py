@@ -46,10 +46,10 @@ class Chebyshev(Iterative):
     """sum over k <= degree of c_k T_k(S),  S = (2 C - (low + high) I) / (high - low)
 
     T_k are the Chebyshev polynomials, and c_k the coefficients of the series of x^(-1/p) on [low, high]. The sum X is
-    close to C^(-1/p), and the result C^(-q/p) is its q-th power (DASH, arXiv:2602.02016). C is the matrix A plus its
-    ridge r, divided by its size t. The sum is computed by Clenshaw's recurrence, with one product of `[N, d, d]` for
-    each degree. The interval [low, high] must contain the eigenvalues of C, which are in [r / t, 1]. The solver accepts
-    exponents e = q/p with p <= 64 and q <= 8.
+    close to C^(-1/p), and the result C^(-q/p) is its q-th power (DASH, arXiv:2602.02016). C is (A + r I) / t, with A
+    the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`. The sum is computed by
+    Clenshaw's recurrence, with one product of `[N, d, d]` for each degree. The interval [low, high] must contain the
+    eigenvalues of C, which are in [r / t, 1]. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
 
     The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 needs about a hundred terms. With few
     terms the series is inaccurate on a wide interval: on [1e-10, 1] with 20 terms, as in DASH, the error exceeds a
@@ -117,10 +117,10 @@ class HigherOrder(Coupled):
 
     b_i = prod over j <= i of (1 + (j - 1) p) / (j p) are the coefficients of the series of M^(-1/p) around I (Lakic
     1998). Order 2 is Newton's iteration; the first step always has order 2. X `[N, d, d]` tends to C^(-1/p), and the
-    result is the q-th power of X. C is the matrix A plus its ridge, divided by its trace; the ridge is max(eps *
-    largest row sum, floor). The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is the larger of
-    max |X^p C - I| and the iteration's own error. In float32 it is about 1e-7 p times the condition number; the default
-    ridge is therefore larger than that of `coupled_newton`.
+    result is the q-th power of X. C is A + r I, divided by its trace, with A the matrix and r = max(eps * largest row
+    sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is the larger
+    of max |X^p C - I| and the iteration's own error. In float32 it is about 1e-7 p times the condition number; the
+    default ridge is therefore larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"
@@ -155,11 +155,11 @@ class NewtonDB(Coupled):
     """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
 
     This is the Newton-Schulz form of Denman and Beavers' iteration (Higham 2008, equation 6.35). Y and Z are
-    `[N, d, d]`, and C is the matrix A plus its ridge, divided by its size. The eigenvalues of Z Y start in (0, 1], and
-    each step multiplies the smallest by up to 9/4. The solver accepts the exponents 1/2 and 1/4. For 1/4 it runs the
-    iteration twice, the second time on the Y of the first run (DASH, arXiv:2602.02016). The residual is ||Z Y - I||. In
-    float32, if the condition number of C is close to 1e7, rounding errors decouple Y from Z, and the residual stays
-    large.
+    `[N, d, d]`, and C is (A + r I) / t, with A the matrix, r the ridge, and t the bound of the largest eigenvalue of A
+    + r I by `scaling`. The eigenvalues of Z Y start in (0, 1], and each step multiplies the smallest by up to 9/4. The
+    solver accepts the exponents 1/2 and 1/4. For 1/4 it runs the iteration twice, the second time on the Y of the first
+    run (DASH, arXiv:2602.02016). The residual is ||Z Y - I||. In float32, if the condition number of C is close to 1e7,
+    rounding errors decouple Y from Z, and the residual stays large.
     """
 
     kind: Literal["newton_db"] = "newton_db"

@@ -1,4 +1,4 @@
-"""Weight decay of the entries at which a direction and the parameter have one sign."""
+"""Weight decay of the entries of a parameter that have the same sign as the direction."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class GradientDifference(Stage):
     """d + gamma b / (1 - b) (d - d_last),  d_last the direction d of the last step, 0 at first
 
     b is `beta`, and d is usually the gradient. The stage uses the gradient of the last step to reduce the variance of
-    d. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) has this stage in `before` of a `transform`,
-    followed by clipping to norm 1, a momentum with decay b and any second moments.
+    d. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) is a `transform`: `before` has this stage and a
+    clipping to norm 1, and `inner` has a momentum with decay b and second moments of any kind.
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"

@@ -14,7 +14,9 @@ from ..base import Stage, Traits
 
 
 class Identity(Stage):
-    """d, the direction unchanged: stochastic gradient descent, or SGD grafting as the `magnitude` of a `graft`."""
+    """d, the direction unchanged. Alone this is stochastic gradient descent; as the `magnitude` of a `graft`, SGD
+    grafting.
+    """
 
     kind: Literal["identity"] = "identity"
 
@@ -40,7 +42,7 @@ class Sign(Stage):
 class GradientSign(Stage):
     """|d| sign(g): the magnitudes of the direction d with the signs of the gradient g, and 0 where d or g is 0.
 
-    After Adam's stages it is Grams (Cao, Li & Song 2024, arXiv:2412.17107, Algorithm 1).
+    After Adam's stages this stage gives Grams (Cao, Li & Song 2024, arXiv:2412.17107, Algorithm 1).
     """
 
     kind: Literal["gradient_sign"] = "gradient_sign"

@@ -122,9 +122,9 @@ class MomentumMixture(Stage):
     a mixture may start with equal decays, as one momentum, and change to different decays later without a jump.
 
     Two means with weights 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). K-Maxwell momentum
-    (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes them, and
-    `maximum_entropy` those of #368 and #369 approximately. Earlier mixtures with constant weights are QHM (Ma & Yarats
-    2019, arXiv:1810.06801) and AggMo (Lucas et al. 2019, arXiv:1804.00325).
+    (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes these weights.
+    `maximum_entropy` computes weights with which a mixture approximates the momentum of #368 and #369. Earlier mixtures
+    with constant weights are QHM (Ma & Yarats 2019, arXiv:1810.06801) and AggMo (Lucas et al. 2019, arXiv:1804.00325).
     Mean k = 0, 1, ... is stored in the slot `m<k>`, so that a recipe can store the slow means in 8 bits.
     """
 
@@ -382,9 +382,9 @@ class LaggedRMS(Stage):
 class Atan2(Stage):
     """scale * atan2(d, width * sqrt(v / (1 - b^t)))  with  v <- b v + (1 - b) g^2,  b = beta, in step t
 
-    Adam without an eps (Everett et al. 2024, arXiv:2407.05872, section 4.3, "Adam-atan2"). g is the gradient, d the
-    direction. The result does not depend on the scale of the gradient, however small, and no entry is larger than scale
-    * pi / 2. For small ratios it is close to scale / width times Adam's d / sqrt(v).
+    This is Adam without an eps (Everett et al. 2024, arXiv:2407.05872, section 4.3, "Adam-atan2"). g is the gradient, d
+    the direction. The result does not depend on the scale of the gradient, however small, and no entry is larger than
+    scale * pi / 2. For small ratios it is close to scale / width times Adam's d / sqrt(v).
     """
 
     kind: Literal["atan2"] = "atan2"

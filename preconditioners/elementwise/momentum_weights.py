@@ -137,12 +137,13 @@ def maximum_entropy(
 ) -> list[dict[str, Any]]:
     """Return the `means` of a `momentum_mixture` near a kernel of maximum entropy that changes during the run.
 
-    The records #368 and #369 store 256 gradients, and their kernel changes linearly from that of `start` to that of
-    `end`. Here `count` running means with log-spaced mean ages replace the stored gradients. The weights of the means,
-    which may be negative, give the sum and the mean age of the kernel exactly. Of all such weights they have the least
-    squared distance from the kernel. With the statistics of the records and eight means, the absolute differences from
-    the kernel sum to 0.24 at the start and to 0.10 at the end, because the kernel of the records alternates from age to
-    age. Until `begin` all means have the decay `beta`.
+    The records #368 and #369 store 256 gradients, and their kernel changes linearly from the kernel of maximum entropy
+    with the statistics `start` to the one with the statistics `end`. Here `count` running means with log-spaced mean
+    ages replace the stored gradients. The kernel of the mixture has the same sum and the same mean age as the kernel of
+    the records. Among all weights of the means with this property, negative weights included, the function returns
+    those whose mixture has the least squared distance from the kernel of the records. With the statistics of the
+    records and eight means, the absolute differences of the two kernels sum to 0.24 at the start and to 0.10 at the
+    end, because the kernel of the records alternates from age to age. Until `begin` all means have the decay `beta`.
 
     (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of the records.
 

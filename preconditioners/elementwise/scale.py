@@ -121,7 +121,7 @@ class ClipRMS(Stage):
 
 
 def norm_over(x: Tensor, per: str, context: StepContext) -> Tensor:
-    """Return the Frobenius norm of each block of x, `[N]`; with `per` "parameter" that of its parameter."""
+    """Return the Frobenius norm of each block of x, or with `per` "parameter" of the block's parameter, `[N]`."""
     norm = block_norm(x)
     return context.parameter_sum(norm.square()).sqrt() if per == "parameter" else norm
 
@@ -158,9 +158,9 @@ class ClipRunningNorm(Stage):
 
     d is the direction, t the step, and m a running mean of the norms of clipped directions, for each block or each
     parameter. In the first `start` steps, and while m = 0, c is 1. AdaGC (Wang et al. 2025, arXiv:2502.11034) clips by
-    the norm of the whole model in these first steps, and keeps their smallest norm. The stage keeps state.
-    Therefore the stages after it receive the clipped direction, but the unclipped gradient. To clip both, use `{kind:
-    transform, before: clip_running_norm, inner: [momentum, rms]}`.
+    the norm of the whole model in the first steps instead, and then starts with m as the smallest norm of these steps.
+    The stage keeps state. Therefore the stages after it receive the clipped direction, but the unclipped gradient. To
+    clip both, use `{kind: transform, before: clip_running_norm, inner: [momentum, rms]}`.
     """
 
     kind: Literal["clip_running_norm"] = "clip_running_norm"

@@ -109,7 +109,7 @@ class AdaptiveShampoo(Factored):
 
         a: A `[N, d, d]`.
         due: (indices of the rows to decompose, bool `[N]`). The bool is True for blocks that use the decomposition. On
-            a device all rows are decomposed, because the host does not read which are due.
+            a device all rows are decomposed, because the host does not read this bool.
         """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])

@@ -169,10 +169,11 @@ class Factored(Stage):
         """Return the axes in groups. A solver receives the matrices of a group as one stack.
 
         Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
-        their matrices together are no larger than the blocks, so that the stack needs no more memory than other parts
-        of a step. Matrices that fill cache lines are compared with all blocks of the stack. Other matrices are compared
-        with the blocks that are refreshed now. Their groups then do not depend on the number of these blocks, and must
-        not, because the last bits of products of such matrices depend on their address.
+        their matrices together have at most as many entries as the blocks, so that the stack needs no more memory than
+        other parts of a step. Matrices whose size is a multiple of a cache line are compared with all blocks of the
+        stack. Matrices of other sizes are compared only with the n blocks that are refreshed now, so that the groups do
+        not depend on n. For these sizes the last bits of products depend on the addresses of the matrices, and
+        different groups would change the results.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:

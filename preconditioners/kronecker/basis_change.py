@@ -209,7 +209,7 @@ def fit_second_moments(
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
     y^T / mean(x) with vectors x and y. If the marginals of both vectors are known, a full correction of both would
     apply the same correction to v twice. Each vector is therefore replaced by the geometric mean of its present value
-    and its known value.
+    and the value that follows from its marginal.
 
     Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
     for every first moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v
@@ -282,8 +282,8 @@ def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) 
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raise ValueError if the marginals of a chain's second moments, their sums over all axes except one, do not follow
-    from the statistic of the basis.
+    """Raise ValueError if the marginals of a chain's second moments do not follow from the statistic of the basis.
+    Marginals are the sums over all axes except one.
 
     keeps_all_columns: True if the solver computes all columns of the basis.
     """
@@ -391,7 +391,7 @@ def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return a mapping without the first axis, in which the indices of all other axes are reduced by 1."""
+    """Return a mapping by axis without its entry of the first axis, with the indices of all other axes reduced by 1."""
     return {axis - 1: x for axis, x in by_axis.items() if axis}
 
 

@@ -59,9 +59,9 @@ class Eigenbasis(Factored, DelayedRefresh):
 
     statistic_frame: the basis in which the statistic of axis i is accumulated. `fixed` accumulates A_i. `basis`
     accumulates B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
-    eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic the two
-    give the same result. With `basis`, B_i is nearly diagonal, and R is orthogonal even if Q_i is coarsely quantized.
-    Quantizing Q_i then only rotates the basis slightly, and adds no error to state that is in the basis.
+    eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic `fixed`
+    and `basis` give the same result. With `basis`, B_i is nearly diagonal, and R is orthogonal even if Q_i is coarsely
+    quantized. Quantizing Q_i then only rotates the basis slightly, and adds no error to state that is in the basis.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"

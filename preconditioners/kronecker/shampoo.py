@@ -85,7 +85,8 @@ class Shampoo(Factored, DelayedRefresh):
         return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        # axes of lengths that 4 does not divide are solved alone: bits of their products depend on the place in a stack
+        # an axis whose length 4 does not divide is solved alone, because the last bits of its products depend on the
+        # index in a stack
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:

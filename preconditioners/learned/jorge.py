@@ -26,7 +26,7 @@ class Jorge(LearnedFactors):
     d is the direction, x_i the product along axis i, and k the number of axes with a factor. A is Shampoo's statistic,
     which is not stored: A <- b A + (1 - b) S with S = G G^T and G the unfolding of the gradient along the axis. If A
     and S commute, this corresponds to A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b X)^(-e) with X = A^(-1) S. The decay b
-    is chosen so that (1 - b) / b = 1 / ||X||_F, by which the second term has norm 1. With R = A^(-e), and the binomial
+    is chosen so that (1 - b) / b = 1 / ||X||_F; the second term then has norm 1. With R = A^(-e), and the binomial
     series to second order (section 3):
 
     published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
@@ -105,8 +105,8 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the next root, up to a scalar factor, and log ||X||_F `[N]`: R (I - e Y + e (e + 1) / 2 Y^2) with X =
-    R^(1/e) S and Y = X / ||X||_F.
+    """Return (the next root up to a scalar factor, log ||X||_F `[N]`). The next root is R (I - e Y + e (e + 1) / 2
+    Y^2), with X = R^(1/e) S and Y = X / ||X||_F.
     """
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
@@ -114,8 +114,8 @@ def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the next root, up to a scalar factor, and log ||X||_F `[N]`: h R h with X = R^(1/2e) S R^(1/2e) and Y = X
-    / ||X||_F.
+    """Return (the next root up to a scalar factor, log ||X||_F `[N]`). The next root is h R h, with X = R^(1/2e) S
+    R^(1/2e) and Y = X / ||X||_F.
 
     h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2 is the square root of the published series, to second order.
     """

@@ -61,14 +61,15 @@ with a margin of 1.01 computes its polynomial at X / 1.01, so that the singular 
 at most 1, also after rounding errors.
 
 jordan: steepest slope at zero (Jordan et al. 2024, Muon). Five steps map singular values in [0.01, 1] to [0.68, 1.13].
-you: one triple for each step (You Jiacheng 2025, in modded-nanogpt). Five steps map singular values to [0.98, 1.03].
+you: one triple for each step (You Jiacheng 2025, in modded-nanogpt). Five steps map singular values in [0.01, 1] to
+    [0.98, 1.03].
 polar_express: minimax for singular values in [0.001, 1] after any number of steps, so that fewer than the eight triples
     may be used (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1). X is divided by 1.01 first, and the margin of all
-    triples except the last is 1.01. Five steps map singular values to [0.84, 1.12], six steps to [0.99, 1.01], and
-    eight steps to 1.
+    triples except the last is 1.01. Five steps map singular values in [0.001, 1] to [0.84, 1.12], six steps to [0.99,
+    1.01], and eight steps to 1.
 polar_express_5: minimax for exactly five steps, fitted with margins of 1.02 (modded-nanogpt and microsoft/dion, 2025).
-    Five steps map singular values to [0.85, 1.14]. Repeating the last triple would not converge to 1, so it is not
-    allowed.
+    Five steps map singular values in [0.001, 1] to [0.85, 1.14]. Repeating the last triple would not converge to 1, so
+    it is not allowed.
 cans: Chebyshev-optimal cubic steps; the margin of the first is 1.01 (Grishina et al. 2025, arXiv:2506.10935; Tilde
     2026, OKLS).
 deepseek: eight steps of `jordan`, then two steps that bring singular values to 1 (DeepSeek-AI 2026, V4).

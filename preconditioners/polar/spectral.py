@@ -58,7 +58,7 @@ class NewtonSchulz(PolarSolver):
     """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), with products on the shorter side.
 
     G is a block as a matrix, and X the iterate. The default coefficients have the steepest slope at zero: five steps
-    map singular values in [0.01, 1] to [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple (a, b,
+    map singular values in [0.01, 1] to [0.68, 1.13], not to 1 (Jordan et al. 2024). Step k uses the k-th triple (a, b,
     c); the last triple repeats.
 
     `scaling: almost_orthogonal` divides row i of the shorter side by (sum_j |X X^T|_ij)^(1/2) before the first step

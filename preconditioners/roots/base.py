@@ -188,8 +188,7 @@ class BasisSolver(MatrixSolver, ABC, family="basis_solver"):
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
-        """Return the result of `basis`, and a function that computes the diagonal of Q^T A Q, with Q the new basis,
-        with less work than a product with A. The default, and a solver without such a function, returns None in place
-        of the function.
+        """Return (the result of `basis`, a function). The function computes diag(Q^T A Q) for the new basis Q with less
+        work than a product with A. A solver without such a function returns None in its place, as the default does.
         """
         return self.basis(a, q, first), None

@@ -88,7 +88,7 @@ class PowerIteration(EigenvalueBound):
     def of_scaled(self, a: Tensor) -> Tensor:
         rows = torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device)
         columns = torch.arange(1, self.vectors + 1, dtype=a.dtype, device=a.device)
-        # entries have a mean of 0.25, not 0, because leading eigenvectors of statistics are often nearly constant
+        # start vectors have mean 0.25, not 0, because leading eigenvectors of statistics are often nearly constant
         v = (0.6180339887498949 * rows[:, None] * columns) % 1.0 - 0.25
         v = v.expand(len(a), -1, -1)
         for _ in range(self.steps):

@@ -123,7 +123,9 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dtype: torch.dtype) -> Choice:
-    """Return the fastest of a solver and its equal solvers, for matrices `[N, order, order]` on an accelerator."""
+    """Return the fastest, by the table of times, of a solver and all solvers that have the same result in exact
+    arithmetic, for matrices `[N, order, order]` on an accelerator.
+    """
     equal = (member.equal_to(solver, dtype) for member in solver.members.values())  # type: ignore[attr-defined]
     found = []
     for one in (solver, *(other for other in equal if other is not None)):

@@ -23,17 +23,20 @@ from .decompositions import leading_eigenvectors, unit_sized
 from .power_qr import PowerQR, householder, identity_order, ordered_step, same_signs
 
 _MAX_ERROR = 32.0
-"""Largest entry of |Q^T Q - I| of orthonormal columns, in units of machine epsilon. Rounding leaves a few units."""
+"""Columns count as orthonormal if no entry of |Q^T Q - I| exceeds this number, in units of machine epsilon. Rounding
+alone gives a few units.
+"""
 
 
 class CholeskyQR(BasisSolver):
     """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
 
     A `[N, d, d]` is the statistic, Q its basis, and orth is computed in `rounds` rounds (CholeskyQR2, Yamamoto et al.
-    2015). The shift s is 4 d u in the first rounds (Fukaya et al. 2020), where u is the rounding unit. It is 0 in the
-    last two rounds, or with two rounds in the last one. Columns of X are scaled to length 1 first. The scaling does not
-    change Q, and makes X well-conditioned for any spectrum once Q is close to the eigenvectors. Columns of X in the
-    null space of A, which are rounding errors, are replaced by columns of the old Q.
+    2015). The shift s is 0 in the last two rounds (if there are only two rounds, in the last one), and 4 d u in all
+    rounds before (Fukaya et al. 2020), where u is the machine epsilon. Columns of X are scaled to length 1 before the
+    first round. The scaling does not change Q, and makes X well-conditioned for any spectrum once Q is close to the
+    eigenvectors. If a column of Q is in the null space of A, its column of X has only rounding errors, and is replaced
+    by the column of Q.
 
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
     all other directions, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such
@@ -111,9 +114,9 @@ class CholeskyQR(BasisSolver):
 def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
     """Return orthonormal columns `[N, d, r]` of which the first j span the first j columns of x, up to rounding.
 
-    The function replaces Householder QR on devices, where that is a call of cuSOLVER for each matrix. It adds 2 u q,
-    with u the rounding unit, to the columns of x, scaled to length 1, so that columns that depend on columns before
-    them become directions of q. Where x is not finite, the result is q.
+    The function replaces Householder QR on devices, where Householder QR is a call of cuSOLVER for each matrix. The
+    columns of x are scaled to length 1, and 2 u q is added to them, with u the machine epsilon. If a column depends
+    linearly on the columns before it, its result is therefore a direction of q. Where x is not finite, the result is q.
 
     x: `[N, d, r]`, d >= r.
     q: `[N, d, r]`, orthonormal columns.

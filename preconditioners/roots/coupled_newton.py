@@ -124,7 +124,7 @@ class Coupled(Iterative):
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 
     def _distance(self, rest: Tensor) -> Tensor:
-        """Return for each matrix the norm of `rest` `[N, d, d]`, which is the distance M - I of the iterate M from the
+        """Return for each matrix the norm of `rest` `[N, d, d]`, the difference M - I of the iterate M and the
         identity.
         """
         return largest_entry(rest) if self.norm == "max" else block_norm(rest)
@@ -187,10 +187,10 @@ float32 roots by `eigh` differ by 6 %.
 class CoupledNewton(Coupled):
     """X <- X T,  M <- T^p M,  T = ((p + 1) I - M) / p,  from  X = z^(1/p) I,  M = z C,  z = (1 + p) / 2
 
-    This is the iteration of Iannazzo 2006 (Higham 2008, section 7.3). C is the matrix A plus its ridge, divided by its
-    size. X `[N, d, d]` tends to C^(-1/p) and M to I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The
-    root C^(-q/p) is the q-th power of X. The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is
-    ||M - I||.
+    This is the iteration of Iannazzo 2006 (Higham 2008, section 7.3). C is (A + r I) / t, with A the matrix, r the
+    ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`. X `[N, d, d]` tends to C^(-1/p) and M to
+    I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The root C^(-q/p) is the q-th power of X. The
+    solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
 
     Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max. In JAX: relative_to
     power_iteration (steps 100), norm max, stop rise, growth 1.2, max_iterations 100, retries 5, retry_above 0.05.

@@ -47,14 +47,16 @@ class Iterative(RootSolver):
     """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
 
     A is the matrix and e the exponent. The ridge is added in this class only: r = max(eps * size, floor), or max(eps,
-    floor) if not `relative`, where size is the size of A by `relative_to`. If t is an upper bound, the eigenvalues of C
-    are in [r / t, 1]. t, r and `floor` are in units of A.
+    floor) if not `relative`, where size is the largest eigenvalue of A as `relative_to` bounds or estimates it. t
+    bounds or estimates the largest eigenvalue of A + r I; if t is an upper bound, the eigenvalues of C are in [r / t,
+    1]. t, r and `floor` are in units of A.
 
     A matrix fails if it or its root is not finite, if the residual (which has no unit) is not below `max_error`, or if
-    the root has no Cholesky factor. The last test is needed because the iterations have fixed points with eigenvalues
-    of the wrong sign, which the residual of an even power does not show. In place of a matrix that is not finite, the
-    identity is solved. Failures are solved again up to `retries` times, each time with ten times the ridge. Products
-    never mix matrices, so results of other matrices do not change by a bit.
+    the root has no Cholesky factor. The last test is needed because the iterations may converge to a matrix with
+    eigenvalues of the wrong sign. An even power of this matrix has the right sign, so that the residual does not show
+    the failure. In place of a matrix that is not finite, the identity is solved. Failures are solved again up to
+    `retries` times, each time with ten times the ridge. Products never mix matrices, so that a matrix that fails does
+    not change the results of other matrices by a bit.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
@@ -142,7 +144,7 @@ class Iterative(RootSolver):
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
         """Return (size, ridge), `[N]` each.
 
-        size: bound by `scaling` of A, but at least the absolute ridge.
+        size: the bound of A by `scaling`, or the absolute ridge if that is larger.
         ridge: ridge in units of `size`; 1 for a zero matrix.
         """
         none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times

@@ -171,8 +171,8 @@ class QRFactors(NamedTuple):
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
         """Return diag(Q^T A Q) `[N, d]`, if X is A q[:, order] for a square q.
 
-        Since q q^T = I, this is the diagonal of R q[:, order]^T Q. The method overwrites the Householder vectors in
-        `packed` with zeros.
+        With X = Q R and q q^T = I, this is the diagonal of R q[:, order]^T Q. The method overwrites the Householder
+        vectors in `packed` with zeros.
 
         order: `[N, d]`.
         rotation: q^T Q `[N, d, d]`.

@@ -317,10 +317,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b, if for any basis Q the diagonal of Q^T A_k Q has running means (or sums) of squared gradients, each
-        summed over all other axes. None: the diagonal does not consist of such means.
+        """Decay b of the diagonal of Q^T A_k Q, if this diagonal is, for any basis Q, a running mean (or sum) of
+        squared gradients in the basis, summed over all axes except k. None: the diagonal is no such mean.
 
-        With `needs_power` the squares are weighted by that power of the other axes' eigenvalues.
+        If `needs_power` is p, the squares are weighted by the power p of the other axes' eigenvalues.
         """
         return None
 
