@@ -26,7 +26,9 @@ class AveragedIterates(Callback):
         _switch(trainer, "eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back to the trained iterate, before callbacks that save, which Lightning calls last."""
+        """Switch back to the trained iterate. Lightning calls callbacks that save after all others, so they save this
+        iterate.
+        """
         _switch(trainer, "train")
 
     on_test_start = on_predict_start = on_validation_start

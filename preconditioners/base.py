@@ -548,7 +548,7 @@ def run_chain(
 
 
 def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) -> tuple[_T, _T]:
-    """Apply a function to the gradient and the direction, as inputs of a chain inside a stage.
+    """Apply a function to the gradient and the direction before a chain inside a stage receives them.
 
     Args:
         f: a function of a tensor.

@@ -21,8 +21,8 @@ def k_maxwell(
 
     The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are
     w_k = c k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture.
-    Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from those of
-    `start_age` to those of `end_age`.
+    Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from the weights
+    with mean age `start_age` to the weights with mean age `end_age`.
 
     `k_maxwell(8, 58, 26)` has the weights of modded-nanogpt #357, and `k_maxwell(6, 50, 22)` those of #359.
 

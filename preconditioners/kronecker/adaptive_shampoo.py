@@ -89,8 +89,9 @@ class AdaptiveShampoo(Factored):
                 self._decompose(state, axis, a, (rows, due))
 
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
-        """Return the damping `[N]` with which the estimated error h of the stale root is `threshold`. Without a new
-        decomposition, this is the next damping.
+        """Return the damping `[N]` for which the error h of the stale root is about `threshold`. This is r h /
+        threshold, with r the present damping, but at least `eps`. It becomes the damping of all blocks that are not
+        decomposed again.
 
         a: the present statistic A `[N, d, d]`.
         """

@@ -92,9 +92,9 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
     slots: the slots of the chain, as `chain_slots` yields them.
     state: state of the chain; `state.block` is the shape of a block inside the chain.
     turns: the change of basis of each axis, with the rotation R.
-    how:
-      exact: vectors are rotated, squares are transported by the Hadamard square, (R*R)^T v.
-      marginals: the same as exact; `fit_second_moments` follows.
+    how: the change of vectors (slots of frame "vector") and of squares (slots of frame "square", "row" or "column").
+      exact: vectors are rotated, squares v become (R*R)^T v, with R*R the Hadamard square of R.
+      marginals: the same as exact; the caller then calls `fit_second_moments`.
       permute: vectors are rotated, squares are reordered by the order of each turn.
       none: everything stays.
     """
@@ -313,7 +313,8 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
-    """Return a second moment v `[N, *block]`. Along an axis that the moment does not have, the length of v is 1.
+    """Return a second moment v as one tensor `[N, *block]`. The length of an axis that the moment does not have is
+    1.
 
     parts: the tensors of the moment, each with its slot. A factored moment has two tensors. A full moment, or a moment
         of rows or columns alone, has one.

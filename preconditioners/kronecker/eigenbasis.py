@@ -48,7 +48,8 @@ class Eigenbasis(Factored, DelayedRefresh):
     basis, and the inner chain would normalize the rounding errors off the diagonal. Therefore set `refresh.start` to 2
     or more. `lagged` observes and refreshes afterwards, as published: the first gradient is used for the basis only.
 
-    transport: the change of inner state when Q changes by R = Q_old^T Q_new.
+    transport: the change of inner state when Q changes by R = Q_old^T Q_new. Vectors are slots such as first moments,
+    squares are slots such as second moments.
       exact: vectors are rotated, squares are transported by (R*R)^T, where * is the product of entries.
       marginals: as exact. Then second moments v are fitted, for every axis, to sums that follow from the statistics in
           any basis: for the first axis of a matrix, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. Finally v is scaled up so that

@@ -109,7 +109,8 @@ Side = Annotated[
 
 
 class Axes(Component):
-    """The axes of a block `[d_1, ..., d_k]` that have a factor, and its form: a matrix d x d, its diagonal, or none.
+    """The axes of a block `[d_1, ..., d_k]` that have a factor, and the form of each factor: a matrix d x d or its
+    diagonal.
 
     An axis of length d, in a block of n entries, is too long for a matrix if d > max_size or d^2 > max_skew n.
     """

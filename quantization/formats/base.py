@@ -107,7 +107,7 @@ def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size:
     """Apply a function to each block of x `[..., n]` and the scale of the block. Write the results to `out`, and return
     `out`.
 
-    A traced program cannot use this function, because it writes to views.
+    A traced program cannot use this function, because the function writes to views.
 
     work: as in `map_blocks`, with a parameter `out` for the tensor that the results are written to.
     """

@@ -133,7 +133,7 @@ class Codebook:
     def nearest(self, y: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the codes, uint8, of the levels nearest to y, which must not be NaN.
 
-        A code is computed as the number of midpoints between adjacent levels that are below y.
+        The code of y is computed as the number of midpoints below y, with a midpoint between each two adjacent levels.
 
         out: tensor to which the codes are written; None for a new tensor.
         """

@@ -119,7 +119,7 @@ class Structure(Quantizer, ABC):
 def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int = 1) -> str | None:
     """Return the reason why a slot is not a square matrix with one of the roles, or None if it is.
 
-    what: name of the required matrices in the text.
+    what: name of the required matrices in the returned reason.
     least: smallest number of rows that is allowed.
     """
     square = len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least
