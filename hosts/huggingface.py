@@ -41,8 +41,8 @@ def optimizer_factory(
 
     Args:
         recipe: the recipe, as `compose` accepts it.
-        lr: learning rate; None: that of the recipe.
-        weight_decay: weight decay; None: that of the recipe.
+        lr: learning rate; None: the learning rate of the recipe.
+        weight_decay: weight decay; None: the weight decay of the recipe.
         overrides: changes of the recipe, as `compose` accepts them.
 
     Returns:

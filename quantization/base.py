@@ -23,7 +23,7 @@ class Location(NamedTuple):
     """Memory in which tensors of a slot are stored between steps, instead of the memory of their device.
 
     to: "cpu" for pinned memory of the host, "disk" for a file.
-    directory: directory of the file. None: that of TMPDIR.
+    directory: directory of the file. None: the directory that TMPDIR names, or the system's.
     """
 
     to: Literal["cpu", "disk"]

@@ -24,9 +24,9 @@ class PartnerBasis(Stage):
 
     U has orthonormal columns, and R `[r, r]` is upper triangular. g and d are the gradient and the direction of X. With
     W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y is multiplied from the right by an invertible matrix and X
-    by the inverse transpose of this matrix, W stays the same. g R^(-1) then depends only on the choice of U, and the
-    change of W stays the same (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista
-    et al. 2026, LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P = U^T U_before:
+    by the inverse transpose of this matrix, W stays the same. Except for the choice of U, g R^(-1) and the change of W
+    then stay the same, too (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et
+    al. 2026, LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P = U^T U_before:
     first moments M become M P^T, second moments are transported by the Hadamard square of P, and r x r statistics V
     become P V P^T. If Y does not have full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
 

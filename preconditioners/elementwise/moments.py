@@ -30,7 +30,7 @@ _MEAN_OVER = {"row": -1, "column": -2}
 
 
 class Momentum(Stage):
-    """A running mean m of directions d, with b = beta in step t.
+    """A running mean m of directions d, with decay b = beta, in step t.
 
         m <- b m + (1 - b) d;  m / (1 - b^t)
     nesterov:  (b m + (1 - b) d) / (1 - b^(t+1))

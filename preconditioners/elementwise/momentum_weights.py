@@ -145,7 +145,8 @@ def maximum_entropy(
     records and eight means, the absolute differences of the two kernels sum to 0.24 at the start and to 0.10 at the
     end, because the kernel of the records alternates from age to age. Until `begin` all means have the decay `beta`.
 
-    (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of the records.
+    (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of the records at
+    the start and at the end.
 
     Args:
         count: Number of means, at least 2.

@@ -313,8 +313,7 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
-    """Return a second moment v as one tensor `[N, *block]`. The length of an axis that the moment does not have is
-    1.
+    """Return a second moment v as one tensor `[N, *block]`, with length 1 along an axis that the moment does not have.
 
     parts: the tensors of the moment, each with its slot. A factored moment has two tensors. A full moment, or a moment
         of rows or columns alone, has one.

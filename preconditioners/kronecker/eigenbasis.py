@@ -230,7 +230,8 @@ class Eigenbasis(Factored, DelayedRefresh):
     ) -> tuple[Tensor, Basis, Diagonal | None]:
         """Compute the bases of axes with matrices of one shape as one stack.
 
-        Return (the old bases, the result of the solver, a function that computes the diagonal of Q^T A Q or None).
+        Return (the old bases, the result of the solver, a function that computes the diagonal of Q^T A Q, or None in
+        its place).
         """
         stored = self.solver.unit_free and self.statistic.slow is None  # the estimate is a multiple of the factor
         old = joined([state[f"basis.{axis}"] for axis in axes])

@@ -2,13 +2,13 @@
 
 CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) a full
 stack at once. On an accelerator a solver with `by_device: true` is therefore replaced by the fastest of all solvers
-that have the same result, according to their `equal_to`. On a CPU a solver is never replaced, so that the bits of a
-recipe there do not depend on a table of times. The choice is made on the host and reads no values of tensors.
+that have the same result, according to their `equal_to`. On a CPU a solver is never replaced, so that the results of a
+recipe on a CPU do not depend on a table of times. The choice is made on the host and reads no values of tensors.
 
 The file `timings.json` contains the times, in the format of the reports of `make gpu`, with the source of each number.
 The choice depends on the device type, the order of the matrices and their dtype. The choice does not depend on the
-number of matrices in a stack, because this number differs between ranks and between the slices of a spread refresh; the
-same block would then have other bits on one rank than on two.
+number of matrices in a stack, because this number differs between ranks and between the slices of a spread refresh.
+If the choice depended on it, the last bits of a block would differ between runs on one rank and on two ranks.
 """
 
 from __future__ import annotations
