@@ -57,10 +57,11 @@ class Box:
 
 
 def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
-    """Yield pairs of ranges of axes that hold the same entries, as (axes of `shape`, axes of `merged`).
+    """Yield pairs (range of axes of `shape`, range of axes of `merged`) that hold the same entries.
 
-    One of the two ranges is a single axis, which was merged from the axes of the other range or divided into them. An
-    axis of length 1 is in the pair of a neighbouring axis.
+    `shape` and `merged` are two shapes of one tensor. In each pair, either the axes of `shape` were merged into one
+    axis of `merged`, or one axis of `shape` was divided into the axes of `merged`. An axis of length 1 is in the pair
+    of a neighbouring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -108,10 +109,12 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Entries that are a box both in a block and in the parameter. Every block of a grid has the same pieces.
+    """A set of entries that is a box both in a block and in the parameter.
 
-    start: first index of the piece of the grid's first block, along each axis of the parameter.
-    lengths: lengths along the axes of the parameter.
+    Every block of a grid consists of pieces with the same lengths and offsets.
+
+    start: first index of the piece in the parameter, along each axis of the parameter, for the first block of the grid.
+    lengths: lengths of the piece along the axes of the parameter.
     offset: first index of the piece in its block, along each axis of the block.
     """
 
@@ -127,7 +130,7 @@ class BlockGrid:
     merged: shape of the parameter with small axes merged, or with an axis divided into equal groups.
     count: number of blocks along each axis of the parameter.
     step: distance of neighbouring blocks along each axis of the parameter, in entries.
-    pieces: the boxes that together are the first block.
+    pieces: the pieces that the first block consists of.
     joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
         of `merged` that are not in `joined`, such as an axis of experts.
     keys: number of each block among all blocks of the parameter, in row-major order of the grid.
@@ -144,7 +147,7 @@ class BlockGrid:
 
     @classmethod
     def single(cls, shape: Numbers) -> BlockGrid:
-        """Return the grid of a parameter of that shape that is a single block."""
+        """Return the grid with a single block, which is a full parameter of that shape."""
         zeros, axes = (0,) * len(shape), tuple((axis,) for axis in range(len(shape)))
         return cls(shape, (1,) * len(shape), shape, (Piece(zeros, shape, zeros),), axes, (0,), (0,))
 
@@ -175,7 +178,8 @@ class BlockGrid:
     def in_parameter(self, x: Tensor) -> list[Tensor]:
         """Return for each piece a view of x that contains this piece of every block.
 
-        The shape is `[*count, *lengths]`, with the lengths of the piece along the axes in `joined`, in their order.
+        The shape is `[*count, *lengths]`. The lengths are those of the piece along the axes that `joined` lists, in the
+        order of `joined`.
 
         x: the parameter, or a tensor of its size, in the shape `merged`.
         """
@@ -248,7 +252,7 @@ class Span:
 
 @dataclass(frozen=True)
 class EqualMatrices:
-    """Equal matrices of one parameter, evenly spaced along some of its axes.
+    """Equal matrices of one parameter, evenly spaced along some axes of the parameter.
 
     lattice: by axis of the parameter, (number of matrices, distance from one matrix to the next) along it.
     axes: for each axis of the first matrix, the spans of the parameter that are flattened into it.
@@ -265,9 +269,10 @@ class EqualMatrices:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of equal length along one axis of a matrix. A block is one tile along each axis of its matrix.
+    """Tiles of equal length: ranges into which one axis of a matrix is cut. A block consists of the entries in one tile
+    on each axis of its matrix.
 
-    first: number of the first tile.
+    first: number of the first of these tiles among all tiles of the axis.
     boxes: the boxes of the first tile, as (first index in the tile, {axis of the parameter: (start, length)}).
     lattice: by axis of the parameter, (number of tiles, distance from one tile to the next) along it.
     """
@@ -290,9 +295,9 @@ def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
 def divided_grids(
     shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers], size: int | None
 ) -> Iterator[BlockGrid]:
-    """Yield the grids of the blocks of a parameter whose matrices are sections, heads, or stored transposed.
+    """Yield the grids of the blocks of a parameter that is divided into sections or heads, or is stored transposed.
 
-    Keys number the blocks by section, then by matrix in a section, then row-major in a matrix.
+    Keys number the blocks section by section, in each section matrix by matrix, and in each matrix in row-major order.
 
     merge: function from the shape of a matrix to its merged shape.
     size: longest axis of a block; None: matrices are not cut.
@@ -314,10 +319,10 @@ def divided_grids(
 
 
 def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
-    """Yield the matrices of each section, which are equal and evenly spaced.
+    """Yield for each section its matrices, which are equal and evenly spaced.
 
-    If the matrices have groups, the axis that is divided into sections counts as two axes: the groups, and the entries
-    of a group.
+    If the sections are repeated in groups, the axis that is divided into sections counts as two axes: one for the
+    number of the group, and one for the entries of a group.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -365,14 +370,14 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return the grid of the blocks that are products of the chosen tiles, in all of the equal matrices.
+    """Return the grid of the blocks that consist of one of the chosen tiles on each axis, in all of the equal matrices.
 
     factored: shape of the parameter, with one axis divided into groups if the matrices have groups.
     equal: the matrices that are cut.
     joined: for each axis of a block, the spans of the parameter that are flattened into it.
     chosen: the tiles along each axis of a block.
     tiles: number of tiles along each axis of a matrix.
-    before: number of blocks and number of matrices in earlier sections.
+    before: (number of blocks, number of matrices) in all earlier sections together.
     """
     order = len(factored)
     lattice = dict(equal.lattice)
@@ -393,10 +398,11 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the piece of the first block that is the product of boxes of tiles.
+    """Return the piece of the grid's first block that consists of the entries in one box on each axis of the block.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, one item of `Tiles.boxes`.
+    boxes: for each axis of the block, one item of `Tiles.boxes`. It says which range of each axis of the parameter the
+        box covers, and where the box begins in the block.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)
@@ -404,7 +410,10 @@ def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]
 
 
 def _along(axis: int, count: Numbers) -> NDArray[np.int64]:
-    """Return the indices 0, 1, ... along one axis of a grid, in a shape that broadcasts over its shape `count`."""
+    """Return the indices 0, 1, ... along one axis of a grid, in a shape that broadcasts over the grid.
+
+    count: shape of the grid.
+    """
     return np.arange(count[axis]).reshape(*(-1 if k == axis else 1 for k in range(len(count))))
 
 

@@ -24,7 +24,9 @@ from ..numerics import cached_tensors, kept_on_device
 
 _T = TypeVar("_T")
 ParameterSum = Callable[[Tensor], Tensor]
-"""Function of numbers `[N]` of a stack's blocks that returns for each block the sum over its parameter, `[N]`."""
+"""Function that receives one number for each block of a stack, `[N]`. It returns for each block the sum of the numbers
+of all blocks of its parameter, `[N]`.
+"""
 
 
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:

@@ -32,7 +32,7 @@ process that never frees a larger tensor, such as training, a step with 4 MiB ta
 returns memory pages and requests them again. A device runs faster with fewer and larger kernels.
 """
 ALIGNMENT = 16
-"""Alignment of a stack's address, in bytes. At other addresses products of small matrices may add in another order, as
+"""Alignment of a stack's address, in bytes. At other addresses, products of small matrices may add in another order, as
 MKL with AVX-512 does in float32 for sides of at most 11.
 """
 JOINED = 1 << 12
@@ -42,7 +42,7 @@ larger parameters takes longer than the kernel calls that it saves (measured).
 
 
 def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the largest number of blocks in a stack.
+    """Return the largest number of blocks for which no tensor of a stack exceeds the limit in bytes; at least one.
 
     numbers: entries of a block's largest tensor, which is the block itself or a slot.
     """
@@ -75,7 +75,7 @@ class Stack:
     block: shape of a block.
     dtype: dtype that the stack is computed in.
     device: device of the stack.
-    grids: the blocks of each parameter, with the position of the parameter. Rows of the stack are in this order.
+    grids: (position of a parameter, grid of the blocks of this parameter). Rows of the stack are in this order.
     """
 
     block: tuple[int, ...]
@@ -106,7 +106,9 @@ class Stack:
 
     @cached_property
     def joins(self) -> bool:
-        """True if kernels on this stack are faster than kernels on each of its parameters, copies included."""
+        """True if it is faster to copy the parameters into this stack and run kernels on the stack than to run kernels
+        on each parameter.
+        """
         many = self.of_parameters and len(self.param_ids) > 1
         return many and self.device.type == "cpu" and math.prod(self.block) <= JOINED
 
@@ -184,9 +186,9 @@ MatrixSide = Literal["inputs", "outputs"]
 class SideMatrix:
     """A matrix over the inputs, or over the outputs, of one parameter.
 
-    value: `[n, n]`, or `[*batch, n, n]`.
-    index: a view in the shape of the parameter, with the number of the input (or output) of each entry. The number is
-        counted over all matrices of the parameter, so that it is the number of a row of `value` as `[B n, n]`.
+    value: the matrix `[n, n]`, or one matrix for each index of the batch axes, `[*batch, n, n]`.
+    index: number of the input (or output) of each entry of the parameter, as a view in the shape of the parameter. The
+        numbers run through all matrices of the parameter: input k belongs to row k of `value.reshape(-1, n)`.
     side: inputs or outputs.
     """
 
@@ -198,7 +200,7 @@ class SideMatrix:
     def of(cls, value: Tensor, shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> SideMatrix:
         """Return the matrix `value` over the inputs or outputs (`side`) of a parameter of that shape.
 
-        Raises ValueError if the parameter has another number of inputs or outputs.
+        Raises ValueError if the shape of `value` does not fit the parameter.
         """
         wanted = side_shape(shape, matrices, side)
         if tuple(value.shape) != wanted:
@@ -238,11 +240,11 @@ def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple
 
 
 def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
-    """Return the numbers of the inputs or outputs that each block has, `[N, c]`.
+    """Return for each block the indices of its c inputs or outputs (`side`), `[N, c]`.
 
-    Raises ValueError if rows of a block differ in their inputs, or columns in their outputs.
+    Raises ValueError if the rows of a block have different inputs, or if its columns have different outputs.
 
-    index: the numbers of the inputs or outputs of all entries, `[N, r, *c]`.
+    index: for each entry of the blocks the index of its input or output, `[N, *block]`.
     """
     flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
     flat = flat if side == "inputs" else flat.mT
@@ -255,7 +257,8 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
 
 
 def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
-    """Return the parts of matrices over inputs or outputs that belong to the blocks of a stack, `[N, c, c]`.
+    """Return for each block of a stack the part of its parameter's matrix that belongs to the c inputs (or outputs) of
+    the block, `[N, c, c]`.
 
     matrices: the matrix of each parameter, by position; None: blocks of the parameter receive zeros.
     """

@@ -72,8 +72,8 @@ def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype
     """Return N matrices `[p_i, r]` as one tensor `[N, p, r]`, with p the largest p_i. Shorter matrices are filled up
     with zeros.
 
-    matrices: matrices, by position of their parameter.
-    positions: positions of the N parameters.
+    matrices: the matrix of each parameter, by position of the parameter.
+    positions: positions of the N parameters whose matrices are stacked.
     """
     tensors = [matrices[position] for position in positions]
     longest = max(len(tensor) for tensor in tensors)
@@ -173,7 +173,7 @@ class Matrices(View):
         return self.batch if first else len(shape) - 1
 
     def parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the lengths of the sections in one group. Without sections, this is the length of the axis alone."""
+        """Return the lengths of the sections in one group. Without sections, the full axis counts as one section."""
         return self.sections or (shape[self.axis(shape)],)
 
     def matrix_axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -269,7 +269,8 @@ def _times(shape: tuple[int, ...]) -> str:
 class ModuleFacts:
     """Facts about one parameter that follow from the modules of a model.
 
-    convolution: True if a convolution owns the parameter; None: no module is known.
+    convolution: True if the parameter counts as a parameter of a convolution, by its module or by its shape; None: no
+        module is known.
     matrices: which entries form a matrix, by the layout of projections, heads and experts; None: unknown.
     source: where the facts come from, in a few words.
     factor: which factor of a product the parameter is; None: it is no factor.
@@ -331,7 +332,7 @@ class Modules(View):
 
 
 class Pairs(View):
-    """Low-rank factors of a product B A, A `[r, n]` and B `[m, r]`, as matrices `[n, r]` and `[m, r]`.
+    """Low-rank factors A `[r, n]` and B `[m, r]` of a product B A, viewed as matrices `[n, r]` and `[m, r]`.
 
     The shared axis is the last one, so that stages treat both factors alike. Factors are recognised by their names,
     `lora_A` and `lora_B` as in peft, or `lora_down` and `lora_up`. A module may also have a method `parameter_pairs()`
@@ -352,7 +353,9 @@ class Pairs(View):
 
 
 class Whole(View):
-    """The parameter as one tensor, which `blocking` merges and splits. As a matrix it is the first axis x the rest."""
+    """The parameter as one tensor, which `blocking` merges and splits. Stages that need a matrix use the first axis as
+    rows, and all other axes together as columns.
+    """
 
     kind: Literal["whole"] = "whole"
 
@@ -399,8 +402,8 @@ def weight_of(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def own_parameter(module: object, name: str) -> nn.Parameter | None:
-    """Return the parameter of a module called `name`, or the parameter from which a parametrization or an older hook
-    computes it. Return None if there is none.
+    """Return the parameter `name` of a module. If a parametrization or an older hook computes the attribute `name`,
+    return the parameter from which it is computed. Return None if there is no such parameter.
 
     If a parametrization has several parameters, the largest is returned; for weight_norm these are the directions.
     """
@@ -533,8 +536,8 @@ def _interleaved(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
 
 
 def _number(module: nn.Module, *names: str) -> int | None:
-    """Return the first of the attributes `names` that is a positive whole number, of the module or else of its
-    `config`. Return None if there is none.
+    """Return the first of the attributes `names` that is a positive whole number. The module is searched first, then
+    its `config`. Return None if neither has such an attribute.
     """
     for owner in (module, getattr(module, "config", None)):
         for name in names:
@@ -629,9 +632,10 @@ def _reached(module: nn.Module, name: object) -> object:
 
 
 def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
-    """Return the `id` of each parameter that counts as the weight of a convolution.
+    """Return the `id` of each parameter that counts as a parameter of a convolution.
 
-    Parameters of convolutions count, and so do tensors of other modules with four or more axes and small kernels.
+    All parameters of convolutions count. A parameter of another module counts if it has four or more axes, and if all
+    axes after the second are at most `KERNEL` long.
     """
     found = set()
     for path, module in modules.items():
@@ -643,7 +647,7 @@ def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
 
 
 GATED_LAYERS = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("w12", "w3"))
-"""Names of a fused projection onto gates and values, and of the projection that follows it."""
+"""Pairs: name of a fused projection onto gates and values, name of the projection that follows it."""
 
 
 def _gated_layer(module: nn.Module) -> FoundMatrices:
