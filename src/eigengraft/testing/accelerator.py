@@ -51,7 +51,7 @@ AcceleratorKind = Literal["cuda", "sim"]
 
 @dataclass(eq=False)
 class LineCounts:
-    """Work of a device that one line of code caused.
+    """Work that one line of code caused on a device.
 
     waits: number of times that the host waited for the device.
     uploads, downloads: number of copies to and from the device, including copies without a wait.
@@ -76,7 +76,7 @@ class LineCounts:
 
 @dataclass(eq=False)
 class DeviceCounts(LineCounts):
-    """Work of the device that the code inside `with accelerator(...)` caused.
+    """Work that the code inside `with accelerator(...)` caused on the device.
 
     device: device of the accelerator's tensors.
     live: bytes of all tensors on the device now, minus their bytes at the start of the block.
@@ -338,7 +338,7 @@ class _Device(TorchDispatchMode):
                 stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # with these settings `model.to` keeps parameter objects, and modes see the copy that `torch.tensor` makes
+            # with these settings `model.to` keeps parameter objects, and dispatch modes see the copy of `torch.tensor`
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
@@ -451,7 +451,9 @@ def _on_host(x: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the CPU. Only CUDA has products in low precision with sums in float32."""
+    """Run an operation on the CPU. torch has products in low precision with sums in float32 only on CUDA, so that such
+    products are computed from float32 copies.
+    """
     if func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype":
         return torch.bmm(args[0].float(), args[1].float()).to(args[2])
     return func(*args, **kwargs)

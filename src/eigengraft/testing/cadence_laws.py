@@ -81,9 +81,7 @@ def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
 
 
 def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
-    """`first_due` returns a step that is not before the earliest one. At this step every block is refreshed for the
-    first time.
-    """
+    """`first_due(earliest)` returns a step that is not before `earliest`, the first step that may have a refresh."""
     for earliest in (0, 1):
         start: object = case.component.first_due(earliest)
         fine = isinstance(start, int) and start >= earliest

@@ -1,7 +1,7 @@
 """Causes of broken laws, by line of code: random numbers, operations that mix the blocks of a stack, writes to inputs.
 
-A law compares numbers, and different numbers have many causes. If a law is broken, the component runs once more under a
-`OperationWatch`, which records the operations that explain the difference.
+A law compares numbers, and different numbers have many causes. If a law is broken, the component runs once more under
+an `OperationWatch`, which records the operations that explain the difference.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from eigengraft.component import Component
 from .accelerator import tensors_in
 
 WATCHED_BLOCKS = 11
-"""Number of blocks of a stack whose operations are watched. No axis of a block has this length, so that an axis of this
-length is the stack axis.
+"""Number of blocks of the stack on which a component is watched. No axis of a block has this length, so that an axis of
+this length is the stack axis.
 """
 _ALONG = {"cumsum", "cumprod", "logcumsumexp", "cummax", "_softmax", "_log_softmax", "sort", "flip", "roll"}
 """Operations that keep the shape and mix the entries along the axes that they receive as their last arguments."""
@@ -69,7 +69,7 @@ class OperationWatch(TorchDispatchMode):
     """Records operations of a component, in the order of the calls, as "operation at file:line in function".
 
     global_draws: draws of random numbers from torch's global generator.
-    draws: draws from other generators.
+    draws: draws from generators of torch that the component passes to the operation.
     mixes: operations whose result for a block depends on other blocks of the stack.
     places: operations that number the blocks of the stack, or split the stack into its blocks.
     writes: in-place operations on the watched inputs, with the name of the input.

@@ -67,7 +67,8 @@ def check_stage(
         blocks: shapes of the blocks to try, without the stack axis.
         degree: the number d for which scaling all gradients by c scales the direction by c^d (Adam: 0, momentum: 1), or
             a function that returns d for the number of axes of a block. None: this law is not checked.
-        rotates: True to check that gradients U G V^T give directions U D V^T.
+        rotates: True to check that gradients U G V^T, with orthogonal U and V, give the directions U D V^T, where D are
+            the directions of G.
         singular: True if the stage computes bases or roots of singular matrices. Laws that compare two computations are
             then not checked.
 
@@ -93,8 +94,8 @@ def check_solver(
 
     Args:
         solver: the solver.
-        degree: for a root solver, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks. None: the law is not
-            checked.
+        degree: for a root solver, -1 to check that (c A)^-e = c^-e A^-e. This law does not hold with an absolute ridge.
+            None: the law is not checked.
         rotates: for a root solver, True to check that (U A U^T)^-e = U A^-e U^T. For a polar solver, False to skip the
             law P(U X V^T) = U P(X) V^T. None: the law is checked for polar solvers alone.
         tolerance: for a root solver, relative tolerance of the laws of `degree` and `rotates`; use 1e-5 for solvers

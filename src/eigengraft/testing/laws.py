@@ -49,8 +49,8 @@ class Law(Generic[AnyCase]):
 
     check: function that raises a LawError if the case breaks the law. Any exception of the component breaks it, too.
     skip: function that returns the reason why the law does not apply to a case, or None if it applies.
-    decisive: True if other laws break because of this one. A decisive law is checked first, and if it is broken the
-        error names no other law.
+    decisive: True if a component that breaks this law breaks other laws because of it. A decisive law is checked first,
+        and if it is broken, the error names no other law.
     """
 
     check: Callable[[AnyCase], None]

@@ -132,7 +132,9 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """A zero matrix in a stack is decoded as zero, with and without random numbers, also in place of another matrix."""
+    """A zero matrix in a stack is decoded as zero, with and without random numbers, also if another matrix was stored
+    before.
+    """
     slot, x = case.example()
     zero = x.clone()
     zero[2] = 0.0

@@ -194,7 +194,8 @@ class StageCase(Case[Stage]):
     blocks: shapes of the blocks to try.
     degree: the number d for which scaling all gradients by c scales the direction by c^d, or a function that returns d
         for the number of axes of a block. None: this law does not apply.
-    rotates: True if gradients U G V^T give directions U D V^T.
+    rotates: True if gradients U G V^T, with orthogonal U and V, give the directions U D V^T, where D are the directions
+        of G.
     singular: True if the stage computes bases or roots of singular statistics. Laws that compare two computations then
         do not apply, because numbers in the null space of such a statistic are rounding errors.
     steps: length of a trajectory.

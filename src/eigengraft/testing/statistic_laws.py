@@ -88,7 +88,9 @@ class FactorBench:
         return StepContext(np.full(n, self.step), np.zeros(n), ids, device, self.seeds, found)
 
     def powers(self, context: StepContext, axis: int, exponent: Fraction) -> Power:
-        """Return a power of the factor of an axis, by an eigendecomposition, for contributions to other axes."""
+        """Return a power of the factor of an axis, from which statistics compute contributions to other factors. The
+        power is computed by an eigendecomposition.
+        """
         a = self.statistic.estimate(self.state, axis, context, behind=1)
         unit, known = mean_eigenvalue(a), has_data(a)
         values, q = torch.linalg.eigh((a if a.ndim == 3 else torch.diag_embed(a)) / unit[:, None, None])

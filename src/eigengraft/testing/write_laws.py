@@ -119,7 +119,7 @@ class AveragingBench(_Bench):
     ) -> None:
         """Allocate the iterates.
 
-        places: places of the parameters' shapes in `PARAMETER_SHAPES`.
+        places: index of each parameter's shape in `PARAMETER_SHAPES`.
         size: factor of the updates.
         apart: True if parameters begin at different steps.
         """
@@ -160,7 +160,7 @@ def iterates_have_the_shape_of_their_parameter(case: Case[Averaging]) -> None:
 
 
 def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
-    """`step` calls the function `update` that it receives once, on the base iterates. `update` also applies weight
+    """`step` receives a function `update` and calls it exactly once, on the base iterates. `update` also applies weight
     decay and constraints.
     """
     for dtype in _DTYPES:
@@ -209,7 +209,9 @@ def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
 
 
 def masked_parameters_change_nothing(case: Case[Averaging]) -> None:
-    """A parameter whose mask is False keeps its bits and those of its iterates, although its update contains nan."""
+    """A parameter whose mask is False is unchanged bit for bit, and so are its iterates, although its update contains
+    nan.
+    """
     bench = AveragingBench(case.component).run(2)
     before = _copies(bench.everything())
     keep = [torch.tensor(place != 1) for place in _PLACES]
@@ -242,7 +244,7 @@ def slots_are_all_the_memory(case: Case[Averaging]) -> None:
 
 
 def without_updates_nothing_moves(case: Case[Averaging]) -> None:
-    """While updates are 0 the evaluated iterate stays the parameter. The tolerance is 1e-6, because averages divide
+    """While updates are 0, the evaluated iterate stays the parameter. The tolerance is 1e-6, because averages divide
     sums.
     """
     bench = AveragingBench(case.component, size=0.0)
@@ -315,7 +317,7 @@ class ConstraintBench(_Bench):
     ) -> None:
         """Allocate the slots.
 
-        places: places of the parameters' shapes in `PARAMETER_SHAPES`.
+        places: index of each parameter's shape in `PARAMETER_SHAPES`.
         shard: function that returns a rank's shard of a parameter.
         size: factor of parameters and updates.
         """
@@ -408,7 +410,7 @@ def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
 
 
 def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
-    """A parameter whose mask is False keeps its bits and those of its slots."""
+    """A parameter whose mask is False is unchanged bit for bit, and so are its slots."""
     for dtype in _DTYPES:
         bench = ConstraintBench(case.component, dtype).run(2)
         before = _copies(bench.everything())
@@ -429,7 +431,9 @@ def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
 
 
 def parameters_stay_finite(case: ConstraintCase) -> None:
-    """Parameters are finite after steps from zero, tiny and huge parameters with updates of equal size, in float32."""
+    """In float32, parameters and slots stay finite for zero, tiny and huge parameters with updates of the same size as
+    the parameters.
+    """
     for name, size in (("zero", 0.0), ("tiny", 1e-30), ("huge", 1e12)):
         bench = ConstraintBench(case.component, torch.float32, size=size).run(3)
         for place, tensor in enumerate(bench.everything()):
