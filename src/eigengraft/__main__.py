@@ -6,7 +6,7 @@ import sys
 
 def command_line() -> None:
     """Run the command line. If a library that it needs is missing, exit with the command that installs it."""
-    # `bench step` uses torch's profiler, whose log this silences
+    # silence the log of torch's profiler, which `bench step` uses
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         from eigengraft.experiments.cli.main import main

@@ -31,8 +31,10 @@ _FAMILIES: dict[str, type[Component]] = {}
 
 
 def plain(value: Any) -> Any:
-    """Convert data of other libraries to plain Python data, such as Hydra's nodes: mappings to dicts, sequences to
-    lists, numbers of NumPy to numbers. Any other value is returned unchanged.
+    """Convert data of other libraries, such as Hydra's nodes, to plain Python data.
+
+    Mappings become dicts, sequences become lists (a tuple stays a tuple), and numbers and arrays of NumPy become
+    numbers and lists. Any other value is returned unchanged.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -101,7 +103,7 @@ _VALIDATION = ConfigDict(
     serialize_by_alias=True,
 )
 """Settings of validation that type checkers should not know. pydantic's plugin for mypy reads settings that are
-literals in a class, so these settings are outside.
+literals in a class, so these settings are outside of the class.
 
 If the plugin knew `strict`, it would refuse kinds, mappings, lists and schedules, which components accept in calls. If
 it knew `validate_by_name`, it would refuse aliases, which are the names in YAML.
@@ -118,7 +120,7 @@ class Component(BaseModel, metaclass=ComponentType):
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """(kind, field) that a bare number most likely stands for in this family, as a hint in errors."""
+    """(kind of a member, name of its field) that a bare number most likely stands for, which errors give as a hint."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Advice for errors about fields that users expect in this component but that belong elsewhere, by name of the
     field. The key "." stands for every dotted path.
@@ -149,7 +151,7 @@ class Component(BaseModel, metaclass=ComponentType):
     if not TYPE_CHECKING:  # type checkers know that the model is frozen
 
         def __setattr__(self, name: str, value: object) -> None:
-            """Set a private attribute. Raise RecipeError for any other."""
+            """Set a private attribute. Raise RecipeError for any other attribute."""
             if not name.startswith("_"):
                 instead = f"`replace({name}=...)` returns a changed copy"
                 if name not in type(self).model_fields:
@@ -293,9 +295,9 @@ def _same(value: Any, data: Any, default: Any) -> bool:
 
 
 def as_declared(value: Any, data: Any, short: bool = False) -> Any:
-    """Return the value of a field as one would write it.
+    """Return the value of a field as one would write it in a recipe.
 
-    data: the value as plain data.
+    data: the value as plain data. Values that are not components are written as this data.
     short: True to leave out fields of components that have their defaults, as in `declaration`.
     """
     if isinstance(value, Component):
@@ -368,7 +370,7 @@ class ChainOf:
     In YAML the field is a list, or a single component, which is a chain of one.
 
     family: name of the family.
-    members: the components in plural, for errors.
+    members: noun in the plural for the components, for errors.
     """
 
     family: str
@@ -492,7 +494,9 @@ def _names_field(message: str) -> bool:
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
-    """Yield the parts of a pydantic location, with positions in lists replaced by the name or kind found there."""
+    """Yield the parts of a pydantic location. A position in a list is replaced by the name or kind of the item at this
+    position, if the item has one.
+    """
     for part in location:
         alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
         try:

@@ -44,18 +44,22 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: It
 
 
 _VERY_SIMILAR = 0.75
-"""Least similarity of names that are nearer than names with a common word: one typing error in four characters."""
+"""Names that are at least this similar come before names with a common word. 0.75 is one typing error in four
+characters.
+"""
 _LEAST_WORD = 3
-"""Least length of a word by which two names are near. Shorter words are in too many names."""
+"""A common word makes two names near only if it has at least this many characters. Shorter words are in too many names.
+"""
 
 
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the known names that are near `name`, the nearest first.
 
-    Names that are very similar to `name` come first. Then come names in which a word begins with `name`, names with
-    which a word of `name` begins, and all other similar names.
+    Names that are very similar to `name` come first. Then come names in which a word begins with `name`, then names
+    with which a word of `name` begins, and last all other similar names.
 
-    cutoff: least similarity of similar names. The similarity is 1 minus the number of typing errors per character.
+    cutoff: two names are similar if their similarity is at least this. The similarity is 1 minus the number of typing
+        errors per character of the longer name.
     """
     others = list(known)
     similarity = {other: 1 - typing_errors(name, other) / max(len(name), len(other), 1) for other in others}

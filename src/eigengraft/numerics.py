@@ -96,8 +96,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def apart(x: Tensor) -> Tensor:
-    """Return a tensor over the same memory whose storage has only the bytes of x. pickle would store all of x's
-    storage.
+    """Return a tensor that shares the memory of x, and whose storage has only the bytes of x. pickle would store the
+    full storage of x.
 
     The result has its own version counter. Tensors that are not contiguous or have no memory (meta, fake) are returned
     as views with their full storage.
@@ -237,7 +237,7 @@ def to_power(x: Tensor, exponent: float) -> Tensor:
 
     On a CPU torch's pow rounds the last entries of a tensor differently if these entries do not fill a vector register.
     A block's result would then depend on the other blocks of its stack. For float32 the rounding from float64 removes
-    the difference. For float64 ones are appended to x, so that the last register is full.
+    the difference. For float64, ones are appended to x, so that the last register is full.
     """
     if exponent == 1:
         return x
@@ -324,7 +324,7 @@ which round differently.
 
 
 def fills_lines(stack: Tensor) -> bool:
-    """Return True if each matrix of a stack fills cache lines, so that all have the same alignment."""
+    """Return True if each matrix of a stack fills whole cache lines, so that all matrices have the same alignment."""
     return math.prod(stack.shape[1:]) * stack.element_size() % _LINE == 0
 
 
@@ -431,7 +431,7 @@ class HostCopy:
 
 
 def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
-    """Return `function` of a copy of x on the host, with its results copied to the device of x.
+    """Call `function` with a copy of x on the host, and return the results on the device of x.
 
     The host waits once, for the copy of x. Results are copied without a wait. A tensor on the CPU is not copied.
     """
@@ -611,7 +611,9 @@ def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) ->
 
 
 def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Return the chosen tensors as one stack: a view of a single tensor or of all rows of a stack, else a copy."""
+    """Return the tensors at the given places as one stack. The result is a view if one tensor is chosen, or if all rows
+    of a `StackRows` are chosen. Else the result is a copy.
+    """
     if isinstance(tensors, StackRows) and len(places) == len(tensors):
         return tensors.stack
     return tensors[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([tensors[place] for place in places])
@@ -637,8 +639,8 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
     """Return V after `steps` steps of V <- 3/2 V - 1/2 V V^T V, which converge to the orthonormal V (V^T V)^(-1/2)
     (Bjorck & Bowie 1971, order 2).
 
-    Singular values in (0, sqrt 3) converge to 1; after one step no singular value is above 1. If the singular values
-    might reach sqrt 3, by the bound |V|_2^2 <= 1 + |E^4|_F^(1/4) with E = V^T V - I, V is scaled down first.
+    Singular values in (0, sqrt 3) converge to 1; after one step no singular value is above 1. V is scaled down first,
+    unless the bound |V|_2^2 <= 1 + |E^4|_F^(1/4) with E = V^T V - I shows that singular values are below sqrt 3.
 
     v: V `[N, d, r]`, r <= d.
     safe: True if the caller knows that singular values are below sqrt 3, so that the bound is not needed.

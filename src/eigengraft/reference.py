@@ -105,7 +105,8 @@ def _short_value(value: Any) -> Any:
 def public_module(cls: type[Any]) -> str:
     """Return the name of the outermost package that exports a class, or of the module that defines it.
 
-    The module of a file that a recipe imports by its path has a longer name. The name of the file is then returned.
+    If a recipe imports a file by its path, the name of the module consists of the name of the file and a hash. For
+    classes of such a module, the name of the file is returned.
     """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if "." not in cls.__module__ and file is not None and cls.__module__ != "__main__":

@@ -24,8 +24,8 @@ class Signal:
             for a batch of matrices. A block receives its own rows and columns of the matrix.
         "outputs": one number for each of several groups of equally many outputs of a parameter, such as heads. Only
             constraints may request such a signal.
-        "partner": a tensor `[p, r]` of the other factor of a product, with the shared axis last, for parameters that
-            the view `pairs` shows as `[q, r]`.
+        "partner": one number for each entry of the other factor of a product, as `[p, r]` with the shared axis last.
+            Only parameters that the view `pairs` shows as matrices `[q, r]` have such a signal.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
     by: name of the function that provides the signal, for errors. "": only `optimizer.provide` provides it.

@@ -99,24 +99,30 @@ class Slot:
     """One named state tensor of a stage.
 
     shape: shape per block, without the stack axis.
-    fill: initial value, or "identity" for a matrix (its first columns if it is tall).
+    fill: initial value of all entries. "identity": the identity matrix, or its first columns for a tall matrix.
     role: purpose of the slot, by which a recipe chooses its storage. A slot with role "failures" counts how often in a
         row a block's root or basis could not be computed. It is an int32 of shape (), which the optimizer reads after
         refreshes. A slot with role "pending" holds a result of a delayed refresh until the refresh takes effect.
-    frame: how the slot is transported when the basis of its frame changes by R = Q_old^T Q_new. "vector": rotated by R.
-        "square": by the Hadamard square, v <- (R*R)^T v on each axis. "row": as "square", for a slot without the
-        block's last axis. "column": as "square", for a slot without the last but one axis. "none": not changed.
+    frame: how the slot is transformed when the basis in which its stage works changes from Q_old to Q_new, with
+        R = Q_old^T Q_new:
+        "vector": rotated, v <- R^T v on each axis.
+        "square": multiplied by the Hadamard square of R, v <- (R*R)^T v on each axis.
+        "row": as "square", for a slot without the block's last axis.
+        "column": as "square", for a slot without the block's last but one axis.
+        "none": not changed.
     dtype: dtype of the slot; None: the dtype that the block is computed in.
-    axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix without a
-        frame: the axis of the block that the matrix belongs to. `inspect` compares a basis with the statistic of the
-        same axis.
+    axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix with
+        frame "none": the axis of the block that the matrix belongs to. `inspect` compares a basis with the statistic of
+        the same axis.
     scale: factor of the initial identity.
-    sensitive: True if the size of every update depends on the slot. Such a slot is never quantized because of its role.
-    decay: b, if the slot is a running mean or sum of squared gradients in its frame, and each step multiplies the
-        weights of earlier gradients by b. None: the slot is something else.
-    total: True if stages read `context.total`, the sum of the slot over all blocks of all parameters as the step began.
-    step_size: True if the stage multiplies its direction by the slot, of shape (), as by a learning rate of its own.
-        Decoupled weight decay is then multiplied by the slot too.
+    sensitive: True if the size of every update depends on the slot. A storage that a recipe chooses by role does not
+        quantize such a slot.
+    decay: b, if the slot is a running mean or running sum of squared gradients, in the basis in which its stage works,
+        and each step multiplies the weights of earlier gradients by b. None: the slot is no such mean or sum.
+    total: True if stages read the sum of the slot over all blocks of all parameters, as the step began, by
+        `context.total`.
+    step_size: True if the slot, of shape (), is a learning rate of the stage: the stage multiplies its direction by the
+        slot. Decoupled weight decay is then multiplied by the slot too.
     """
 
     shape: tuple[int, ...]
@@ -197,8 +203,8 @@ class EncodedSlot:
 
 
 class Watch(Protocol):
-    """An observer that is notified when stages load and write slots and when their hooks run, such as the checks of
-    checked mode (`preconditioners.checked_mode`).
+    """An observer, such as the checks of checked mode (`preconditioners.checked_mode`). It is notified when stages load
+    and write slots, and when hooks of stages run.
     """
 
     def loaded(self, key: str, value: Tensor) -> None:

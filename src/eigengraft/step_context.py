@@ -46,8 +46,8 @@ class StepContext:
     asked: spans of rows whose refresh is due in this step, by the id of the stage. With a delay the refresh takes
         effect in a later step. Without a delay `asked` equals `due`.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
-    numbers: while a chain is traced, a function that receives a function of the step and returns its value as a 0-d
-        tensor. None: the context computes the value itself.
+    numbers: while a chain is traced, a function that receives a function f of the step and returns f(step) as a 0-d
+        tensor. None: the context computes f(step) itself.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
     questions: conditions that `holds` received while a chain is traced.
     """
@@ -117,7 +117,8 @@ class StepContext:
         return kept_on_device(self.seeds, self.device)
 
     def per_block(self, function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return function(step), computed in float64, in a shape and dtype that multiplies `like` `[N, *block]`.
+        """Return function(step) of each block, computed in float64, in a shape and dtype by which `like` `[N, *block]`
+        can be multiplied.
 
         If all blocks are at one step, the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
         """
@@ -140,9 +141,10 @@ class StepContext:
 
         1 - beta^step is the sum of the weights of a running mean that started from zero (Adam, section 3).
 
-        count: function from a step to the number of terms of the mean; None: one term for each step.
+        count: function from a step to the number of terms of the mean, which is then the power of beta; None: the mean
+            has one term for each step.
         exponent: power of the correction.
-        ahead: number of steps that are added to the step.
+        ahead: number of steps that are added to the step; without effect if `count` is given.
         """
         if count is None and self.numbers is None and self.uniform is not None:  # the same bits, with fewer kernels
             return _uniform_correction(beta, self.uniform + ahead, exponent)
@@ -150,7 +152,7 @@ class StepContext:
         return self.per_block(lambda step: (1 - beta ** terms(step)) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
-        """Return a signal that a stage declared.
+        """Return a signal that the stage has requested.
 
         The value is a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks with c inputs, `[N, c, c]`, depending
         on the signal's extent. Raises ContractError for a signal that was not requested or not provided.
@@ -165,7 +167,7 @@ class StepContext:
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return a signal that a stage declared as a tensor of the dtype and on the device of `like`."""
+        """Return a signal, as `signal` does, but as a tensor of the dtype and on the device of `like`."""
         return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:
@@ -178,7 +180,8 @@ class StepContext:
     def parameter_sum(self, x: Tensor) -> Tensor:
         """Return for each block the sum of numbers `x` `[N]` over all blocks of its parameter, in all stacks.
 
-        Only `apply` may call it, equally often in every step, and only if the traits say `Traits(sums=True)`.
+        Only `apply` may call this method, and only if the traits of the stage say `Traits(sums=True)`. The number of
+        calls must be the same in every step.
         """
         if self.sums is None:
             raise ContractError(
@@ -196,7 +199,10 @@ class StepContext:
         return changed
 
     def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:
-        """Return the context of the rows start to stop, for their refresh. first: True if it is their first refresh."""
+        """Return the context of the rows from start to stop, for a refresh of these rows.
+
+        first: True if this is the first refresh of the rows.
+        """
         signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
         cut = slice(start, stop)
         return replace(
