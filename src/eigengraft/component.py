@@ -139,7 +139,7 @@ class Component(BaseModel, metaclass=ComponentType):
             _register(cls)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the fields that differ from their defaults, under the names that the constructor has for them."""
+        """Yield the fields that differ from their defaults, under the names by which the constructor accepts them."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if field.is_required() or value != field.default:
@@ -437,7 +437,9 @@ def _advice(cls: type[Component], name: str) -> str:
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the dotted path of every field called `name` in the components that are defaults of fields of `cls`."""
+    """Search the components that are default values of the fields of `cls`. Yield the dotted path of every field called
+    `name` inside them.
+    """
     for field, info in cls.model_fields.items():
         if isinstance(info.default, BaseModel):
             own = type(info.default)

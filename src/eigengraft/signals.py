@@ -22,8 +22,8 @@ class Signal:
         "entry": one number for each entry of a parameter.
         "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or outputs, or `[*batch, n, n]`
             for a batch of matrices. A block receives its own rows and columns of the matrix.
-        "outputs": one number for each of several groups of equally many outputs of a parameter, such as heads. Only
-            constraints may request such a signal.
+        "outputs": one number for each group of outputs of a parameter, such as a head. All groups have equally many
+            outputs. Only constraints may request such a signal.
         "partner": one number for each entry of the other factor of a product, as `[p, r]` with the shared axis last.
             Only parameters that the view `pairs` shows as matrices `[q, r]` have such a signal.
     about: meaning of the value.

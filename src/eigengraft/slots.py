@@ -235,14 +235,14 @@ class Watch(Protocol):
 
 
 class DelayedRefreshes(Protocol):
-    """The delayed refreshes of a stack that have begun, and whose results are not in its pending slots yet."""
+    """The delayed refreshes of a stack that have begun, and whose results are not in the stack's pending slots yet."""
 
     def begin(
         self, state: State, seeds: NDArray[np.int64], what: str, solve: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         """Begin to compute the results of a refresh.
 
-        state: state of the rows, in whose pending slots `finish` stores the results.
+        state: state of the rows that are refreshed. `finish` stores the results in the pending slots of this state.
         seeds: `[n]`, seed of each block, which identifies the block.
         what: text for errors, "<stage path>: solve() at step <t>".
         solve: function that returns the results, by name of the pending slot. It reads nothing that a step changes.

@@ -79,7 +79,8 @@ def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]
 def boxes_of_run(
     start: int, stop: int, lengths: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield boxes that together have the entries start <= i < stop, in order. i is the index in the flattened tensor.
+    """Divide the entries start <= i < stop of a tensor into boxes, with i the index in the flattened tensor. Yield the
+    boxes in the order of i.
 
     Each result is (i of the first entry of the box, start of the box, stop of the box). There are at most 2k - 1 boxes
     for k axes.
@@ -134,7 +135,7 @@ class BlockGrid:
     joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
         of `merged` that are not in `joined`, such as an axis of experts.
     keys: number of each block among all blocks of the parameter, in row-major order of the grid.
-    matrices: number of the matrix of the parameter that each block belongs to, in the order of `keys`.
+    matrices: for each block, in the order of `keys`, the number of its matrix among the matrices of the parameter.
     """
 
     merged: Numbers

@@ -35,7 +35,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     Numbers are added in the order of stacks and rows. An exception in one computation ends all of them. Raises
     ContractError unless all stacks compute the same number of sums.
 
-    runs: the computation of each stack. It receives a function that computes sums over parameters.
+    runs: the computation of each stack, a function. Its argument is a function that computes sums over parameters.
     param_ids: for each stack `[N]`, the number of the parameter that each block belongs to.
     """
     if len(runs) == 1:
