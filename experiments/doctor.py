@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from eigengraft.errors import RecipeError, counted
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
-from .reports.records import Run
+from .reports.records import METRICS, Run
 from .run_log import ends_lost, is_lost, rows_with
 from .training.divergence import Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
@@ -72,7 +73,7 @@ fall may be noise.
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
-FindingKind = Literal[FaultCause, "exploding layer", "dead layer", "stalled"]
+FindingKind = Literal[FaultCause, "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,15 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "the learning rate is far too low or too high, labels do not belong to inputs, or gradients are cut off",
         "choose lr so that an update has 1e-3 times the norm of the weights; train on one batch, and check its labels",
     ),
+    "overfitting": Explanation(
+        "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
+        "train for fewer steps, use more data, weight decay or dropout; compare the best evaluation, not the last",
+    ),
+    "worse than guessing": Explanation(
+        "labels are noise or belong to other inputs, validation rows are unlike training rows, or the model overfits",
+        "check the labels of some rows by eye, and that training and validation rows are made alike; train for fewer "
+        "steps",
+    ),
 }
 
 
@@ -201,6 +211,19 @@ class Diagnosis:
         return {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
 
 
+class Start(NamedTuple):
+    """The first batch of a run with the initial weights.
+
+    loss: loss of the batch.
+    classes: number of classes of the task; 0 if it does not classify.
+    guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
+    """
+
+    loss: float
+    classes: int
+    guess: float
+
+
 @dataclass(frozen=True)
 class Record:
     """The files of a run, and the numbers that the checks below compare.
@@ -222,6 +245,14 @@ class Record:
             raise RecipeError(f"{directory}: has no config.json, which every run has{hint}")
         fault = read_object(directory / "fault.json")
         return cls(run, Fault(**fault) if fault else None)
+
+    @cached_property
+    def start(self) -> Start | Exception:
+        """The start of the run, or the error if the task or its data are not on this machine."""
+        try:
+            return _start(load_experiment(dict(self.run.config)))
+        except Exception as error:  # code of the user may raise any error
+            return error
 
     def numbers(self, column: str) -> list[float]:
         """Return the values of a column of metrics, without rows that lack the column."""
@@ -311,6 +342,8 @@ def diagnose(directory: str | Path) -> Diagnosis:
     if not found or found[0].kind in _SYMPTOMS:
         start = () if record.imported else _large_start(record, notes)
         found = [*start, *_exploding(record, sick=bool(found)), *_dead(record), *found]
+    if not found:
+        found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
     return Diagnosis(record.run.directory, tuple(found), tuple(notes))
@@ -544,25 +577,50 @@ def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
 
     notes: list to which the reason is appended if the task or its data are not on this machine.
     """
-    try:
-        loss, classes = _initial_loss(load_experiment(dict(record.run.config)))
-    except Exception as error:  # code of the user may raise any error
-        notes.append(f"the initial outputs, as the task cannot be loaded: {error}")
-        return
-    guess = math.log(classes) if classes > 1 else math.inf
-    if loss > LARGE_START * guess:
-        text = f"the loss before the first step is {loss:.3g}"
-        yield Finding("initialization", 1, "", f"{text}, and that of a uniform guess among {classes} is {guess:.3g}")
+    start = record.start
+    if isinstance(start, Exception):
+        notes.append(f"the initial outputs, as the task cannot be loaded: {start}")
+    elif start.classes > 1 and start.loss > LARGE_START * math.log(start.classes):
+        text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
+        yield Finding("initialization", 1, "", f"{text} is {math.log(start.classes):.3g}")
 
 
-def _initial_loss(experiment: Experiment) -> tuple[float, int]:
-    """Return the loss of the first batch with the initial weights, and the number of classes (0 without classes)."""
+def _start(experiment: Experiment) -> Start:
+    """Return the start of a run of an experiment. Nothing is trained."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
         inputs, targets = task.load().batch(experiment.seed, 0)
         outputs = task.new_model(experiment.seed)(inputs)
     classes = outputs.shape[-1] if task.reports_accuracy and not targets.is_floating_point() else 0
-    return task.loss(outputs, targets).item(), classes
+    guess = task.reported(math.log(classes)) if classes > 1 else math.inf
+    return Start(task.loss(outputs, targets).item(), classes, guess)
+
+
+def _generalization(record: Record) -> Iterator[Finding]:
+    """Yield the finding about a validation loss that rose after its best evaluation, or ended above that of a uniform
+    guess, while the training loss fell.
+    """
+    rows = [row for row in record.run.rows if row.get("loss") is not None]
+    evaluations, first = record.numbers("val_loss"), record.first_loss
+    if not rows or not evaluations or first is None or rows[-1]["loss"] >= (1 - LEAST_RISEN) * first:
+        return
+    before, last, reached = first, rows[-1]["loss"], evaluations[-1]
+    text, rise = f"the validation loss ended at {reached:.4g}", record.run.rise(METRICS["val_loss"])
+    if rise is not None:
+        before = next((row["loss"] for row in reversed(rows) if row["step"] <= rise.step), first)
+        text = f"the validation loss rose from {rise.best:.4g} (step {rise.step}) to {reached:.4g} at the end"
+    if reached > math.log(2) and (guess := _guess(record)) < reached:
+        text += f", above the {guess:.4g} of a uniform guess among the classes, while the training loss fell from"
+        yield Finding("worse than guessing", None, "", f"{text} {first:.4g} to {last:.4g}")
+    elif rise is not None and last < before:
+        text += f", while the training loss fell from {before:.4g} to {last:.4g}"
+        yield Finding("overfitting", rise.step, "", text)
+
+
+def _guess(record: Record) -> float:
+    """Return the validation loss of a uniform guess; infinity if the classes of the task are not known."""
+    known = not record.imported and record.numbers("val_accuracy")
+    return record.start.guess if known and isinstance(record.start, Start) else math.inf
 
 
 def _failed_roots(record: Record) -> Iterator[Finding]:

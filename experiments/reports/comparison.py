@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun
-from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name, label_number
+from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, label_number
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -71,6 +71,18 @@ class ComparisonRow:
         return summarize(list(self.finals.values()))
 
     @cached_property
+    def rises(self) -> dict[int, Rise]:
+        """The rise of the metric after its best evaluation, by seed, of the ended runs in which it is large."""
+        return {run.seed: rise for run in self.runs if run.result and (rise := run.rise(self.metric)) is not None}
+
+    @property
+    def best_evaluation(self) -> tuple[Summary, float] | None:
+        """Summary of the best evaluation of each ended run, and the mean of their steps; None without an evaluation."""
+        found = [best for run in self.runs if run.result and (best := run.best(self.metric)) is not None]
+        summary = summarize([value for _, value in found])
+        return None if summary is None else (summary, fmean(step for step, _ in found))
+
+    @cached_property
     def difference(self) -> Paired | None:
         """Final metrics minus those of the baseline. None if a run diverged or the rows are not comparable."""
         if self.baseline is None or self.diverged or self.baseline.diverged or not self.comparable:
@@ -81,13 +93,14 @@ class ComparisonRow:
         """Return where each run first reaches the final metric of the baseline's run with the same seed.
 
         Returns seed -> step or second, None if the run never reaches the metric. Seeds without a finite final metric of
-        the baseline are left out. Empty if the rows are not comparable.
+        the baseline are left out. Empty if the rows are not comparable, or if the metric of the baseline rose again:
+        its curve passes the final value long before its end.
 
         axis: 0 for the step, 1 for the second.
         """
-        levels = self.baseline.finals if self.baseline else self.finals
-        found = {}
-        for run in self.runs if self.comparable else ():
+        base, found = self.baseline or self, dict[int, float | None]()
+        levels = base.finals
+        for run in self.runs if self.comparable and not base.rises else ():
             if axis == 1 and not run.abscissas("seconds"):
                 continue
             if run.result and math.isfinite(levels.get(run.seed, math.inf)):
@@ -178,6 +191,11 @@ class ComparisonPanel:
         """p of every row's difference by label, corrected for all comparisons of the panel (Holm)."""
         tests = {row.label: row.difference.p for row in self.rows if row.difference is not None}
         return holm({label: p for label, p in tests.items() if p is not None})
+
+    @property
+    def risen(self) -> list[ComparisonRow]:
+        """Rows with a run whose metric ended much worse than its best evaluation."""
+        return [row for row in self.rows if row.rises]
 
     @property
     def busy(self) -> int:

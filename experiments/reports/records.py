@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from eigengraft.errors import counted
 
@@ -73,6 +73,27 @@ def metric_of(name: str, larger: bool = False) -> Metric:
 
 TRAINING_LOSS = Metric("loss", "training loss", 1)
 """The metric of runs without a validation loss: the mean loss of the steps since the previous row of metrics.jsonl."""
+
+
+ROSE = 0.1
+"""Least share of its improvement that a metric has lost again at the end of a run that counts as overfitted.
+
+The improvement is that from the start of the run to the best evaluation, and at least the size of the best value: the
+best evaluation may be the first one. Noise of evaluations is below this share.
+"""
+
+
+class Rise(NamedTuple):
+    """A metric that ended much worse than its best evaluation.
+
+    step: step of the best evaluation.
+    best: metric of the best evaluation.
+    last: metric of the last evaluation.
+    """
+
+    step: int
+    best: float
+    last: float
 
 
 @dataclass(frozen=True)
@@ -210,6 +231,23 @@ class Run:
             [time for _, time in rows],
             [_number(row[metric.key], metric) for row, _ in rows],
         )
+
+    def best(self, metric: Metric) -> tuple[int, float] | None:
+        """Return the step and the value of the best evaluation, None without an evaluation that is finite."""
+        steps, _, values = self.curve(metric)
+        found = [(metric.sign * y, x) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
+        return (min(found)[1], metric.sign * min(found)[0]) if found else None
+
+    def rise(self, metric: Metric) -> Rise | None:
+        """Return the rise of a metric of validation after its best evaluation, None unless it is large (see ROSE)."""
+        best, (_, _, values) = self.best(metric), self.curve(metric)
+        if best is None or metric is TRAINING_LOSS or not math.isfinite(values[-1]):
+            return None
+        first = self.result.get("first_loss") if metric.key == "val_loss" else None
+        starts = [metric.sign * y for y in (values[0], first) if y is not None and math.isfinite(y)]
+        improved = max(starts, default=-math.inf) - metric.sign * best[1]
+        lost = metric.sign * (values[-1] - best[1])
+        return Rise(*best, values[-1]) if lost > ROSE * max(improved, abs(best[1])) else None
 
 
 def fault_file(run: Path) -> Path:

@@ -24,6 +24,7 @@ from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, learning_rate, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
+    format_best,
     format_difference,
     format_length,
     format_metric,
@@ -31,6 +32,7 @@ from .tables import (
     format_ratio,
     format_reached,
     format_summary,
+    rise_notice,
     runs_frame,
     sentences,
     worst_layers,
@@ -156,6 +158,8 @@ class Report:
             tuning=_drawn([one for one in grids if one[1].startswith("Tuning")], "tuning"),
             swept=swept(records).compare,
             reached=format_reached,
+            best=format_best,
+            rise_notice=rise_notice,
             learning_rate=learning_rate,
             chosen=len(self.panels) > len(panels),
             status=Counter(run.status(records.metric) for run in records.runs),

@@ -31,6 +31,10 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         return
     extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
     yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final)}."
+    if panel.risen:
+        found = [(row.best_evaluation, row) for row in panel.rows if row.ended and row.best_evaluation]
+        (value, step), row = min(found, key=lambda pair: panel.metric.sign * pair[0][0].mean)
+        yield f"{extreme} best evaluation: {row.title}, {format_summary(value)} at step {step:.0f}."
     if edges := [f"{row.title} ({row.edge})" for row in panel.rows if row.edge]:
         yield f"At an end of the numbers that were tried: {', '.join(edges)}; a better number may lie beyond it."
     if base is None or base.final is None or best is base:
@@ -52,6 +56,25 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         if bounds == len(steps):
             when = f"by its first evaluation, step {mean:.0f} or earlier"
         yield f"{best.title} reaches {base.title}'s final value {when}."
+
+
+def rise_notice(panel: ComparisonPanel) -> str:
+    """Return sentences about rows whose metric ended much worse than its best evaluation, "" if there are none."""
+    if not panel.risen:
+        return ""
+    rows = ", ".join(f"{row.title} ({len(row.rises)} of {counted(len(row.runs), 'run')})" for row in panel.risen)
+    text = f"The {panel.metric.title} ended much worse than its best evaluation, as in overfitting: {rows}. "
+    text += "Compare the column of best evaluations, too."
+    if panel.baseline is not None and panel.baseline.rises:
+        text += f" Steps to the final value of {panel.baseline.title} are left out: its curve passes this value and "
+        text += "returns to it."
+    return text
+
+
+def format_best(row: ComparisonRow) -> tuple[str, str]:
+    """Return two texts: mean and spread of the best evaluation of each run, and the mean of their steps."""
+    best = row.best_evaluation
+    return (_NONE, "") if best is None else (format_summary(best[0]), f"at step {best[1]:.0f}")
 
 
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
@@ -216,7 +239,8 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     costs = [f"steps to {records.target.value:g}"] if records.target else []
     costs += ["steps", "seconds"] if records.equal == "seconds" else []
     costs += ["step, ms", "state, bytes per parameter"]
-    yield [panel.axis, "learning rate", f"final {panel.metric.title}", *panel.further, *differences, *costs]
+    finals = [f"final {panel.metric.title}", *(["best evaluation"] if panel.risen else [])]
+    yield [panel.axis, "learning rate", *finals, *panel.further, *differences, *costs]
     for row in panel.rows:
         edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
         edge = edge or (row.edge if records.rates else "")
@@ -228,7 +252,8 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
             numbers += format_length(row)
         numbers += [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
         further = [format_number(row.mean(column), 3) for column in panel.further]
-        yield [row.title, rate, shown, *further, *middle, *numbers]
+        best = [" ".join(format_best(row))] if panel.risen else []
+        yield [row.title, rate, shown, *best, *further, *middle, *numbers]
 
 
 def _caption(panel: ComparisonPanel, records: Records) -> str:

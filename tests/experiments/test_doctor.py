@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError
-from eigengraft.experiments import Experiment, Tick, train
+from eigengraft.experiments import Experiment, RunLog, Tick, train
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose
 from eigengraft.experiments.files import read_object
@@ -22,7 +22,7 @@ from eigengraft.experiments.training.callbacks import Callback, RunView
 
 from ..refusals import refused
 
-Sickness = Literal["none", "row", "validation", "init", "nan init", "dead", "overflow", "labels"]
+Sickness = Literal["none", "row", "validation", "init", "nan init", "dead", "overflow", "labels", "noise"]
 CLASSES = 4
 
 
@@ -51,6 +51,8 @@ class Patient(Task):
             x[90, 2] = torch.nan
         if self.sickness == "labels":
             y += 1
+        if self.sickness == "noise":
+            y = torch.from_numpy(generator(1).integers(0, CLASSES, 96))
         mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
         return Examples(Batch(x[:64], y[:64]), Batch(x[64:], y[64:]), 16, mark)
 
@@ -111,6 +113,7 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient("overflow", precision="bfloat16"), "precision", [1], "", ("float32",)),
         (patient(lr=1e-12), "stalled", [None], "", ("does not fall", "too low")),
         (patient("labels"), "labels", [1, 2], "", ("1 to 4", "4 scores")),
+        (patient("noise", steps=200), "worse than guessing", [None], "", ("(step 20)", "uniform guess", "loss fell")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -145,6 +148,26 @@ def test_nothing_is_found_in_a_healthy_run(experiment: Experiment, tmp_path: Pat
     assert treated(experiment, tmp_path) == Diagnosis(tmp_path, ())
     assert CliRunner().invoke(app, ["doctor", str(tmp_path)]).exit_code == 0
     assert not (tmp_path / "fault.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "evaluations", "text"),
+    [
+        ([2.0, 0.4, 0.01, 3e-7], [0.55, 0.9, 1.4, 1.82], "rose from 0.55 (step 1) to 1.82 at the end, while the"),
+        ([2.0, 0.4, 0.01, 3e-7], [2.0, 0.55, 0.56, 0.6], ""),  # a tenth of its fall is 0.145
+        ([2.0, 1.0, 1.1, 1.7], [1.8, 0.6, 1.0, 1.5], ""),  # the training loss rose, too
+        ([2.0, 0.4, 0.01, 1e-4], [2.0, 1e-3, 2e-3, 9e-3], ""),  # nine times a loss of nearly 0
+    ],
+)
+def test_a_validation_loss_that_rose_while_the_training_loss_fell_is_overfitting(
+    losses: list[float], evaluations: list[float], text: str, tmp_path: Path
+) -> None:
+    with RunLog(tmp_path, "text", 4) as log:
+        for step, (loss, val_loss) in enumerate(zip(losses, evaluations, strict=True), start=1):
+            log.row(step, loss, val_loss=val_loss)
+    found = diagnose(tmp_path).findings
+    assert [one.kind for one in found] == (["overfitting"] if text else [])
+    assert all(text in one.text and "fell from 2 to 3e-07" in one.text for one in found)
 
 
 def test_updates_that_are_far_too_small_are_a_stall_although_batches_differ(tmp_path: Path) -> None:

@@ -175,6 +175,24 @@ def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
     assert "\u2264 15" in text
 
 
+def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
+    """The curve of adamw passes its final value in the first ten steps: other runs reach it there, and much later."""
+    values = {"adamw": [3.0, 0.5, 1.75], "soap": [3.0, 0.75, 0.75]}
+    write_study(tmp_path, [(m, seed, {"recipe": ADAM, "values": own}) for m, own in values.items() for seed in (0, 1)])
+    (panel,) = compare(read_records(tmp_path))
+    adamw, soap = panel.rows
+    assert adamw.rises == dict.fromkeys((0, 1), (20, 0.5, 1.75)) and panel.risen == [adamw]
+    assert adamw.reached(0) == soap.reached(0) == soap.reached(1) == {}
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
+    assert "Lowest best evaluation: adamw, 0.500 ± 0.000 at step 20." in text
+    assert "as in overfitting: adamw (2 of 2 runs)." in text
+    assert "Steps to the final value of adamw are left out" in text
+    assert "steps to adamw" not in text and "soap reaches" not in text
+    assert "more than a tenth of its improvement" in text
+    table = (tmp_path / "tables.md").read_text(encoding="utf-8")
+    assert " | best evaluation | " in table and "0.500 ± 0.000 at step 20" in table
+
+
 def test_runs_with_five_evaluations_are_not_coarse(tmp_path):
     write_study(tmp_path, [("adamw", 0, {"recipe": ADAM, "values": [5.0, 4.0, 3.0, 2.0, 1.0]})])
     assert read_records(tmp_path).coarse == ""
