@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .comparison import ComparisonPanel
-from .figures import INK, LIGHT, MARKERS, Curve, Look, draw_line, log_ticks, style_axes
+from .figures import INK, LIGHT, MARKERS, POWERS, Curve, Look, draw_line, log_ticks, style_axes
 from .seed_statistics import Paired
 
 
@@ -119,7 +119,7 @@ def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool)
     if logarithmic and positive and min(positive) > 0 and math.isfinite(max(positive)):
         axes.set_yscale("log")
         wide = max(y for curve in curves for y in curve.high) > 50 * min(positive)
-        log_ticks(axes.yaxis, (1,) if wide else (1, 2, 5))
+        log_ticks(axes.yaxis, POWERS if wide else (1, 2, 5), most=4)
     elif positive and min(positive) >= 0:
         axes.set_ylim(bottom=0)
     style_axes(axes)

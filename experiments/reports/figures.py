@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..files import replacing
 
@@ -25,7 +25,9 @@ MARKERS = "osD^vPX*"
 _HANDLE, _CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
-_TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
+_TICKS, _FEWER_TICKS, POWERS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5), (1,)
+"""Digits at which ticks of logarithmic axes are: of narrow, wider and very wide ranges."""
+_EXPONENT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def draw_curves(
     if swept or "x" in log:
         axes.set_xscale("log")
         ends = axes.get_xlim()
-        log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else (1,))
+        log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else POWERS)
     style_axes(axes)
     if curves:  # the legend is below the axes, where it covers nothing
         style = {"fontsize": 8.5, "labelcolor": INK, "frameon": False, "handlelength": 2.2}
@@ -169,15 +171,25 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
         axes.set_ylim(low - pad, high + pad)
         return
     axes.set_yscale("log")
-    log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS)
+    log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS if high / low < 1e3 else POWERS)
     spread = max(high / low, 1.1)
     axes.set_ylim(low / spread**0.05, high * spread**0.05)
 
 
-def log_ticks(axis: Axis, digits: Sequence[float]) -> None:
-    """Put the ticks of a logarithmic axis at `digits` times powers of ten, and write them as plain numbers."""
-    axis.set_major_locator(LogLocator(subs=digits))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+def log_ticks(axis: Axis, digits: Sequence[float], most: int = 7) -> None:
+    """Put the ticks of a logarithmic axis at these digits times powers of ten.
+
+    Ticks at powers of ten alone are at most `most`, and are written as 10⁻⁸ on an axis that leaves 0.001 to 10000.
+    """
+
+    def text(value: float, _: object) -> str:
+        low, high = axis.get_view_interval()
+        if digits != POWERS or (low > 5e-4 and high < 2e4):
+            return f"{value:g}"
+        return f"10{str(round(math.log10(value))).translate(_EXPONENT)}"
+
+    axis.set_major_locator(LogLocator(subs=digits, numticks=most if digits == POWERS else None))
+    axis.set_major_formatter(FuncFormatter(text))
     axis.set_minor_locator(NullLocator())
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -201,6 +202,20 @@ def test_no_legend_covers_a_curve():
         assert axes.get_legend() is None
         assert legend.get_window_extent().y1 <= axes.get_window_extent().y0
         assert axes.get_window_extent().height > 150  # pixels: the curves keep room
+
+
+@pytest.mark.parametrize(("decades", "first"), [(1, "1"), (2.9, "1"), (4, "10⁰"), (8, "10⁰"), (40, None)])
+@pytest.mark.parametrize("width", [3.25, 4.8])
+def test_ticks_of_losses_over_many_decades_are_few_and_apart(decades, first, width):
+    y = [1.5 * 10 ** (-decades * k / 9) for k in range(10)]
+    figure = draw_curves([Curve("a", 0, range(1, 11), y, y, y)], "x", "y", look=figures.Look(width, "xy"))
+    FigureCanvasAgg(figure).draw()
+    for axis in (figure.axes[0].yaxis, figure.axes[0].xaxis):
+        low, high = axis.get_view_interval()
+        labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        boxes = [label.get_window_extent() for label in labels]
+        assert 3 <= len(boxes) <= 10 and not any(a.overlaps(b) for a, b in pairwise(boxes))
+        assert axis is figure.axes[0].xaxis or first in (None, *(label.get_text() for label in labels))
 
 
 def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path):
