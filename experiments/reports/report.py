@@ -24,6 +24,7 @@ from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, learning_rate, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
+    busy_sign,
     format_best,
     format_difference,
     format_length,
@@ -32,6 +33,8 @@ from .tables import (
     format_ratio,
     format_reached,
     format_summary,
+    grid_of,
+    marks,
     rise_notice,
     runs_frame,
     sentences,
@@ -159,6 +162,9 @@ class Report:
             swept=swept(records).compare,
             reached=format_reached,
             best=format_best,
+            busy_sign=busy_sign,
+            grid=grid_of(records),
+            marks=marks,
             rise_notice=rise_notice,
             learning_rate=learning_rate,
             chosen=len(self.panels) > len(panels),
@@ -202,6 +208,7 @@ class Report:
             name = f"{metric.title} against {along}"
             if panel.begun and name not in [one for one, *_ in found]:
                 caption = f"{metric.title} against {ABSCISSAS[along]}"
+                caption += busy_sign(panel) if along == "seconds" else ""
                 found.append((name, caption[0].upper() + caption[1:], self._figure(panel, along, metric)))
         return [*found, *beside_curves(panel, self.width)]
 

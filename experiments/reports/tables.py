@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
-from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, swept
+from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, leaders, swept
 from .records import Records, Run, learning_rate, read_records
 from .seed_statistics import Summary
 
@@ -37,17 +37,24 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         yield f"{extreme} best evaluation: {row.title}, {format_summary(value)} at step {step:.0f}."
     if edges := [f"{row.title} ({row.edge})" for row in panel.rows if row.edge]:
         yield f"At an end of the numbers that were tried: {', '.join(edges)}; a better number may lie beyond it."
-    if base is None or base.final is None or best is base:
+    other = panel.second if best is base else best
+    if base is None or base.final is None or other is None:
         return
-    yield f"{base.title}: {format_summary(base.final)}."
-    test, p = best.difference, panel.corrected.get(best.label)
+    shown = other if best is base else base
+    yield f"{shown.title}: {format_summary(shown.final)}."
+    test, p = other.difference, panel.corrected.get(other.label)
     if test is not None and test.half is not None:
-        interval = format_difference(best, panel)[0]
+        interval = format_difference(other, panel)[0]
         seeds = counted(test.n, "paired seed")
-        yield f"{best.title} minus {base.title}: {interval}, with a 95 % interval over {seeds}."
-    if test is not None and p is not None and p > 0.05:
+        yield f"{other.title} minus {base.title}: {interval}, with a 95 % interval over {seeds}."
+    if test is not None and p is not None:
         tests = f", corrected for {len(panel.corrected)} comparisons" if len(panel.corrected) > 1 else ""
-        yield f"With {counted(test.n, 'seed')} this difference is not significant (p = {p:.2g}{tests})."
+        significant = "significant at 5 percent" if p <= 0.05 else "not significant"
+        yield f"With {counted(test.n, 'seed')} this difference is {significant} (p = {p:.2g}{tests})."
+    elif test is None or test.n < 2:
+        yield "One seed allows no test of this difference."
+    if best is base:
+        return
     steps = [step for step in best.reached(0).values() if step is not None]
     if steps and len(steps) == len(best.runs):
         last, mean = max(base.runs[0].curve(panel.metric)[0]), sum(steps) / len(steps)
@@ -56,6 +63,49 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         if bounds == len(steps):
             when = f"by its first evaluation, step {mean:.0f} or earlier"
         yield f"{best.title} reaches {base.title}'s final value {when}."
+
+
+Grid = tuple[str, list[str], list[tuple[str, list[tuple[str, bool]]]]]
+"""A table of all cells: its caption, titles of columns, and the label of each row with (text, True for bold type)."""
+
+
+def grid_of(records: Records) -> Grid | None:
+    """Return the final metrics of all cells of a study, None unless exactly two of its axes have several labels.
+
+    A row is a label of the compared axis, a column a label of the other axis. The best mean and means that are not
+    significantly worse are marked: of each column if the columns have different tasks or data, else of all cells. None
+    too if runs of one cell were made by different code.
+    """
+    axes = dict.fromkeys(axis for run in records.runs for axis in run.labels)
+    known = {axis: {run.labels.get(axis) for run in records.runs} for axis in axes}
+    several = [axis for axis in axes if len(known[axis]) > 1]
+    panels = compare(records)
+    apart = any(run.variant for run in records.runs)
+    if len(several) != 2 or records.compare not in several or apart or not any(panel.begun for panel in panels):
+        return None
+    (column,) = (axis for axis in several if axis != records.compare)
+    together = len({run.data for run in records.runs if run.config}) < 2
+    groups = [[row for panel in panels for row in panel.rows]] if together else [list(panel.rows) for panel in panels]
+    found = [leaders(group, records.metric) for group in groups]
+    best, equal = {id(some[0]) for some in found if some}, {id(row) for some in found for row in some}
+    rows: dict[str, list[tuple[str, bool]]] = {row.label: [] for panel in panels for row in panel.rows}
+    for panel in panels:
+        own = {row.label: row for row in panel.rows}
+        for label, cells in rows.items():
+            row = own.get(label)
+            text = _NONE if row is None else format_summary(row.final) + (" *" if id(row) in best else "")
+            cells.append((text, row is not None and row.tested and id(row) in equal))
+    titles = [panel.rows[0].runs[0].labels[column] for panel in panels]
+    caption = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns)"
+    return f"{caption}. {marks(groups, 'all cells' if together else 'each column')}", titles, list(rows.items())
+
+
+def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
+    """Return a sentence about marked means. `place`: the part of a table that has its own best mean."""
+    if not any(row.tested for group in groups for row in group):
+        return f"* is the best mean of {place}; one seed allows no test."
+    test = "a paired t-test (5 percent, Holm) does not distinguish from it"
+    return f"* is the best mean of {place}. In bold: this mean, and those that {test}."
 
 
 def rise_notice(panel: ComparisonPanel) -> str:
@@ -195,6 +245,7 @@ _LATEX = {
     "\u2212": "$-$",
     "\u00b1": r"$\pm$",
     "\u2013": "--",
+    "\u2020": r"$\dagger$",
     **{sign: f"\\{sign}" for sign in "&%$#_"},
 }
 
@@ -202,8 +253,27 @@ _LATEX = {
 def write_tables(records: Records, folder: Path) -> None:
     """Write tables.md and tables.tex with a table for each panel that has started. LaTeX needs the package booktabs."""
     panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
-    for name, form in {"tables.md": markdown, "tables.tex": latex}.items():
-        write_text(folder / name, "\n\n".join(form(panel, records) for panel in panels) + "\n")
+    grid, forms = grid_of(records), {"tables.md": (markdown, _markdown_grid), "tables.tex": (latex, _latex_grid)}
+    for name, (form, grid_form) in forms.items():
+        tables = [] if grid is None else [grid_form(grid, records)]
+        write_text(folder / name, "\n\n".join([*tables, *(form(panel, records) for panel in panels)]) + "\n")
+
+
+def _markdown_grid(grid: Grid, records: Records) -> str:
+    caption, titles, rows = grid
+    body = [[_plain(label), *(f"**{_plain(x)}**" if best else _plain(x) for x, best in cells)] for label, cells in rows]
+    heads = [_plain(one) for one in (records.compare, *titles)]
+    return f"**{_plain(records.name)}.** {_plain(caption)}\n\n{markdown_table(heads, body)}".rstrip("\n")
+
+
+def _latex_grid(grid: Grid, records: Records) -> str:
+    caption, titles, rows = grid
+    body = [
+        [_escaped(label), *(rf"\textbf{{{_escaped(text)}}}" if best else _escaped(text) for text, best in cells)]
+        for label, cells in rows
+    ]
+    heads = [_escaped(one) for one in (records.compare, *titles)]
+    return _latex_table(_escaped(f"{records.name}: {caption}"), heads, body)
 
 
 def markdown(panel: ComparisonPanel, records: Records) -> str:
@@ -220,14 +290,15 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def latex(panel: ComparisonPanel, records: Records) -> str:
     """Return one panel as a LaTeX table with its caption."""
-    head, *body = [" & ".join(map(_escaped, cells)) + r" \\" for cells in cells_of(panel, records)]
-    columns = "l" + "r" * head.count(" & ")
-    begin = [
-        "\\begin{table}",
-        "\\centering",
-        f"\\caption{{{_escaped(_caption(panel, records))}}}",
-        f"\\begin{{tabular}}{{{columns}}}",
-    ]
+    heads, *rows = (list(map(_escaped, cells)) for cells in cells_of(panel, records))
+    return _latex_table(_escaped(_caption(panel, records)), heads, rows)
+
+
+def _latex_table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a LaTeX table of cells that are LaTeX already."""
+    head, *body = [" & ".join(cells) + r" \\" for cells in (heads, *rows)]
+    columns = "l" + "r" * (len(heads) - 1)
+    begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\begin{{tabular}}{{{columns}}}"]
     return "\n".join([*begin, "\\toprule", head, "\\midrule", *body, "\\bottomrule", "\\end{tabular}", "\\end{table}"])
 
 
@@ -237,9 +308,10 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     p = "p (Holm)" if len(panel.corrected) > 1 else "p"
     differences = ["seeds", f"minus {base.title} [95 % interval]", p] if base else ["seeds"]
     costs = [f"steps to {records.target.value:g}"] if records.target else []
-    costs += ["steps", "seconds"] if records.equal == "seconds" else []
-    costs += ["step, ms", "state, bytes per parameter"]
+    costs += ["steps", f"seconds{busy_sign(panel)}"] if records.equal == "seconds" else []
+    costs += [f"step, ms{busy_sign(panel)}", "state, bytes per parameter"]
     finals = [f"final {panel.metric.title}", *(["best evaluation"] if panel.risen else [])]
+    finals += ["accuracy"] if panel.reports_accuracy else []
     yield [panel.axis, "learning rate", *finals, *panel.further, *differences, *costs]
     for row in panel.rows:
         edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
@@ -253,11 +325,19 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
         numbers += [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
         further = [format_number(row.mean(column), 3) for column in panel.further]
         best = [" ".join(format_best(row))] if panel.risen else []
+        best += [format_number(row.mean("val_accuracy"), 3)] if panel.reports_accuracy else []
         yield [row.title, rate, shown, *best, *further, *middle, *numbers]
 
 
+def busy_sign(panel: ComparisonPanel) -> str:
+    """Return the sign of columns of times that are not comparable, as the machine had other load; else ""."""
+    return " \u2020" if panel.busy else ""
+
+
 def _caption(panel: ComparisonPanel, records: Records) -> str:
-    return panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
+    caption = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
+    note = "\u2020 The machine had other load, so that times of methods cannot be compared."
+    return f"{caption}. {note}" if panel.busy else caption
 
 
 def _difference(row: ComparisonRow, panel: ComparisonPanel) -> list[str]:

@@ -20,7 +20,7 @@ from eigengraft.experiments.reports.comparison import (
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
 from eigengraft.experiments.reports.report import Report, axis_name
-from eigengraft.experiments.reports.tables import format_difference, latex, markdown, sentences, write_tables
+from eigengraft.experiments.reports.tables import format_difference, grid_of, latex, markdown, sentences, write_tables
 
 from ...refusals import refused
 from .test_report import ADAM, SOAP, Page, write_run, write_study
@@ -67,7 +67,7 @@ def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid
     assert [row.label for row in panel.rows] == ["soap, lr 0.01", "adam, lr 0.1"]
     assert panel.rows[1].difference.mean == pytest.approx(1.4 / 3)  # as above
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
-    heads = ["Validation loss against lr", "each at its own best lr", "lr 0.01 Lowest", "lr 0.1 Lowest"]
+    heads = ["Validation loss against lr", "each at its own best lr", "lr = 0.01 Lowest", "lr = 0.1 Lowest"]
     assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
 
 
@@ -83,7 +83,7 @@ def test_a_table_of_best_rates_is_headed_by_the_axis_of_methods(grid, name):
         assert best.axis == "method" and {panel.axis for panel in others} == {axis}
         assert markdown(best, records).splitlines()[2].startswith("| method | learning rate | ")
         page = Report(grid).page()
-        assert page.count("<th>method</th>") == (1 if axis == name else 4)
+        assert page.count("<th>method</th>") == (1 if axis == name else 5)  # the table of all cells is one
         assert page.count("<th>learning rate</th>") == len(others) + 1
     assert "<tr><th>field</th><th>adam</th><th>soap</th></tr>" in page
 
@@ -121,7 +121,7 @@ def test_comparisons_are_described_before_any_run_has_started(tmp_path):
     runs = [Run({"method": m, "lr": lr}, 0, tmp_path / f"{m}-{lr}") for m in ("adam", "soap") for lr in ("0.1", "0.2")]
     records = Records("n", "", METRICS["val_loss"], "method", "adam", tuple(runs))
     best, each = describe_comparisons(records)
-    assert "adam, soap, each at its own best lr of 0.1, 0.2" in best and "lr 0.1; lr 0.2" in each
+    assert "adam, soap, each at its own best lr of 0.1, 0.2" in best and "lr = 0.1; lr = 0.2" in each
     assert method_axis(records) == "method"
     single = replace(records, runs=tuple(run for run in runs if run.labels["lr"] == "0.1"))
     assert method_axis(single) is None and len(describe_comparisons(single)) == 1
@@ -167,7 +167,7 @@ def test_runs_of_several_tasks_are_never_subtracted(tmp_path, study):
         (tmp_path / "study.json").unlink()
         panels = compare(read_records(tmp_path))
         assert [[row.label for row in panel.rows] for panel in panels] == [["method=adamw"], ["method=soap"]]
-        assert [panel.title for panel in panels] == ["bytes", "digits"]
+        assert [panel.title for panel in panels] == ["task = bytes", "task = digits"]
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "\u22122.000" not in text and ("other task, code or data" in text) == study
 
@@ -234,6 +234,55 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
     assert "in 1 of the runs" in Report(tmp_path).write().read_text(encoding="utf-8")
 
 
+def test_all_cells_of_two_axes_are_one_table(grid):
+    """Of 1.633 at the best, 2.1 differs by 0.467 +- 0.153, t = 5.3, p = 0.034, and 2.533 by 0.9, t = 9.8, p = 0.01.
+
+    By Holm's rule p of the first is multiplied by the number of tests that have not a smaller p.
+    """
+    caption, columns, rows = grid_of(read_records(grid))
+    assert columns == ["adam", "soap"] and [label for label, _ in rows] == ["0.01", "0.1", "1"]
+    cells = {(label, column): cell for label, own in rows for column, cell in zip(columns, own, strict=True)}
+    assert cells["0.01", "soap"] == ("1.633 \u00b1 0.153 *", True) and cells["0.1", "adam"][0] == "2.100 \u00b1 0.100"
+    assert cells["1", "adam"] == ("diverged", False) and "of each lr (rows) and method (columns)" in caption
+    text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
+    assert f"All cells {caption} lr" in text
+    for name, best in (("tables.md", "**1.633 \u00b1 0.153 \\***"), ("tables.tex", r"\textbf{1.633 $\pm$ 0.153 *}")):
+        assert best in (grid / name).read_text(encoding="utf-8")
+
+
+def test_a_best_baseline_is_compared_with_the_next_method_and_equals_are_marked(tmp_path):
+    ends = {"adamw": (1.0, 1.1, 1.2), "soap": (1.0, 1.3, 1.1), "lion": (2.0, 2.11, 2.2)}
+    runs = [(m, s, {"recipe": ADAM, "values": [3.0, y]}) for m, own in ends.items() for s, y in enumerate(own)]
+    write_study(tmp_path, runs)
+    (panel,) = compare(read_records(tmp_path))
+    assert panel.best is panel.baseline and [row.label for row in panel.leaders] == ["adamw", "soap"]
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
+    assert "Lowest final validation loss: adamw, 1.100 \u00b1 0.100. soap: 1.133" in text
+    assert "soap minus adamw: +0.033" in text and "With 3 seeds this difference is not significant (p = 0.74" in text
+
+
+def test_one_seed_marks_no_winner(tmp_path):
+    write_study(tmp_path, [(m, 0, {"recipe": ADAM, "values": [3.0, y]}) for m, y in (("adamw", 1.0), ("soap", 2.0))])
+    page = Report(tmp_path).write().read_text(encoding="utf-8")
+    assert "One seed allows no test of this difference." in page and "number best" not in page and "1.000 *" in page
+
+
+def test_tables_have_accuracy_and_mark_times_of_a_busy_machine(tmp_path):
+    write_study(tmp_path, [("adamw", 0, {"recipe": ADAM, "values": [3.0] * 10})])
+    run = tmp_path / "method=adamw" / "seed-0"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"step_ms": 30 if row["step"] in (50, 60) else 10} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "val_accuracy": 0.75}))
+    page = Report(tmp_path).write().read_text(encoding="utf-8")
+    assert "step, ms \u2020</th>" in page and "Do not compare columns with the sign \u2020" in page
+    assert "training seconds \u2020" in page and "corrected for other load" not in page
+    table = (tmp_path / "tables.md").read_text(encoding="utf-8")
+    assert " | accuracy | " in table and " | 0.750 | " in table and "step, ms \u2020" in table and "other load" in table
+    assert r"step, ms $\dagger$" in (tmp_path / "tables.tex").read_text(encoding="utf-8")
+
+
 def test_tables_in_markdown_and_latex(grid):
     records = read_records(grid)
     (panel,) = at_their_best(records)
@@ -244,13 +293,13 @@ def test_tables_in_markdown_and_latex(grid):
     assert text.count("&") == 7 * 3 and text.count(r"\\") == 3 and "$-$0.467" in text and r"95 \% interval" in text
     assert not re.search(r"(?<!\\)[%#_]", text)
     write_tables(records, grid)
-    assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * 3
-    assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\begin{tabular}") == 3
+    assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * (3 + 2)
+    assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\begin{tabular}") == 1 + 3
 
 
 def test_exported_figures_say_what_they_show(grid, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: None)  # names alone
     names = {path.stem for path in Report(grid).save_figures(tmp_path / "figures")}
     assert "grid-final-validation-loss-against-lr" in names
-    assert "grid-adam-validation-loss-against-steps" in names
+    assert "grid-method-adam-validation-loss-against-steps" in names
     assert "grid-each-at-its-own-best-lr-validation-loss-against-steps" in names

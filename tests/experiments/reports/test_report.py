@@ -491,9 +491,12 @@ def test_two_directories_compare_what_can_be_compared(tmp_path):
     config.write_text(config.read_text().replace('"kind": "bytes"', '"kind": "bytes", "width": 64'))
     panels = compare(read_records(tmp_path))
     assert [(panel.title, [row.label for row in panel.rows]) for panel in panels] == [
-        ("bytes, steps 20, task.width absent", ["a/method=adamw", "a/method=soap", "b/method=adamw", "b/method=soap"]),
-        ("bytes, steps 30, task.width absent", ["longer"]),
-        ("bytes, steps 20, task.width 64", ["wide"]),
+        (
+            "task = bytes, steps 20, task.width absent",
+            ["a/method=adamw", "a/method=soap", "b/method=adamw", "b/method=soap"],
+        ),
+        ("task = bytes, steps 30, task.width absent", ["longer"]),
+        ("task = bytes, steps 20, task.width 64", ["wide"]),
     ]
     assert [(panel.baseline, [row.difference for row in panel.rows]) for panel in panels] == [
         (None, [None] * len(panel.rows)) for panel in panels
@@ -581,10 +584,12 @@ def test_numbers_compared_become_curves(tmp_path):
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
     records = read_records(tmp_path)
     (title, (curve,)) = next(iter(sweeps(records).items()))
-    assert (title, curve.label, curve.x) == ("t", "adam", [0.001, 0.01, 0.1])
+    assert (title, curve.label, curve.x) == ("task = t", "adam", [0.001, 0.01, 0.1])
     assert curve.mean[:2] == [5.0, 2.5] and math.isnan(curve.mean[2])
     assert (curve.low[0], curve.high[0]) == (4.0, 6.0)
-    assert "Final validation loss against learning rate: t." in Report(tmp_path).write().read_text(encoding="utf-8")
+    assert "Final validation loss against learning rate: task = t." in Report(tmp_path).write().read_text(
+        encoding="utf-8"
+    )
 
 
 def test_names_compared_have_no_curve_over_them(study):
@@ -734,17 +739,17 @@ def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decim
     manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "method", "baseline": "adamw"}
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "tuned": tuned, "runs": listed}))
     curves = tuning_curves(read_records(tmp_path))
-    assert list(curves) == [("lr", "digits"), ("lr", "bytes")]
-    adamw, soap = curves["lr", "digits"]
+    assert list(curves) == [("lr", "task = digits"), ("lr", "task = bytes")]
+    adamw, soap = curves["lr", "task = digits"]
     assert (adamw.label, soap.label, adamw.style, soap.style) == ("adamw", "soap", 0, 1)
     assert adamw.x == [0.0025, 0.005, 0.01, 0.02]
     assert adamw.mean == pytest.approx([1.2833, 1.2464, 1.2341, 1.2464])
     assert [one.end for one in adamw.lost] == [0.04]
     text = Report(tmp_path).write().read_text(encoding="utf-8")
     assert "0.0025: 1.2833; 0.005: 1.2464; " in text and "0.04: diverged" in text
-    assert "Tuning, mean validation loss against learning rate: digits." in text
+    assert "Tuning, mean validation loss against learning rate: task = digits." in text
     names = {path.name for path in Report(tmp_path).save_figures(tmp_path / "figures")}
-    assert "n-digits-tuning-mean-validation-loss-against-learning-rate.svg" in names
+    assert "n-task-digits-tuning-mean-validation-loss-against-learning-rate.svg" in names
 
 
 def test_a_search_of_names_has_no_curve(tmp_path):
