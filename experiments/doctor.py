@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from eigengraft.errors import RecipeError, counted
 from eigengraft.optimizers.recipe.routing import describe_model
@@ -38,6 +39,8 @@ LARGE_STEP = 0.3
 Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in the first steps of a run. At ratio 1 an update is as large
 as the weights.
 """
+HEALTHY = 1e-2
+"""Largest ratio |update| / |weight| that reports call healthy. A usual ratio is a tenth of it."""
 HEALTHY_STEP = 0.03
 """A layer is reported for far too large updates only if the median ratio |update| / |weight| of the other layers is
 below this value.
@@ -70,10 +73,19 @@ LEAST_RISEN = 0.1
 """A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
 fall may be noise.
 """
+UNSCALED = 1e3
+"""Ratio of the largest number of one input column to that of a usual column, above which inputs count as not
+normalized. Pixels from 1 to 255 and standardized columns are far below.
+"""
+POOR = 0.9
+"""Accuracy at or above which inputs that are not normalized are no finding, because the model learns in spite of them.
+"""
 LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
 
-FindingKind = Literal[FaultCause, "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"]
+FindingKind = Literal[
+    FaultCause, "inputs", "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"
+]
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,12 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
-        "divide lr by 10, add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr",
+        "divide lr by {factor}, add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr",
+    ),
+    "inputs": Explanation(
+        "columns of the data have different units and were not normalized",
+        "subtract from each column its mean over the training rows, and divide it by its standard deviation there; do "
+        "the same in validation rows",
     ),
     "precision": Explanation(
         "activations or logits exceed the range of the low precision, which float32 still holds",
@@ -136,8 +153,10 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "lower `lr_multiplier` of its route, add a norm before it, or give it weight decay",
     ),
     "dead layer": Explanation(
-        "units behind it never fire (ReLU with very negative inputs), a factor is 0, or the loss does not use it",
-        "lower lr, check the initial biases, use a smooth activation, or remove the layer",
+        "its initial weights, or those of the next layer, are 0, the loss does not use it, or units behind it never "
+        "fire (ReLU with very negative inputs)",
+        "check the initial weights and biases of this and the next layer, and that the loss depends on the layer; then "
+        "use a smooth activation, or remove the layer",
     ),
     "stalled": Explanation(
         "the learning rate is far too low or too high, labels do not belong to inputs, or gradients are cut off",
@@ -163,12 +182,14 @@ class Finding:
     step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
+    factor: power of ten by which the learning rate is too high, if that is the finding.
     """
 
     kind: FindingKind
     step: int | None
     layer: str
     text: str
+    factor: float = 10
 
     @property
     def usual(self) -> str:
@@ -178,7 +199,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """Things to do about findings of this kind."""
-        return EXPLANATIONS[self.kind].remedy
+        return EXPLANATIONS[self.kind].remedy.replace("{factor}", f"{self.factor:g}")
 
 
 @dataclass(frozen=True)
@@ -207,7 +228,8 @@ class Diagnosis:
 
     def records(self) -> dict[str, Any]:
         """Return the findings and notes as plain data."""
-        rows = [{**asdict(one), "usual": one.usual, "remedy": one.remedy} for one in self.findings]
+        fields = ("kind", "step", "layer", "text", "usual", "remedy")
+        rows = [{name: getattr(one, name) for name in fields} for one in self.findings]
         return {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
 
 
@@ -215,11 +237,14 @@ class Start(NamedTuple):
     """The first batch of a run with the initial weights.
 
     loss: loss of the batch.
+    columns: the input column with the largest number, this number without its sign, and that of a usual column: a
+        quarter of the columns have no larger one; None: inputs are no table of floating-point numbers.
     classes: number of classes of the task; 0 if it does not classify.
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
     """
 
     loss: float
+    columns: tuple[int, float, float] | None
     classes: int
     guess: float
 
@@ -297,6 +322,11 @@ class Record:
         return first if first is not None else next(iter(self.losses), None)
 
     @property
+    def end_loss(self) -> float | None:
+        """Loss at the end: that of the last row, as metrics.jsonl and `train` have it; None without rows."""
+        return self.losses[-1] if self.losses else None
+
+    @property
     def last_loss(self) -> float | None:
         """Median loss over the last quarter of the rows; None without rows."""
         quarters = self.quarters
@@ -340,12 +370,13 @@ def diagnose(directory: str | Path) -> Diagnosis:
     elif record.imported:
         notes += _unlogged(record)
     if not found or found[0].kind in _SYMPTOMS:
-        start = () if record.imported else _large_start(record, notes)
+        start = () if record.imported else _first_batch(record, notes, sick=bool(found))
         found = [*start, *_exploding(record, sick=bool(found)), *_dead(record), *found]
     if not found:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
+    found = [replace(one, factor=_excess(record)) if one.kind == "learning rate" else one for one in found]
     return Diagnosis(record.run.directory, tuple(found), tuple(notes))
 
 
@@ -432,17 +463,16 @@ def _of_end(record: Record) -> Iterator[Finding]:
 
 def _rise(record: Record) -> str:
     """Return a sentence if the loss ended far above its first value or rose again by nearly its whole fall, else ""."""
-    first, last, quarters = record.first_loss, record.last_loss, record.quarters
-    if worse := worse_than_at_first(first, last, record.loss_name):
+    first, end, usual = record.first_loss, record.end_loss, record.last_loss
+    if worse := worse_than_at_first(first, end, usual, record.loss_name):
         return worse
-    if first is None or last is None or len(record.losses) < 8:
+    if first is None or end is None or usual is None or len(record.losses) < 8:
         return ""
-    best = min(quarters)
-    if first - best < LEAST_RISEN * abs(first) or last - best < RISEN * (first - best):
+    best = min(record.quarters)
+    if first - best < LEAST_RISEN * abs(first) or min(end, usual) - best < RISEN * (first - best):
         return ""
-    return (
-        f"the {record.loss_name} fell from {first:.4g} to {best:.4g} and rose again to {last:.4g} (medians of quarters)"
-    )
+    fell = f"the {record.loss_name} fell from {first:.4g} to {best:.4g} (median of a quarter of the rows)"
+    return f"{fell} and rose again to {end:.4g} at the end"
 
 
 def _step_size(record: Record) -> str:
@@ -456,6 +486,20 @@ def _step_size(record: Record) -> str:
         text += f"; the largest was that of {name}, {peak:.3g} times, against {typical:.3g} times (median) of the other"
         text += f" layers{_route(record, name)}"
     return text
+
+
+def _excess(record: Record) -> float:
+    """Return the power of ten, at least 10, by which the largest measured step exceeds the largest healthy step.
+
+    The power is at most 1e6: the weights of a run that diverges make later steps larger than the learning rate does.
+    """
+    largest = record.largest_step or 0.0
+    return _power(min(largest / HEALTHY, 1e6)) if largest >= LARGE_STEP else 10
+
+
+def _power(ratio: float) -> float:
+    """Return the power of ten that is nearest to a ratio."""
+    return 10.0 ** round(math.log10(ratio))
 
 
 def _fastest_layer(record: Record) -> str:
@@ -537,8 +581,12 @@ def _dead(record: Record) -> Iterator[Finding]:
         found = {row["gradient_norm_smallest_layer"] for row in rows if row["gradient_norm_smallest"] == 0}
         dead = sorted(found) if len(found) == 1 and all(row["gradient_norm_smallest"] == 0 for row in rows) else []
     if dead and measured >= 2:
-        others = f" and {len(dead) - 1} more layers" if len(dead) > 1 else ""
+        others = f" and {counted(len(dead) - 1, 'more parameter')}" if len(dead) > 1 else ""
         text = f"{dead[0]}{others} had no gradient other than 0 in any measured step ({measured} rows)"
+        norms = record.run.layers.get("weight_norm", {})
+        if norms.get(dead[0]) == 0:
+            zeros = sum(norms.get(name) == 0 for name in dead)
+            text += f"; {f'{zeros} of them have' if zeros > 1 else 'it has'} only entries that are 0"
         yield Finding("dead layer", None, dead[0], text)
 
 
@@ -559,12 +607,14 @@ def _too_small(record: Record) -> float | None:
 
 def _stalled(record: Record) -> Finding:
     """Return the finding about a loss that does not fall. Its text says how large the updates were."""
-    text = f"the {record.loss_name} does not fall: {record.first_loss:.4g} at first, {record.last_loss:.4g} at the end"
+    text = f"the {record.loss_name} does not fall: {record.first_loss:.4g} at first, "
+    text += f"{record.last_loss:.4g} in the last quarter of the rows (median)"
     if (small := _too_small(record)) is not None:
         text += f"; updates had at most {small:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
-        return Finding("stalled", None, "", f"{text}, so that the learning rate is too low; raise lr")
+        by = f" by a factor of {_power(HEALTHY / 10 / small):g}" if small else ""
+        return Finding("stalled", None, "", f"{text}, so that the learning rate is too low; raise lr{by}")
     if large := _step_size(record):
-        return Finding("learning rate", None, "", text + large)
+        return Finding("learning rate", None, _fastest_layer(record), text + large)
     largest = record.largest_step
     if largest is not None:
         text += f"; updates had at most {largest:.2g} times the norm of the weights"
@@ -572,14 +622,19 @@ def _stalled(record: Record) -> Finding:
     return Finding("stalled", None, "", text)
 
 
-def _large_start(record: Record, notes: list[str]) -> Iterator[Finding]:
-    """Yield the finding about initial outputs that are far from a uniform guess.
+def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Finding]:
+    """Yield the finding about inputs that are not normalized, or about initial outputs far from a uniform guess.
 
     notes: list to which the reason is appended if the task or its data are not on this machine.
+    sick: True if something else is wrong with the run. If False, inputs are a finding only if the model learned poorly.
     """
     start = record.start
     if isinstance(start, Exception):
         notes.append(f"the initial outputs, as the task cannot be loaded: {start}")
+    elif start.columns and start.columns[1] > UNSCALED * start.columns[2] and (sick or _learned_poorly(record)):
+        column, largest, usual = start.columns
+        text = f"inputs are not normalized: column {column} has numbers up to {largest:.3g} in the first batch, and a "
+        yield Finding("inputs", 1, "", f"{text}quarter of the columns at most {usual:.3g}")
     elif start.classes > 1 and start.loss > LARGE_START * math.log(start.classes):
         text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
         yield Finding("initialization", 1, "", f"{text} is {math.log(start.classes):.3g}")
@@ -593,7 +648,26 @@ def _start(experiment: Experiment) -> Start:
         outputs = task.new_model(experiment.seed)(inputs)
     classes = outputs.shape[-1] if task.reports_accuracy and not targets.is_floating_point() else 0
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
-    return Start(task.loss(outputs, targets).item(), classes, guess)
+    return Start(task.loss(outputs, targets).item(), _columns(inputs), classes, guess)
+
+
+def _columns(inputs: Tensor) -> tuple[int, float, float] | None:
+    """Return `Start.columns` of inputs. Columns of zeros, such as pixels at an edge, do not count."""
+    if inputs.ndim != 2 or not inputs.is_floating_point():
+        return None
+    sizes = inputs.abs().amax(0).float()
+    filled = sizes[sizes > 0]
+    if not len(filled):
+        return None
+    return int(sizes.argmax()), float(sizes.max()), float(filled.quantile(0.25, interpolation="lower"))
+
+
+def _learned_poorly(record: Record) -> bool:
+    """Return True if the last accuracy is below POOR, or without accuracy if the loss has not halved."""
+    accuracies, first, last = record.numbers("val_accuracy"), record.first_loss, record.last_loss
+    if accuracies:
+        return bool(accuracies[-1] < POOR)
+    return first is not None and last is not None and last > first / 2
 
 
 def _generalization(record: Record) -> Iterator[Finding]:

@@ -220,11 +220,15 @@ class Divergence:
         return next((name for name in self.ranks.all_gather(found) if name is not None), None)
 
 
-def worse_than_at_first(first: float | None, last: float | None, name: str = "training loss") -> str:
+def worse_than_at_first(
+    first: float | None, last: float | None, usual: float | None, name: str = "training loss"
+) -> str:
     """Return a sentence about a loss that ended above WORSE times its first value, else an empty text.
 
+    last: loss at the end of the run: that of the last row of metrics.
+    usual: a median of losses at the end, which must exceed the limit, too. A single spike is thus no rise.
     name: name of the loss for readers.
     """
-    if first is None or last is None or not 0 < WORSE * first < last:
+    if first is None or last is None or usual is None or not 0 < WORSE * first < min(last, usual):
         return ""
     return f"the {name} rose from {first:.4g} at first to {last:.4g} at the end; a smaller lr may help"

@@ -235,7 +235,7 @@ class Trainer:
     def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int, diagnosis: str) -> Result:
         rows = self.directory.rows()
         result = Result(
-            diagnosis=diagnosis or worse_than_at_first(self.first_loss, self.last_loss),
+            diagnosis=diagnosis or worse_than_at_first(self.first_loss, rows[-1]["loss"], self.last_loss),
             diverged=metrics is None,
             val_loss=metrics.val_loss if metrics is not None else None,
             val_accuracy=metrics.val_accuracy if metrics is not None else None,

@@ -22,7 +22,9 @@ from eigengraft.experiments.training.callbacks import Callback, RunView
 
 from ..refusals import refused
 
-Sickness = Literal["none", "row", "validation", "init", "nan init", "dead", "overflow", "labels", "noise"]
+Sickness = Literal[
+    "none", "row", "validation", "init", "nan init", "dead", "overflow", "labels", "noise", "scale", "zero"
+]
 CLASSES = 4
 
 
@@ -51,6 +53,8 @@ class Patient(Task):
             x[90, 2] = torch.nan
         if self.sickness == "labels":
             y += 1
+        if self.sickness == "scale":
+            x[:, 3] *= 1e5
         if self.sickness == "noise":
             y = torch.from_numpy(generator(1).integers(0, CLASSES, 96))
         mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
@@ -65,6 +69,9 @@ class Patient(Task):
                     layer.weight.mul_(30)
             if self.sickness == "nan init":
                 model[2].weight[3, 4] = torch.nan
+            if self.sickness == "zero":
+                for parameter in model.parameters():
+                    parameter.zero_()
             if self.sickness == "dead":
                 model[0].bias.fill_(-100)
         return model
@@ -108,6 +115,8 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient(recipe="signum", lr=10.0), "learning rate", [None], "", ("rose from", "times the norm")),
         (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
         (patient("dead"), "dead layer", [None], "0.weight", ("12 rows",)),
+        (patient("zero"), "dead layer", [None], "0.weight", ("and 4 more parameters", "5 of them have only entries")),
+        (patient("scale"), "inputs", [1], "", ("column 3 has numbers up to", "e+05", "quarter of the columns")),
         (patient("init"), "initialization", [1], "", ("uniform guess among 4",)),
         (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
         (patient("overflow", precision="bfloat16"), "precision", [1], "", ("float32",)),
@@ -125,7 +134,25 @@ def test_a_failure_is_named(
     assert first.kind == kind, first
     assert first.step in step and layer in (None, first.layer), first
     assert all(word in first.text for word in words), first.text
-    assert EXPLANATIONS[first.kind].remedy in str(diagnosis) and not diagnosis.notes
+    assert first.remedy in str(diagnosis) and not diagnosis.notes
+
+
+@pytest.mark.parametrize(("lr", "factor"), [(10.0, "10000"), (1e6, "1e+06")])
+def test_the_advice_and_the_loss_at_the_end_follow_from_the_measures(lr: float, factor: str, tmp_path: Path) -> None:
+    result = train(patient(recipe="signum", lr=lr, log_every=20), tmp_path)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "learning rate" and f"divide lr by {factor}, " in found.remedy
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    end = f"to {rows[-1]['loss']:.4g} at the end"
+    assert end in found.text and end in result.diagnosis
+
+
+def test_inputs_of_different_scale_are_no_finding_if_the_model_learns(tmp_path: Path) -> None:
+    train(patient("scale"), tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    rows = [{**json.loads(line), "val_accuracy": 0.95} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [one.kind for one in diagnose(tmp_path).findings][:1] == ["initialization"]
 
 
 def test_a_route_that_multiplies_the_learning_rate_is_named_with_its_layer(tmp_path: Path) -> None:
