@@ -38,6 +38,16 @@ class Measurement:
         return a / below if below else 0.0 if a == 0 else math.nan
 
     @property
+    def usual(self) -> tuple[float, float] | None:
+        """Return the usual range of the measure, None if none is known."""
+        return USUAL.get(self.measure)
+
+    @property
+    def unusual(self) -> bool:
+        """Return True if the value is outside of the usual range, or not finite. False if no range is known."""
+        return self.usual is not None and not self.usual[0] <= self.value <= self.usual[1]
+
+    @property
     def key(self) -> tuple[str, int | None, str, str, str]:
         """Return (parameter, block, stage, slot, measure), which identifies a row."""
         return self.parameter, self.block, self.stage, self.slot, self.measure
@@ -62,6 +72,24 @@ measures in this order."""
 _COUNTS = ("zero_gradients", "skipped", "failures")
 """Measures that count events. A layer with the count 0 has no problem and is never listed as the worst."""
 
+USUAL: Mapping[str, tuple[float, float]] = {
+    "update_ratio": (1e-4, 1e-2),
+    "skipped": (0, 0),
+    "failures": (0, 0),
+    "condition": (1, 1e6),
+    "residual": (0, 1),
+    "angle": (0, 45),
+    "orthogonality": (0, 0.1),
+    "storage_error": (0, 1),
+}
+"""Usual range of a measure, where one is known.
+
+- update_ratio: rule of thumb for learning rates; the first steps of a run reach 0.1.
+- condition: above 1e6, rounding in float32 (6e-8) changes the least eigenvalue by more than 6 %.
+- residual, storage_error: 1 is the value of a root that is 0, and of a stored 0.
+- angle: above 45 degrees, A q has more of other directions than of q.
+- orthogonality: about the relative error of ‖Qx‖² for a vector x.
+"""
 
 _Layer = TypeVar("_Layer")
 
@@ -89,6 +117,8 @@ class Inspection(Sequence[Measurement]):
     """A read-only table of measurements. `print(table)` aligns columns; `table.columns()` fits `pandas.DataFrame`."""
 
     rows: tuple[Measurement, ...] = ()
+    judged: bool = field(default=False, kw_only=True)
+    """True for the table of `worst`: printed rows have the usual range, and a mark if the value is outside of it."""
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
@@ -133,9 +163,11 @@ class Inspection(Sequence[Measurement]):
         """Return the rows with the extreme values of the measures in `WORST`, in the order of `WORST`.
 
         A condition number has one row, with its largest value. Gradients and updates have two rows, with the largest
-        and then the smallest value. A count that is 0 everywhere has no row.
+        and then the smallest value. A count that is 0 everywhere has no row. Printed rows have the usual range of their
+        measure (see `USUAL`), and the word `outside` if the value is outside of this range.
         """
-        return type(self)(tuple(worst_ends((row, row.measure, row.value) for row in self.rows)))
+        rows = tuple(worst_ends((row, row.measure, row.value) for row in self.rows))
+        return type(self)(rows, judged=True)
 
     def values(self) -> list[float]:
         """Return the value of every row."""
@@ -152,6 +184,9 @@ class Inspection(Sequence[Measurement]):
 
     def __str__(self) -> str:
         cells = [COLUMNS, *(tuple(map(_text, (getattr(row, name) for name in COLUMNS))) for row in self.rows)]
+        if self.judged:
+            judgements = [("usual", ""), *map(_judgement, self.rows)]
+            cells = [(*line, *judgement) for line, judgement in zip(cells, judgements, strict=True)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
@@ -169,6 +204,14 @@ class Inspection(Sequence[Measurement]):
 
     def __getitem__(self, index: int | slice) -> Measurement | Self:
         return type(self)(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+
+
+def _judgement(row: Measurement) -> tuple[str, str]:
+    """Return the usual range of a row as text, and a mark if the value is outside of it."""
+    if row.usual is None:
+        return "", ""
+    low, high = row.usual
+    return f"{low:g} to {high:g}" if low < high else f"{low:g}", "outside" if row.unusual else ""
 
 
 def _text(value: Any) -> str:
