@@ -233,7 +233,7 @@ class Diagnosis:
         return {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
 
 
-class Start(NamedTuple):
+class FirstBatch(NamedTuple):
     """The first batch of a run with the initial weights.
 
     loss: loss of the batch.
@@ -272,7 +272,7 @@ class Record:
         return cls(run, Fault(**fault) if fault else None)
 
     @cached_property
-    def start(self) -> Start | Exception:
+    def start(self) -> FirstBatch | Exception:
         """The start of the run, or the error if the task or its data are not on this machine."""
         try:
             return _start(load_experiment(dict(self.run.config)))
@@ -640,7 +640,7 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
         yield Finding("initialization", 1, "", f"{text} is {math.log(start.classes):.3g}")
 
 
-def _start(experiment: Experiment) -> Start:
+def _start(experiment: Experiment) -> FirstBatch:
     """Return the start of a run of an experiment. Nothing is trained."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
@@ -648,11 +648,11 @@ def _start(experiment: Experiment) -> Start:
         outputs = task.new_model(experiment.seed)(inputs)
     classes = outputs.shape[-1] if task.reports_accuracy and not targets.is_floating_point() else 0
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
-    return Start(task.loss(outputs, targets).item(), _columns(inputs), classes, guess)
+    return FirstBatch(task.loss(outputs, targets).item(), _columns(inputs), classes, guess)
 
 
 def _columns(inputs: Tensor) -> tuple[int, float, float] | None:
-    """Return `Start.columns` of inputs. Columns of zeros, such as pixels at an edge, do not count."""
+    """Return `FirstBatch.columns` of inputs. Columns of zeros, such as pixels at an edge, do not count."""
     if inputs.ndim != 2 or not inputs.is_floating_point():
         return None
     sizes = inputs.abs().amax(0).float()
@@ -694,7 +694,7 @@ def _generalization(record: Record) -> Iterator[Finding]:
 def _guess(record: Record) -> float:
     """Return the validation loss of a uniform guess; infinity if the classes of the task are not known."""
     known = not record.imported and record.numbers("val_accuracy")
-    return record.start.guess if known and isinstance(record.start, Start) else math.inf
+    return record.start.guess if known and isinstance(record.start, FirstBatch) else math.inf
 
 
 def _failed_roots(record: Record) -> Iterator[Finding]:

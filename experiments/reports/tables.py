@@ -65,11 +65,11 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         yield f"{best.title} reaches {base.title}'s final value {when}."
 
 
-Grid = tuple[str, list[str], list[tuple[str, list[tuple[str, bool]]]]]
+CellTable = tuple[str, list[str], list[tuple[str, list[tuple[str, bool]]]]]
 """A table of all cells: its caption, titles of columns, and the label of each row with (text, True for bold type)."""
 
 
-def grid_of(records: Records) -> Grid | None:
+def grid_of(records: Records) -> CellTable | None:
     """Return the final metrics of all cells of a study, None unless exactly two of its axes have several labels.
 
     A row is a label of the compared axis, a column a label of the other axis. The best mean and means that are not
@@ -259,14 +259,14 @@ def write_tables(records: Records, folder: Path) -> None:
         write_text(folder / name, "\n\n".join([*tables, *(form(panel, records) for panel in panels)]) + "\n")
 
 
-def _markdown_grid(grid: Grid, records: Records) -> str:
+def _markdown_grid(grid: CellTable, records: Records) -> str:
     caption, titles, rows = grid
     body = [[_plain(label), *(f"**{_plain(x)}**" if best else _plain(x) for x, best in cells)] for label, cells in rows]
     heads = [_plain(one) for one in (records.compare, *titles)]
     return f"**{_plain(records.name)}.** {_plain(caption)}\n\n{markdown_table(heads, body)}".rstrip("\n")
 
 
-def _latex_grid(grid: Grid, records: Records) -> str:
+def _latex_grid(grid: CellTable, records: Records) -> str:
     caption, titles, rows = grid
     body = [
         [_escaped(label), *(rf"\textbf{{{_escaped(text)}}}" if best else _escaped(text) for text, best in cells)]
