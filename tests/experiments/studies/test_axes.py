@@ -63,7 +63,7 @@ def test_a_preview_names_comparisons_and_the_fields_in_which_their_labels_differ
     preview = preview_study(study(axes={"method": METHODS, "lr": [0.1, 0.2]}), tmp_path)
     assert list(preview.configs) == ["method"] and len(preview.comparisons) == 2
     assert {label for panel in preview.configs["method"].values() for label in panel} == {"adam", "soap"}
-    assert "adam, soap" in preview.comparisons[0] and "lr 0.1; lr 0.2" in preview.comparisons[1]
+    assert "adam, soap" in preview.comparisons[0] and "lr = 0.1; lr = 0.2" in preview.comparisons[1]
     rates = preview_study(study(axes={"method": METHODS, "lr": [0.1, 0.2]}, baseline={"lr": "0.1"}), tmp_path)
     assert list(rates.configs) == ["lr", "method"] and "lr 0.1, lr 0.2" in rates.comparisons[1]
     one = study(axes={"method": METHODS, "lr": [0.1]})
