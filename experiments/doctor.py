@@ -1,9 +1,9 @@
 """The diagnosis of a run from its directory: what went wrong, at which step, in which layer, why, and what to do.
 
 Three files say what happened. fault.json has the first value that was not finite, metrics.jsonl the loss and norms of
-layers over the run, and diagnostics.jsonl the norms of all layers at the end. Only the check of the initial outputs
-needs the task, which is loaded for this check if the data of the task are on this machine. Nothing is trained, and no
-file is changed.
+layers over the run, and diagnostics.jsonl the norms of all layers at the end. Only the checks of
+inputs, initial outputs and uniform guesses need the task, which is loaded for them if its data are on this machine.
+Nothing is trained, and no file is changed.
 
 The limits below separate healthy runs from runs that went wrong. The healthy runs are those of
 tests/experiments/test_doctor.py, and 19 short runs of five recipes on digits and text. The limits are wide: a false
@@ -273,7 +273,7 @@ class Record:
 
     @cached_property
     def start(self) -> FirstBatch | Exception:
-        """The start of the run, or the error if the task or its data are not on this machine."""
+        """The first batch with the initial weights, or the error if the task or its data are not on this machine."""
         try:
             return _start(load_experiment(dict(self.run.config)))
         except Exception as error:  # code of the user may raise any error
@@ -641,7 +641,7 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
 
 
 def _start(experiment: Experiment) -> FirstBatch:
-    """Return the start of a run of an experiment. Nothing is trained."""
+    """Return the first batch of an experiment with the initial weights. Nothing is trained."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
         inputs, targets = task.load().batch(experiment.seed, 0)

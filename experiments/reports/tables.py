@@ -51,7 +51,7 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         tests = f", corrected for {len(panel.corrected)} comparisons" if len(panel.corrected) > 1 else ""
         significant = "significant at 5 percent" if p <= 0.05 else "not significant"
         yield f"With {counted(test.n, 'seed')} this difference is {significant} (p = {p:.2g}{tests})."
-    elif test is None or test.n < 2:
+    elif test is not None and test.n < 2:
         yield "One seed allows no test of this difference."
     if best is base:
         return
