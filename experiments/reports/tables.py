@@ -113,8 +113,8 @@ def rise_notice(panel: ComparisonPanel) -> str:
     if not panel.risen:
         return ""
     rows = ", ".join(f"{row.title} ({len(row.rises)} of {counted(len(row.runs), 'run')})" for row in panel.risen)
-    text = f"The {panel.metric.title} ended much worse than its best evaluation, as in overfitting: {rows}. "
-    text += "Compare the column of best evaluations, too."
+    text = f"The {panel.metric.title} ended much worse than its best evaluation, as in overfitting or an unstable run: "
+    text += f"{rows}. Compare the column of best evaluations, too."
     if panel.baseline is not None and panel.baseline.rises:
         text += f" Steps to the final value of {panel.baseline.title} are left out: its curve passes this value and "
         text += "returns to it."
