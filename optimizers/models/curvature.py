@@ -124,13 +124,13 @@ def _gradients(
     if not parameters:
         raise ValueError(f"{who}: no parameter of the optimizer has `requires_grad`, so there is nothing to estimate")
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{who}: the function loss must return a tensor, got {described(loss)}")
+        raise TypeError(f"{who}: the function `loss` must return a tensor, got {described(loss)}")
     if loss.numel() != 1:
-        raise ValueError(f"{who}: the function loss must return one number, got shape {tuple(loss.shape)}")
+        raise ValueError(f"{who}: the function `loss` must return one number, got shape {tuple(loss.shape)}")
     if not loss.requires_grad:
         raise ValueError(
-            f"{who}: the loss has no gradient; the function loss must run a forward of its own, without `no_grad` or "
-            "`detach`"
+            f"{who}: the loss has no gradient; the function `loss` must run the model's forward pass itself, without "
+            "`no_grad` or `detach`"
         )
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
     if all(gradient is None for gradient in found):

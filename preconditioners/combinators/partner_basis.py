@@ -45,8 +45,8 @@ class PartnerBasis(Stage):
         for path, name, slot in chain_slots(self.chain, (3, 2), "inner"):
             if slot.frame == "none" and (slot.role == "basis" or (_is_matrix(slot) and slot.axes != (1,))):
                 raise ValueError(
-                    f"{path}: the slot '{name}' cannot be transported when the basis of the last axis changes; set "
-                    "`axes: {side: right}` in a stage with factors, or remove the stage"
+                    f"{path}: the slot '{name}' cannot be transported when the basis of the last axis changes; "
+                    "remove this stage, or, if it is shampoo, set `axes: {side: right}` in its `statistic`"
                 )
         return self
 
