@@ -274,8 +274,9 @@ class Tiles:
     on each axis of its matrix.
 
     first: number of the first of these tiles among all tiles of the axis.
-    boxes: the boxes of the first tile, as (first index in the tile, {axis of the parameter: (start, length)}).
-    lattice: by axis of the parameter, (number of tiles, distance from one tile to the next) along it.
+    boxes: boxes in the parameter that together contain the entries of the first tile, each as (index in the tile of the
+        box's first entry, {axis of the parameter: (start, length)}).
+    lattice: by axis of the parameter, (number of tiles, distance from one tile to the next) along this axis.
     """
 
     first: int

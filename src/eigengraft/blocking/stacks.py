@@ -198,7 +198,7 @@ class SideMatrix:
 
     @classmethod
     def of(cls, value: Tensor, shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> SideMatrix:
-        """Return the matrix `value` over the inputs or outputs (`side`) of a parameter of that shape.
+        """Return the matrix `value` over the inputs or outputs (`side`) of a parameter of shape `shape`.
 
         Raises ValueError if the shape of `value` does not fit the parameter.
         """
@@ -219,7 +219,7 @@ class SideMatrix:
 
 
 def side_shape(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
-    """Return the shape `[*batch, n, n]` of a matrix over the inputs or outputs of a parameter of that shape."""
+    """Return the shape `[*batch, n, n]` of a matrix over the n inputs or outputs of a parameter of shape `shape`."""
     n = math.prod(shape[axis] for axis in _axes(shape, matrices, side))
     return (*shape[: matrices.batch], n, n)
 

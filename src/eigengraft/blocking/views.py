@@ -94,7 +94,7 @@ class View(Component, ABC, family="view"):
 
     @abstractmethod
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
-        """Return the matrices of a parameter of that shape. Called at construction, for each parameter.
+        """Return the matrices of a parameter of shape `shape`. Called at construction, for each parameter.
 
         Raises ValueError if the rule does not fit the parameter.
 
@@ -182,7 +182,7 @@ class Matrices(View):
         return axes if self.outputs == "first" else (axes[-1], *axes[:-1])
 
     def require_fit(self, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if a parameter of that shape does not have these matrices."""
+        """Raise ValueError if a parameter of shape `shape` does not have these matrices."""
         least = self.batch + (2 if self.divides or self.outputs == "last" else min(self.batch, 1))
         if len(shape) < least:
             raise ValueError(

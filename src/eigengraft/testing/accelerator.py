@@ -17,10 +17,10 @@ rounding of CUDA's kernels and the cost of fragmented memory are not simulated. 
 are due, because other threads have no stream.
 
 With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
-the block. A copy on a second stream runs only when the code waits for it. This kind has no backward, so gradients must
-be assigned. The kind "sim" uses torch's PrivateUse1. This kind has backward, hooks and autocast, stays registered, and
-must be entered before the first backward of a process. Both kinds use names that are private to torch; `missing_names`
-returns the names that this version of torch lacks.
+the `with` statement. A copy on a second stream runs only when the code waits for it. This kind has no backward, so
+gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind has backward, hooks and autocast, stays
+registered, and must be entered before the first backward of a process. Both kinds use names that are private to torch;
+`missing_names` returns the names that this version of torch lacks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DeviceCounts(LineCounts):
     """Work that the code inside `with accelerator(...)` caused on the device.
 
     device: device of the accelerator's tensors.
-    live: bytes of all tensors on the device now, minus their bytes at the start of the block.
+    live: bytes of all tensors on the device now, minus their bytes at the start of the `with` statement.
     peak: the largest value of `live`.
     lines: the work of each line, by code, line number and operation.
     """
@@ -111,10 +111,10 @@ class DeviceCounts(LineCounts):
 
 @contextmanager
 def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
-    """Enter a simulated accelerator, and count its work until the end of the block.
+    """Enter a simulated accelerator, and count its work until the end of the `with` statement.
 
-    A block may be entered inside another block of the same kind. The two blocks have the same device, and work in the
-    inner block is counted in both.
+    The statement may be inside another one of the same kind. Both statements have the same device, and work in the
+    inner statement is counted in both.
 
     Args:
         kind: "cuda", without backward, or "sim", with backward; see the module.
@@ -281,8 +281,10 @@ _Stream.first = _Stream()
 
 
 class _Event:
-    """A replacement of `torch.cuda.Event`. A wait of the host is counted only if the event was recorded in the
-    innermost block.
+    """A replacement of `torch.cuda.Event`.
+
+    If the host waits for an event, the wait is counted only if the innermost `with accelerator(...)` statement is the
+    same as when the event was recorded. Inside any other statement, the event counts as reached.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -318,7 +320,7 @@ def _cuda_answers() -> dict[str, Any]:
 class _Device(TorchDispatchMode):
     """The dispatch mode of an entered accelerator, which runs each operation on the CPU and counts its cost.
 
-    sections: counts of the `with` blocks that are open, with the innermost one last.
+    sections: counts of the `with` statements that are open, with the innermost one last.
     held: number of tensors that share each storage.
     """
 

@@ -94,10 +94,11 @@ def check_solver(
 
     Args:
         solver: the solver.
-        degree: for a root solver, -1 to check that (c A)^-e = c^-e A^-e. This law does not hold with an absolute ridge.
-            None: the law is not checked.
-        rotates: for a root solver, True to check that (U A U^T)^-e = U A^-e U^T. For a polar solver, False to skip the
-            law P(U X V^T) = U P(X) V^T. None: the law is checked for polar solvers alone.
+        degree: for a root solver, the number k for which (c A)^-e = c^(k e) A^-e is checked. For exact roots k is -1.
+            With an absolute ridge the law holds for no k. None: the law is not checked.
+        rotates: True to check the law of rotations, for orthogonal U and V. It is (U A U^T)^-e = U A^-e U^T for a root
+            solver, and P(U X V^T) = U P(X) V^T for a polar solver. None: True for polar solvers, False for root
+            solvers.
         tolerance: for a root solver, relative tolerance of the laws of `degree` and `rotates`; use 1e-5 for solvers
             that stop at a tolerance.
         converges: for a basis solver, False if repeated refreshes with one matrix do not converge to its eigenvectors.

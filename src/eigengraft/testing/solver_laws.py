@@ -34,10 +34,10 @@ _S = TypeVar("_S", bound=AnySolver)
 class SolverCase(Case[_S]):
     """A solver and the properties that it declares.
 
-    degree: for root solvers, -1 if (c A)^-e = c^-e A^-e holds, which is not the case with an absolute ridge; None if
-        this law does not apply.
-    rotates: for root solvers, True if (U A U^T)^-e = U A^-e U^T holds; for polar solvers, False if P(U X V^T) = U P(X)
-        V^T does not hold. None: the law applies to polar solvers alone.
+    degree: for root solvers, the number k for which (c A)^-e = c^(k e) A^-e. For exact roots k is -1. With an absolute
+        ridge the law holds for no k. None: the law does not apply.
+    rotates: True if the law of rotations holds for orthogonal U and V. It is (U A U^T)^-e = U A^-e U^T for root
+        solvers, and P(U X V^T) = U P(X) V^T for polar solvers. None: True for polar solvers, False for root solvers.
     tolerance: for root solvers, relative tolerance of the laws of `degree` and `rotates`. It must be larger for an
         iteration that stops at a tolerance, because rounding errors may change its number of steps.
     converges: for basis solvers, True if repeated refreshes with one matrix converge to its eigenvectors.

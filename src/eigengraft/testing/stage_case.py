@@ -91,7 +91,7 @@ class StageBench:
     def step(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Run one step of the selected rows and return the directions.
+        """Run one step for the blocks in the selected rows of the stack, and return their directions.
 
         The first step of a lagged stage only primes the stage, and its directions are 0.
 
@@ -129,7 +129,7 @@ class StageBench:
         return run_stacks([run], [context.param_ids])[0] if self.spans else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
-        """Return the measures of the stage in some rows."""
+        """Return the measures of the stage for the blocks in the given rows of the stack."""
         chosen = np.arange(self.blocks)[rows]
         nothing_written = torch.zeros(len(chosen), dtype=torch.bool)
         state = State(self.tensors, self.block, self.path, rows, nothing_written, Storage(self.encoded))
@@ -246,7 +246,7 @@ class StageCase(Case[Stage]):
         return self._trajectories[block, dtype]
 
     def degree_on(self, block: tuple[int, ...]) -> float:
-        """Return the degree for blocks of that shape."""
+        """Return the degree for blocks of shape `block`."""
         assert self.degree is not None
         return self.degree(len(block)) if callable(self.degree) else self.degree
 
