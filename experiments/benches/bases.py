@@ -82,7 +82,10 @@ class BasisBench(MatrixBench):
         ]
 
     def _paths(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield (name, size, function that returns the statistic at every refresh) of each drifting statistic."""
+        """Yield (name, size, function) for each drifting statistic.
+
+        The function returns a list of tensors `[N, d, d]`: the value of the statistic at each refresh.
+        """
         last = max(self.refreshes)
         if self.record is not None:
             at = tuple(range(self.every, last * self.every + 1, self.every))

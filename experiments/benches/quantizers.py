@@ -390,7 +390,11 @@ class StoredStack:
 
 
 def losses(problem: StorageProblem, role: Role, decoded: Tensor) -> dict[str, float]:
-    """Return the columns of a row that compare the decoded stack with the encoded one."""
+    """Return the columns of a row that compare a decoded stack with the exact matrices of the problem.
+
+    role: role in which the stack was stored.
+    decoded: `[N, d, d]`, the stack as decoded from its codes.
+    """
     ok = decoded.isfinite().all(-1).all(-1).cpu()
     y, a = decoded.double().cpu()[ok], problem.exact(role)[ok]
     b = (y * problem.values[ok].unsqueeze(1)) @ y.mT if role == "basis" else y

@@ -58,7 +58,7 @@ class Synthetic(Spectrum):
 
     @abstractmethod
     def eigenvalues(self, d: int) -> Tensor:
-        """lambda `[d]`, the largest 1."""
+        """Return the eigenvalues lambda `[d]`. The largest one is 1."""
 
     def stack(self, count: int, d: int, seed: int) -> Tensor | None:
         q = orthogonal(count, d, seed)

@@ -131,7 +131,7 @@ def track_report_command(
         bool, typer.Option("--check", help="write nothing: say whether the page is that of its results")
     ] = False,
 ) -> None:
-    """Print the steps of all entries in a folder, and write its page README.md and its figure profile.svg."""
+    """Print the steps that each entry of a track takes to each target. Write the folder's README.md and profile.svg."""
     from ..track.report import standing, steps_table, track_page, write_profiles
     from ..track.track import load_track
 

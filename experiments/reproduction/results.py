@@ -128,7 +128,10 @@ def _read(row: Mapping[str, Any], study: Study) -> ResultRow:
 
 
 def _short(value: Any) -> Any:
-    """Return a float with the seven digits of float32, None for one that is not finite. Other values are unchanged."""
+    """Return a float rounded to seven digits, the precision of float32, or None if the float is not finite.
+
+    Return a value that is no float unchanged.
+    """
     if not isinstance(value, float):
         return value
     return float(f"{value:.7g}") if abs(value) < float("inf") else None

@@ -149,7 +149,12 @@ class Diagnostics:
             self.directory.append_diagnostics({"step": step, **row} for row in kept)
 
     def finish(self, step: int, layers: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows about layers after the last step. Rows that the table of this step already has are left out."""
+        """Add rows about layers to the table of the last step.
+
+        A row is left out if the table already has a row with the same parameter and measure.
+
+        step: number of the last step of the run.
+        """
         if self.writes:
             keys = ("parameter", "measure")
             known = {tuple(row[key] for key in keys) for row in self.directory.diagnostics() if row["step"] == step}

@@ -96,7 +96,7 @@ class Trainer:
         return self._finish(metrics or self._evaluate())
 
     def _divergence(self, step: int, loss: float | None = None, val_loss: float | None = None) -> Divergence:
-        """Return the `Divergence` of this run at a step, which searches for the first value that is not finite."""
+        """Return a `Divergence` for a step of this run. Its methods search for the first value that is not finite."""
         key = (self.experiment.seed, step - 1)
         shown = (self.model, self.optimizer, self.gradients, self.dataset, self.dataset.batch(*key))
         return Divergence(*shown, self.dataset.batch_rows(*key), step, loss, val_loss, self.ranks)

@@ -124,7 +124,10 @@ def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
 
 
 def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
-    """Return the operations of one refresh of one axis: decomposition, and change of basis of the inner slots."""
+    """Return the operations of one refresh of one axis.
+
+    These are the decomposition, and the change of basis of the slots of the inner chain.
+    """
     d = float(block[axis])
     if not isinstance(stage, Eigenbasis):
         return (EIGH + 1) * d**3
@@ -138,7 +141,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
 
 
 def _turned_slots(stage: Eigenbasis, block: tuple[int, ...]) -> list[Slot]:
-    """Return the inner slots that a refresh multiplies by matrices."""
+    """Return the slots of the inner chain that a refresh multiplies by matrices to transform them to the new basis."""
     frames = {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
     slots = (slot for inner in stage.inner(block).values() for *_, slot in chain_slots(inner.chain, inner.block))
     return [slot for slot in slots if slot.frame in frames and slot.shape]

@@ -1,4 +1,4 @@
-"""The exchange of workers that share an SQLite or PostgreSQL database and no directory.
+"""The exchange between workers that share an SQLite or PostgreSQL database and no directory.
 
 Table `eigengraft_leases` has a row for each lease, with the time of its last heartbeat by the clock of the database.
 Table `eigengraft_files` has the text files of every run that has ended or failed. Checkpoints are not copied: they stay

@@ -168,7 +168,10 @@ class FileLeases(Leases):
 
 @contextmanager
 def _locked_file(path: Path) -> Iterator[Path]:
-    """Write the name of this machine to a file, and lock the file until the block or this process ends."""
+    """Write the name of this machine to a file. Lock the file until the `with` statement or this process ends.
+
+    On Windows the file is not locked.
+    """
     with writing(path), path.open("w", encoding="utf-8") as stream:
         if sys.platform != "win32":
             import fcntl

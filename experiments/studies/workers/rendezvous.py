@@ -49,7 +49,7 @@ class Rendezvous(ABC):
 
 @dataclass(frozen=True)
 class SharedDirectory(Rendezvous):
-    """The exchange of workers that see the same directory. Results need no copies."""
+    """The exchange between workers that see the same directory. Each worker reads all results there, without copies."""
 
     def leases(self, run: str) -> Leases:
         return FileLeases(self.directory / run)
