@@ -365,7 +365,7 @@ def _out_of_reach(stages: Stages, block: tuple[int, ...]) -> bool:
 
 
 def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
-    """Return True if a clip limits the norm of each block by itself, to a bound that is constant."""
+    """Return True if a clip limits the norm of each block separately, and its bound is constant."""
     own = clip.cached_traits(block)
     return not own.sums and not own.signals and not any(True for _ in schedules(clip))
 

@@ -164,13 +164,14 @@ class _Span:
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return one number for each head of all ranks, which is 0 for heads of other ranks.
+        """Return one number for each head of all ranks. The number is 0 for heads of other ranks.
 
-        numbers: one number for each head of this rank. The items of the span are divided evenly over these heads.
+        numbers: one number for each head of this rank. The items of this range are divided evenly over these heads.
         name: name of the weight, for the message.
 
         Raises:
-            ValueError: the span has all items, so that ranks do not have different heads, or it ends inside a head.
+            ValueError: the range has all items, so that it does not show which heads belong to this rank, or it begins
+                or ends inside a head.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
@@ -190,8 +191,8 @@ class _Seen:
 
     width: number of entries of a head.
     key_heads: number of key heads on this rank.
-    heads: this rank's spans of query heads and of key heads, if queries and keys are DTensors; None if queries and keys
-        are plain tensors.
+    heads: this rank's ranges of query heads and of key heads, if queries and keys are DTensors; None if queries and
+        keys are plain tensors.
     shards: (shape of the weight, box of the rank's shard) by name of the weight.
     """
 
@@ -201,7 +202,7 @@ class _Seen:
     shards: Mapping[str, tuple[tuple[int, ...], Box]]
 
     def outputs(self, name: str, axis: int) -> _Span:
-        """Return this rank's span of the outputs of a weight."""
+        """Return this rank's range of the outputs of a weight."""
         shape, box = self.shards[name]
         return _Span(box.start[axis], box.shape[axis], shape[axis])
 
@@ -209,7 +210,7 @@ class _Seen:
         """Return True if this rank passed all heads, because the weight is not sharded or its outputs were gathered.
 
         heads: number of heads of this rank.
-        own: this rank's span of the outputs of the weight.
+        own: this rank's range of the outputs of the weight.
         """
         if self.heads is not None:
             return self.heads[0].length == self.heads[0].full
@@ -218,7 +219,7 @@ class _Seen:
     def all_key_heads(self, own: _Span) -> int:
         """Return the number of key heads of all ranks together.
 
-        own: this rank's span of the outputs of the weight of keys.
+        own: this rank's range of the outputs of the weight of keys.
         """
         if self.heads is not None:
             return self.heads[1].full

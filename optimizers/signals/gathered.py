@@ -38,9 +38,9 @@ class SignalCall:
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
         """Return the numbers that ranks gather for this signal, by name of the field.
 
-        Every signal has a field with its level (`MISSING`, `SOME` or `ALL`). If the signal consists of numbers, a
-        second field has the values, `[1]` or `[P]`. If it consists of tensors, the second field has the sizes of the
-        tensors, `[P]`. If it has a value for each entry, there is no second field.
+        Every signal has a field that says how complete its values are on this rank (`MISSING`, `SOME` or `ALL`). If the
+        signal consists of numbers, a second field has the values, `[1]` or `[P]`. If it consists of tensors, the second
+        field has the sizes of the tensors, `[P]`. If it has a value for each entry, there is no second field.
 
         positions: number P of parameters.
         """
@@ -59,7 +59,7 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Return the name of the field with the signal's level."""
+        """Return the name of the field that says how complete the values on a rank are."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
@@ -68,7 +68,7 @@ class SignalCall:
         A signal with numbers for outputs is used for the parameters that have a value on all ranks. Any other signal is
         used for all positions in `wanted` or, if a value is missing on some rank, for the positions in `needed`.
 
-        level: lowest of the levels of all ranks.
+        level: the smallest of the numbers `MISSING`, `SOME` and `ALL` that ranks have sent.
         sizes: `[R, P]`, sizes of tensors; None for signals without sizes.
         """
         if self.signal.extent == "outputs" and sizes is not None:

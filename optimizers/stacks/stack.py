@@ -510,8 +510,8 @@ def divide(
 def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
     """Return the number of bytes of updates that all ranks together send in one round of messages.
 
-    A rank receives the updates of the entries that it holds. With this number, these are about `Distribution.message`
-    bytes in a round.
+    Each rank then receives about `Distribution.message` bytes in a round, because a rank receives only the updates of
+    the entries that it holds.
     """
     copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
     return recipe.distribution.message * ranks // max(copies, default=1)

@@ -33,7 +33,7 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 class ParamSets:
-    """All parameter sets of an optimizer. Groups that were added together form a batch, and share parameter sets.
+    """All parameter sets of an optimizer. Param groups that were added together form a batch, and share parameter sets.
 
     recipe: recipe that declares the updates.
     recipe_text: the recipe as JSON; every param group holds it.
@@ -192,10 +192,11 @@ class ParamSets:
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
 
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
-        """Build new parameter sets for a batch, from the parameters whose id is in `wanted`.
+        """Build parameter sets for a batch of param groups, from the parameters whose id is in `wanted`.
 
-        Parameters on the same device that the same ranks share form one parameter set. If stages request the learning
-        rate, each param group has parameter sets of its own.
+        A batch consists of the param groups that were added together. Its parameters form one set if they are on the
+        same device and are shared by the same ranks. Parameters with a stage that requests the learning rate form
+        separate sets for each param group.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
         with_lr = {path for path, rule in self.recipe.rules().items() if "lr" in asking(rule.stages())}

@@ -135,11 +135,12 @@ def not_fused(
 
 @dataclass(frozen=True)
 class GraphNumbers:
-    """The numbers of a stack that a captured step reads on the device.
+    """Numbers for the captured step of a stack. A replay of the graph reads `lr` and `step`, which are tensors.
 
     lr: learning rate, 0-d, by index of the group of parameters with equal rates. It is float64 on a CPU, else float32.
     step: step of all blocks, 0-d float32.
-    rates: the rates of the step on the host. The decays are read from here, and become constants of the graph.
+    rates: learning rates and weight decays on the host, at the time of the capture. The graph contains these weight
+        decays as constants.
     """
 
     lr: Mapping[int, Tensor]

@@ -103,7 +103,7 @@ def multiply_gradients(gradients: Iterable[Tensor | None], factor: float | Tenso
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """The inputs of the check: gradients of P parameters, and numbers that must be the same on all ranks.
+    """The inputs of a `GradientCheck`: gradients of P parameters, and numbers that must be the same on all ranks.
 
     gradients: by position, the entries of each gradient that this rank holds. The rank may update only a part of them.
         None: the parameter has no gradient.
@@ -112,7 +112,8 @@ class GivenGradients:
     rates: learning rate and weight decay of each parameter.
     steps: largest step count of all parameters before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
-    gathered: gradients of stacks `[N, *block]`, by number of the stack. A survey adds the gradients that it gathers.
+    gathered: gradients of stacks `[N, *block]`, by number of the stack. `LocalSurvey` adds the gradients
+        of small stacks.
     more: True if other gradients of the same step are checked later.
     """
 

@@ -388,14 +388,17 @@ class ParamSet:
         return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
-        """Write updates into the parameters that the step changes, in one call for all parameters with equal rates."""
+        """Write updates into the parameters that the step changes.
+
+        One call writes the updates of all parameters with the same update rule, learning rate and weight decay.
+        """
         updates = updates.chosen(moved[updates.positions])
         kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
         for kind in (found := dict.fromkeys(kinds.tolist())):
             self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
 
     def _move(self, updates: EntryUpdates, step: Step) -> None:
-        """Write updates of parameters that have the same path in the recipe and the same rates."""
+        """Write updates of parameters that have the same update rule, learning rate and weight decay."""
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None if step.mask is None else [step.mask[position] for position in positions]

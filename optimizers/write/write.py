@@ -79,9 +79,10 @@ class L2(WeightDecay):
 
 
 class Decoupled(WeightDecay):
-    """alpha = rate (AdamW, Loshchilov & Hutter 2019).
+    """alpha = rate  in  W <- W - lr alpha W - lr U (AdamW, Loshchilov & Hutter 2019).
 
-    placed: the decay applies before the update, or to the result of the update (as in the published SOAP).
+    placed: 'before': first W decays, then lr U is subtracted. 'after': first lr U is subtracted, then the result decays
+        (as in the published SOAP).
     """
 
     kind: Literal["decoupled"] = "decoupled"
@@ -96,7 +97,10 @@ class Decoupled(WeightDecay):
 
 
 class Corrected(WeightDecay):
-    """alpha = rate lr / peak_lr: the decay falls with the square of the schedule (AdamC, Defazio 2025)."""
+    """alpha = rate lr / peak_lr  in  W <- W - lr alpha W - lr U (AdamC, Defazio 2025).
+
+    The decay falls with the square of the schedule.
+    """
 
     kind: Literal["corrected"] = "corrected"
     relative: ClassVar[bool] = True
@@ -116,7 +120,10 @@ class Independent(WeightDecay):
 
 
 class CautiousDecay(WeightDecay):
-    """alpha = rate on entries with U W > 0, 0 elsewhere (cautious weight decay, Chen et al. 2025)."""
+    """alpha = rate on entries with U W > 0, 0 elsewhere,  in  W <- W - lr alpha W - lr U.
+
+    This is cautious weight decay (Chen et al. 2025).
+    """
 
     kind: Literal["cautious"] = "cautious"
     cautious: ClassVar[bool] = True

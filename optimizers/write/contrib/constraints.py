@@ -84,7 +84,7 @@ class RadiusPin(Constraint):
 
 
 class LateDecay(Constraint):
-    """W' <- W' (1 - lr rate [U W > 0])  with the parameter W before the step and W' after the step.
+    """W' <- W' (1 - lr rate [U W > 0])  with the update U, and the parameter W before and W' after the step.
 
     [U W > 0] is 1 for entries that U moves towards zero and 0 for all others (cautious decay); if `cautious` is off, it
     is 1 for all entries. The decay runs at its position in the recipe's constraints: listed after `radius_pin`, it
