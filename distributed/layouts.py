@@ -368,7 +368,7 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
     """Return the region of the entries in a box of the parameter.
 
     outer: the box that `runs` form. It contains `box`.
-    runs: for each set of axes of the parameter that are merged or divided together, the run along these axes.
+    runs: a box along each set of axes of the parameter that are merged or divided together.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
@@ -400,10 +400,12 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Yield the runs of a piece along some axes of the parameter: boxes that together contain the piece's entries.
+    """Yield boxes along some axes of the parameter that together contain the entries of a piece of a block.
+
+    A piece is a box in the merged shape, which is the parameter's shape after some axes were merged or divided.
 
     lengths: lengths of these axes of the parameter.
-    merged: the axes of the merged shape that result from merging or dividing these axes of the parameter.
+    merged: the axes of the merged shape that these axes of the parameter became when they were merged or divided.
     strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """

@@ -173,7 +173,7 @@ class ParamGather:
             _copy_rows(parameters[rows.position], rows, own.view(len(data), *shape))
 
     def _shapes(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[tuple[int, ...]]:
-        """Return, for each parameter's rows, their shape in the message of one rank."""
+        """Return, for each item of `chosen`, the shape of the parameter's rows in the message of one rank."""
         return [(rows.stop - rows.start, *parameters[rows.position].shape[1:]) for rows in chosen]
 
 

@@ -26,7 +26,9 @@ class AveragedIterates(Callback):
         _switch(trainer, "eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Switch back to the trained iterate. Lightning calls callbacks that save after all others, so they save this
+        """Switch back to the trained iterate.
+
+        Lightning calls the callbacks that save checkpoints after all other callbacks, so checkpoints contain this
         iterate.
         """
         _switch(trainer, "train")

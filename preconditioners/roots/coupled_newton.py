@@ -117,7 +117,8 @@ class Coupled(Iterative):
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # the first step may raise ||M - I|| and still counts as better: only M_0 may have eigenvalues above 1
+        # The first step may raise ||M - I||, because M_0, unlike later iterates, may have eigenvalues above 1. The
+        # result of the first step therefore always counts as better.
         better = (new < error) | first
         # a rise of the error ends the iteration only if all eigenvalues are near 1, where rounding causes it
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
