@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -227,6 +228,21 @@ def test_gradients_that_are_not_finite_are_skipped_and_a_lost_run_warns_once() -
         len(list(one.parameters())) - 2
     )
     assert equal(values(one, plain), values(two, optimizer))
+
+
+def test_a_device_counts_the_parts_of_a_step_as_one_step_without_usable_gradients() -> None:
+    model = net()
+    optimizer = compose(model, {"base": "adamw", "failure": {"detect": "device"}})
+    eigengraft.release(model, optimizer, parts=1000)
+    found = []
+    for step in range(STALLED):
+        with warnings.catch_warnings(action="ignore"):
+            (loss(model, step) * math.nan).backward()
+            optimizer.step()
+            optimizer.state_dict()  # settles what a device still has to say
+        optimizer.zero_grad()
+        found.append(any(one.finite_check.lost() for one in optimizer.param_sets))
+    assert found == [False] * (STALLED - 1) + [True]
 
 
 def backward(model: nn.Module, step: int, release: Any) -> None:
