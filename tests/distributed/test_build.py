@@ -117,6 +117,15 @@ def test_one_rank_does_the_work_of_all_blocks(name: str, measured: bool) -> None
     assert balance.critical_path == pytest.approx(sum(works) * loads.interval, rel=1e-12)
 
 
+def test_work_is_balanced_over_the_longest_periods_that_fit() -> None:
+    def roots(steps: int) -> list[dict[str, Any]]:
+        return [{"kind": "eigenbasis", "inner": "rms", "refresh": {"kind": "every", "steps": steps}}]
+
+    routes = [{"name": f"r{n}", "match": {"name": f"r{n}"}, "update": roots(n)} for n in (7, 450, 1100)]
+    assert common_interval(load_recipe({"update": roots(900), "routes": routes})) == 900
+    assert common_interval(load_recipe({"update": roots(6), "routes": routes[:1]})) == 42
+
+
 def test_seeds_depend_on_names_and_keys_alone() -> None:
     recipe = load_recipe(RECIPES["soap_fitted"])
     specs = specs_of(recipe, None)
