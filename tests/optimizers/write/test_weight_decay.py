@@ -267,6 +267,18 @@ def test_an_lr_above_the_peak_is_the_peak(kind: str, given: bool) -> None:
     assert optimizer.param_groups[0]["peak_lr"] == PEAK
 
 
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_a_lower_max_lr_does_not_replace_the_peak(kind: str) -> None:
+    weight = nn.Parameter(start())
+    optimizer = Optimizer([{"params": [weight], "lr": 0.1, "peak_lr": PEAK}], plain({"kind": kind}))
+    optimizer.param_groups[0]["max_lr"] = 0.2  # as OneCycleLR does
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    w = start() * (1 - 0.1 * RATE * (0.1 if kind == "corrected" else 1.0) / PEAK)
+    torch.testing.assert_close(weight.detach(), w, atol=1e-12, rtol=0)
+    assert optimizer.param_groups[0]["peak_lr"] == PEAK
+
+
 def test_only_what_depends_on_a_peak_warns_of_it() -> None:
     weight = nn.Parameter(start())
     optimizer = Optimizer([weight], plain({"kind": "decoupled"}), lr=0.1)
