@@ -297,6 +297,13 @@ def test_entrywise_updates_stay_where_the_parts_lie() -> None:
     assert paper.state.tolist() == [2 * 4 * 100 + 8] * 3 + [2 * 4 * 70 + 8]  # two moments; 10, 10, 10 and 7 rows
 
 
+def test_ranks_without_a_part_send_no_message() -> None:
+    """Of 3 entries ranks 0 and 2 hold two and update one each; 1 and 3 hold the last, which rank 1 updates."""
+    updates = plan("adamw", [("norm.bias", (3,))], (2, 2), "hsdp").traffic["updates"]
+    assert updates.sent.tolist() == [4, 4, 4, 0] and updates.received.tolist() == [4, 0, 4, 4]
+    assert updates.messages.tolist() == [1, 1, 1, 0]
+
+
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple),
     size=st.integers(1, 9),
