@@ -1,5 +1,7 @@
 """Shampoo with damping and decompositions from data, beside its definition in float64."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,18 @@ def test_a_gradient_that_stays_is_decomposed_once() -> None:
     bench.step(normal(3, 6, 5, seed=3) * torch.tensor([0.0, 0.0, 100.0]).double()[:, None, None])
     changed = (bench.tensors["update.adaptive_shampoo/basis.0"] != first).flatten(1).any(1)
     assert changed.tolist() == [False, False, True]
+
+
+def test_a_decomposition_that_succeeds_ends_a_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, found = StageBench(AdaptiveShampoo(eps=1e-6, ceiling=1e-5), (6, 5), 3), []
+
+    def failing(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (*torch.linalg.eigh(a), torch.zeros(len(a), dtype=torch.bool))
+
+    for step, fails in enumerate([False, True, True, False]):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(sys.modules[AdaptiveShampoo.__module__], "eigh", failing)
+            bench.step(normal(3, 6, 5, seed=step))
+        found.append(bench.tensors["update.adaptive_shampoo/failures.0"].tolist())
+    assert found == [[0] * 3, [1] * 3, [2] * 3, [0] * 3]
