@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from eigengraft import Optimizer, load_recipe
-from eigengraft.distributed.balance import SLACK, Item, Loads, assign
+from eigengraft.distributed.balance import SLACK, Item, Loads, assign, least_work
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.stacks.assignment import block_cost
 
@@ -30,6 +30,21 @@ worlds = st.integers(1, 9)
 def constants(work: Sequence[float], state: Sequence[float]) -> list[Item]:
     """Items that are never due."""
     return [Item(*pair) for pair in zip(work, state, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("work", "carried", "least"),
+    [
+        ([1.0], [10.0, 0.0], 10.0),  # a rank has more than the mean already
+        ([3.0, 1.0], [1.0, 3.0], 4.0),  # the mean
+        ([4.0, 4.0, 3.0], [0.0, 0.0], 7.0),  # two of the three largest items have one owner
+        ([], [2.0, 0.0], 2.0),
+    ],
+)
+def test_the_busiest_rank_has_at_least_the_largest_of_three_bounds(
+    work: list[float], carried: list[float], least: float
+) -> None:
+    assert least_work(work, np.array(carried)) == least
 
 
 def sums(values: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
