@@ -165,6 +165,16 @@ def test_a_file_that_gets_the_helper_of_another_folder_is_refused(tmp_path: Path
         import_component(str(tmp_path / "two" / "uses_helper.py"))
 
 
+def test_a_file_that_raised_is_read_again(tmp_path: Path, fresh_modules: None) -> None:
+    file = tmp_path / "broken_helper.py"
+    file.write_text("PART = 1\nraise ValueError(PART)\n")
+    for _ in range(2):
+        with refused(RecipeError, "imports", file, "line 2"):
+            import_component(str(file))
+    file.write_text("PART, LATER = 1, 2\n")
+    assert import_component(str(file)).LATER == 2 and sys.modules["broken_helper"].LATER == 2
+
+
 def test_a_study_says_that_imports_belong_to_its_base(tmp_path: Path) -> None:
     study = {"base": {"task": "digits", "recipe": "adamw"}, "axes": {"lr": [1, 2]}}
     with refused(RecipeError, "imports", "base"):
