@@ -8,7 +8,7 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.studies.plan import cells, plan_runs, refuse_changed
+from eigengraft.experiments.studies.plan import cells, plan_runs, refuse_changed, refuse_other_provenance
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
@@ -256,6 +256,17 @@ def test_more_seeds_of_other_code_or_data_are_refused(tmp_path, edited, named):
     assert again.returncode == 2 and named in " ".join(again.stderr.replace("\u2502", "").split())
     assert complete(tmp_path / "out") == before
     assert len(before) == 2 + 6  # and what the searches tried
+
+
+@pytest.mark.parametrize("phase", ["", "timing", "tuning"])
+def test_runs_of_every_phase_have_the_same_provenance(phase, tmp_path):
+    planned = plan_runs(study(axes={"lr": [0.1]}, seeds=[0]))
+    train(planned[0].experiment, tmp_path / phase / planned[0].directory)
+    refuse_other_provenance(planned, tmp_path)
+    (file,) = tmp_path.rglob("env.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "torch": "0.1"}))
+    with refused(RecipeError, tmp_path, "torch: 0.1 -> "):
+        refuse_other_provenance(planned, tmp_path)
 
 
 BROKEN = """
