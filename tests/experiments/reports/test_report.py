@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError
+from eigengraft.experiments import RunLog
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.comparison import compare, sweeps, tuning_curves
 from eigengraft.experiments.reports.drawings import difference_dots, internals
@@ -173,6 +174,17 @@ def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "In 6 of 6 ended runs there are fewer than 5 evaluations" in text and "eval_every" in text
     assert "\u2264 15" in text
+
+
+def test_a_value_reached_at_second_0_is_no_bound(tmp_path):
+    for name, values in {"adamw": [4.0, 3.0], "soap": [2.0, 1.0]}.items():
+        with RunLog(tmp_path / name, "text", 2) as log:
+            for second, value in enumerate(values):
+                log.row(second + 1, value, val_loss=value, seconds=second)
+    (panel,) = Report(tmp_path, baseline="adamw").panels
+    soap = panel.rows[1]
+    assert (soap.reached(0), soap.reached(1)) == ({0: 1}, {0: 0})
+    assert (soap.at_first_evaluation(0), soap.at_first_evaluation(1)) == ({0}, set())
 
 
 def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
