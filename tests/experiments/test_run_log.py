@@ -126,6 +126,9 @@ def test_a_loss_that_is_not_finite_is_forgotten_when_its_step_is_logged_again(tm
     for step, loss in enumerate([2.0, 1.9, N], start=1):
         log.row(step, loss)
     assert diagnose(tmp_path).findings[0].step == 3  # also while the run trains
+    log.row(3, 1.8)
+    assert not (tmp_path / "fault.json").exists()
+    log.row(3, N)
     again = RunLog(tmp_path, "my text", 4)
     again.row(2, 1.9)
     again.row(3, 1.8)
