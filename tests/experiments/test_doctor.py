@@ -205,6 +205,17 @@ def test_updates_that_are_far_too_small_are_a_stall_although_batches_differ(tmp_
     assert found.kind == "stalled" and "e-09 times" in found.text and "raise lr" in found.text
 
 
+@pytest.mark.parametrize(("steps", "kinds"), [(1000, ["stalled"]), (10_000, [])])
+def test_updates_are_far_too_small_only_if_all_of_them_together_are(
+    steps: int, kinds: list[str], tmp_path: Path
+) -> None:
+    """Updates of 5e-7 times the weights change them by 0.05 % in 1000 steps, and the loss by 7 % here."""
+    with RunLog(tmp_path, "text", steps) as log:
+        for row in range(1, 9):
+            log.row(row * steps // 8, 2.0 - 0.02 * row, update_ratio=5e-7)
+    assert [one.kind for one in diagnose(tmp_path).findings] == kinds
+
+
 def broken(*_: Any, **__: Any) -> Any:
     raise torch.linalg.LinAlgError("did not converge")
 
