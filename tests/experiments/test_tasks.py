@@ -212,6 +212,14 @@ def test_a_task_may_come_from_outside() -> None:
     assert math.isfinite(task.evaluate(task.new_model(0), task.load(), CPU).val_loss)  # type: ignore[arg-type]
 
 
+def test_every_target_has_the_same_weight_in_further_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 70 sequences of 16 targets, the batches have 64 and 6."""
+    monkeypatch.setattr(ByteLM, "metrics", lambda self, outputs, targets: {"one": 1, "rows": len(targets)})
+    task = SMALL.replace(eval_sequences=70)
+    found = task.evaluate(task.new_model(0), task.load(), CPU).others
+    assert found == {"one": 1, "rows": pytest.approx((64**2 + 6**2) / 70)}
+
+
 def rates(schedule: LearningRateSchedule, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = schedule.scheduler(optimizer, steps)
