@@ -151,6 +151,15 @@ def test_the_budget_is_the_cheapest_choice_within_the_bound() -> None:
     assert f"of {len({row['layer'] for row in rows})} layers" in total
 
 
+def test_the_error_of_an_axis_is_the_largest_of_its_matrices() -> None:
+    bench = load_bench("budget", FAST)
+    assert isinstance(bench, BudgetBench)
+    a = torch.diag_embed(torch.tensor([[1.0, 0.9, 0.8], [1.0, 1e-3, 1e-6]], dtype=torch.float64))
+    x = torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
+    mild, far = (bench.squared_sine(x[i : i + 1], a[i : i + 1]) for i in (0, 1))
+    assert mild < far / 2 and bench.squared_sine(x, a) == pytest.approx(far, rel=1e-12)
+
+
 def test_a_checkpoint_has_no_earlier_factors_and_says_so() -> None:
     save("shampoo", "own.pt")
     fields: dict[str, Any] = {"solvers": ["eigh", "cholesky"], "storages": "float32", "intervals": [1, 10]}
