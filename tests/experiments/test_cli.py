@@ -24,6 +24,7 @@ from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli import study as study_commands
 from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.cli.plan import amount
 from eigengraft.experiments.cli.purposes import FAMILIES, GOALS, STAGES, by_purpose
 from eigengraft.preconditioners import RMS
 
@@ -443,6 +444,19 @@ class TestSchema:
     def test_an_experiment_may_name_its_recipe(self) -> None:
         recipe = json.loads(succeeds("schema", "experiment"))["properties"]["recipe"]
         assert {"type": "string"} in recipe["anyOf"] and {"$ref": "#/$defs/Recipe"} in recipe["anyOf"]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (999.4, "B", "999 B"),
+        (999.6, "B", "1 kB"),
+        (1.62e9, "B", "1.62 GB"),
+        (1e4, "", "10,000"),
+    ],
+)
+def test_an_amount_has_three_digits_and_a_prefix(value: float, unit: str, text: str) -> None:
+    assert amount(value, unit) == text
 
 
 def test_version() -> None:
