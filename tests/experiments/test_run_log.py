@@ -191,6 +191,13 @@ def test_a_loss_that_is_not_logged_is_not_lost(tmp_path: Path) -> None:
     assert not diagnose(import_run(tmp_path / "log.csv", tmp_path / "run", "text"))
 
 
+def test_a_number_is_kept_beside_a_nan_of_another_row_of_its_step(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("step,loss,val_loss\n1,2.0,nan\n1,nan,2.5\n2,nan,\n2,1.0,\n")
+    run = import_run(tmp_path / "log.csv", tmp_path / "run", "text")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["loss"], row["val_loss"]) for row in rows] == [(2.0, 2.5), (1.0, None)]
+
+
 def test_the_doctor_finds_a_nan_of_an_imported_log(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("step,loss\n0,2.0\n1,1.5\n2,nan\n3,nan\n")
     assert [
