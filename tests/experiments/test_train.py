@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Tick, load_experiment, train
+from eigengraft.experiments.training import environment
 
 from .. import processes
 from ..refusals import refused
@@ -235,6 +237,16 @@ def test_a_run_goes_on_with_other_diagnostics(tmp_path: Path) -> None:
 def test_diagnostics_that_say_nothing_are_refused(text: str) -> None:
     with refused(RecipeError, "diagnostics"):
         load_experiment(DIGITS, [f"diagnostics={text}"])
+
+
+def test_the_digest_of_the_library_has_files_in_inner_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(environment, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    found = []
+    for text in ("", "# a remark"):
+        (tmp_path / "inner" / "part.py").write_text(text)
+        found.append(environment.library_digest.__wrapped__())
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "result.json"])
