@@ -102,6 +102,17 @@ def test_losses_that_are_not_finite_are_too_high_and_the_last_trial_is_taken() -
     torch.testing.assert_close(w.detach(), origin - LR * 0.5**5 * CURVED * origin, rtol=1e-12, atol=1e-12)
 
 
+def test_a_step_along_which_the_gradient_rises_must_not_raise_the_loss() -> None:
+    """Momentum goes on against the gradient, on a loss that rises by less than the condition's part of its slope."""
+    optimizer, w, seen = start = begun(lr=0.1, update="momentum")
+    optimizer.step(closure_of(start, torch.sum))
+    origin = w.detach().clone()
+    seen.clear()
+    optimizer.step(closure_of(start, lambda x: 0.01 - 0.01 * (50 * (x - origin).sum()).exp()))
+    assert len(seen) == 1 + SEARCH["trials"] and optimizer.param_groups[0]["step_scale"] == 0.5**5
+    assert bool((w < origin).all())
+
+
 def test_a_resumed_search_goes_on_where_it_was() -> None:
     first = begun()
     for _ in range(3):
