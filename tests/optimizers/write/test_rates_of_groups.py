@@ -204,3 +204,12 @@ def test_parameters_in_parts_have_the_rates_of_their_routes() -> None:
         for optimizer in (together, *one_by_one):
             optimizer.step()
     assert torch.equal(fast[0], alone[0]) and torch.equal(slow[1], alone[1])
+
+
+def test_no_group_at_lr_0_steps_by_gradients_of_zeros() -> None:
+    params = parameters(3)
+    optimizer = Optimizer(declared(params, [(0.0, 0.1), (0.0, 0.2), (0.1, 0.1)]), CHAIN)
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [0] * 2 * PER_GROUP + [1] * PER_GROUP
