@@ -8,11 +8,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext, Traits
+from eigengraft import Optimizer, Stage, State, StepContext, Traits, load_recipe
 from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.products import fold, unfold
+from eigengraft.preconditioners.base import chain_slots
 from eigengraft.slots import Slot
 
 from ..refusals import refused, warned
@@ -222,3 +223,15 @@ def test_folding_takes_back_an_unfolding(block: tuple[int, ...]) -> None:
     x = normal(2, *block, seed=0)
     for axis in range(len(block)):
         assert torch.equal(fold(unfold(x, axis), axis, x.shape), x)
+
+
+def test_only_second_moments_of_a_sensitive_chain_are_sensitive() -> None:
+    """Those of a graft's magnitude set the size of every update. Storage by role leaves out these alone."""
+    chain = ["momentum", "rms"]
+    update = load_recipe({"update": [{"kind": "graft", "direction": chain, "magnitude": chain}]}).update
+    found = {path: slot.sensitive for path, _, slot in chain_slots(update, (4, 3))}
+    assert found == {
+        f"graft.{inner}.{stage}": (inner, stage) == ("magnitude", "rms")
+        for inner in ("direction", "magnitude")
+        for stage in chain
+    }
