@@ -72,8 +72,8 @@ class ComparisonRow:
 
     @property
     def tested(self) -> bool:
-        """True if there are seeds enough for a test."""
-        return len(self.finals) > 1
+        """True if there are three seeds or more. With two, a t-test distinguishes hardly any means: |t| > 12.7."""
+        return len(self.finals) > 2
 
     @cached_property
     def rises(self) -> dict[int, Rise]:

@@ -103,7 +103,7 @@ def grid_of(records: Records) -> CellTable | None:
 def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
     """Return a sentence about marked means. `place`: the part of a table that has its own best mean."""
     if not any(row.tested for group in groups for row in group):
-        return f"* is the best mean of {place}; one seed allows no test."
+        return f"* is the best mean of {place}; a test needs three seeds or more to distinguish means."
     test = "a paired t-test (5 percent, Holm) does not distinguish from it"
     return f"* is the best mean of {place}. In bold: this mean, and those that {test}."
 
