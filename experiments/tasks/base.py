@@ -209,7 +209,7 @@ class Examples(Dataset):
 
     train: examples to train on.
     validation: examples that every evaluation uses.
-    batch_size: examples of a training batch.
+    batch_size: examples of a training batch, at least 1 and at most all training examples.
     fingerprint: identity of the data.
     scale: divisor of inputs that are stored as uint8; such inputs are converted to float32 when they are used.
     """
@@ -226,6 +226,12 @@ class Examples(Dataset):
             raise TypeError(
                 f"fingerprint: a Fingerprint is required, got {type(fingerprint).__name__}; write "
                 "Fingerprint.of(source, content), with the bytes of the data as content"
+            )
+        rows = len(train.targets)
+        if not 1 <= batch_size <= rows:
+            raise ValueError(
+                f"batch_size: a batch has at least 1 row and at most all {counted(rows, 'training row')}, got "
+                f"{batch_size}; choose a batch size in this range"
             )
         self.train, self.validation, self.batch_size, self.fingerprint = train, validation, batch_size, fingerprint
         self.scale = scale

@@ -131,6 +131,14 @@ def test_examples_refuse_data_of_other_types() -> None:
             Examples(*arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("size", [0, -1, 5])
+def test_examples_refuse_a_batch_size_that_the_data_do_not_allow(size: int) -> None:
+    x = torch.zeros(4, 1)
+    with refused(ValueError, "batch_size", 4, size):
+        Examples(Batch(x, x), Batch(x, x), size, Fingerprint.of("zeros", b""))
+    Examples(Batch(x, x), Batch(x, x), 4, Fingerprint.of("zeros", b""))
+
+
 @pytest.fixture
 def fresh_modules() -> Iterator[None]:
     """Forget the modules and folders that a test imports from."""
