@@ -285,11 +285,19 @@ class Task(Component, family="task"):
 
     @final
     def new_model(self, seed: int) -> nn.Module:
-        """Return a new model on the CPU whose initial weights depend on `seed` alone."""
+        """Return a new model on the CPU whose initial weights depend on `seed` alone. Raises TaskError if `build` fails
+        or returns no module.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with located_call(self, "build"):
-                return self.build()
+                model: object = self.build()  # code of the user may return anything
+        if not isinstance(model, nn.Module):
+            raise TaskError(
+                f"task.{getattr(self, 'kind', '?')}: build() must return an nn.Module, got {type(model).__name__}; "
+                "return the model alone"
+            )
+        return model
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over targets. The default is the cross-entropy, in nats, of logits [B, ..., C] and

@@ -269,6 +269,22 @@ def test_an_error_that_breaks_many_laws_is_told_once_with_a_line_of_the_task() -
     assert len(str(caught.value).splitlines()) == 2
 
 
+def test_a_build_that_returns_no_module_is_told_so(registry: None, tmp_path: Path) -> None:
+    class Paired(Task):
+        kind: Literal["test_paired"] = "test_paired"
+
+        def load(self) -> Dataset:
+            return Digits().load()
+
+        def build(self) -> nn.Module:
+            return nn.Linear(1, 1), "a name"  # type: ignore[return-value]
+
+    with refused(TaskError, "task.test_paired", "build() must return an nn.Module", "tuple"):
+        train(Experiment(task=Paired(), recipe="adamw", steps=2), tmp_path)
+    with refused(LawError, "build() must return an nn.Module", "tuple"):
+        check_task(Paired())
+
+
 def test_metrics_that_are_not_finite_break_a_law() -> None:
     module = import_component(str(EXAMPLE.with_suffix(".py")))
     task = module.Curve(width=4)
