@@ -20,7 +20,7 @@ import eigengraft
 from eigengraft.component import OTHER_NAMES, Component, validated
 from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe, read_yaml
-from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs
+from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
 from eigengraft.signals import follows_run
 
 from ..tasks import Task
@@ -275,5 +275,6 @@ def _path(override: str) -> str:
         raise RecipeError(
             f"override '{override}': the form is dotted.path=value, as in steps=100, or ~dotted.path to remove it"
         )
+    refuse_empty(override)
     parse_yaml(text, f"override '{override}'")
     return path.strip()

@@ -66,8 +66,20 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
         removes = path.startswith("~")
         if removes is bool(equals) or not path.lstrip("~").strip():
             raise RecipeError(f"override '{override}': it must have the form path.to.field=value, or ~path.to.field")
+        refuse_empty(str(override))
         pairs.append((path.strip(), None if removes else parse(text.strip())))
     return pairs
+
+
+def refuse_empty(override: str) -> None:
+    """Raise RecipeError for an override with an empty value, `lr=`, as an unset variable of a shell makes one."""
+    path, equals, text = override.partition("=")
+    if equals and not text.strip():
+        path = path.strip()
+        raise RecipeError(
+            f"override '{override}': the value is empty, as of an unset shell variable; write ~{path} to remove what "
+            f"is set there, or {path}=null to set no value"
+        )
 
 
 def _written(value: Any) -> Any:
