@@ -233,11 +233,15 @@ def _inside(value: Any, number: Callable[[Schedule], Any]) -> Any:
 def schedules(component: Component, path: str = "") -> Iterator[tuple[str, Schedule]]:
     """Yield the dotted path and the schedule of every scheduled field of a component and of the components inside it.
 
+    Fields with an alias appear by it, as in recipes and overrides.
+
     path: prefix of all paths, with its last dot.
     """
+    fields = type(component).model_fields
     if isinstance(component, Schedulable):
-        yield from ((f"{path}{name}", schedule) for name, schedule in component._schedules.items())
-    for name, value in component:
+        yield from ((f"{path}{fields[name].alias or name}", one) for name, one in component._schedules.items())
+    for field, value in component:
+        name = fields[field].alias or field
         if isinstance(value, Component):
             yield from schedules(value, f"{path}{name}.")
         for i, one in enumerate(value) if isinstance(value, tuple) else ():

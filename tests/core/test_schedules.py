@@ -109,6 +109,16 @@ def test_a_run_goes_on_where_its_schedule_was() -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_the_printed_path_of_a_scheduled_field_is_that_of_its_override() -> None:
+    """The chain inside is the field `chain`, which recipes and overrides write `inner`."""
+    path = "update.eigenbasis.inner.momentum.beta"
+    declared = {"update": {"kind": "eigenbasis", "inner": [{"kind": "momentum", "beta": BETA}, "rms"]}}
+    optimizer = Optimizer([nn.Parameter(torch.ones(4, 3))], declared, lr=0.1)
+    assert f"{path}: 0.825, scheduled" in repr(optimizer)
+    changed = Optimizer([nn.Parameter(torch.ones(4, 3))], load_recipe(declared, {path: 0.5}), lr=0.1)
+    assert "scheduled" not in repr(changed)
+
+
 def test_declarations_of_schedules_are_kept() -> None:
     recipe = load_recipe(
         {"update": [{"kind": "momentum", "beta": BETA}]}, {"update.momentum.beta": {**BETA, "steps": 9}}
