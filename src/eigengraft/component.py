@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
@@ -326,6 +326,13 @@ def _register(cls: type[Component]) -> None:
     kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
     if not isinstance(kind, str):
         raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")
+    annotation = cls.model_fields["kind"].annotation
+    words = get_args(annotation)
+    if get_origin(annotation) is Literal and words != (kind,):
+        raise TypeError(
+            f"{cls.__name__}: `kind` has the annotation Literal[{', '.join(map(repr, words))}] and the default "
+            f"{kind!r}, so that its name in recipes is unclear; write the same word in both"
+        )
     parents = [base for base in cls.__mro__[1:] if base in cls.members.values()]
     if parents:
         raise TypeError(

@@ -272,6 +272,15 @@ def test_a_kind_needs_its_own_name_as_default(registry: None) -> None:
             kind: Literal["test_nameless"]
 
 
+def test_a_kind_has_one_word_in_annotation_and_default(registry: None) -> None:
+    with refused(TypeError, "Misspelt", "test_winez", "test_wine"):
+
+        class Misspelt(WeightDecay):
+            kind: Literal["test_winez"] = "test_wine"  # type: ignore[assignment]
+
+    assert not {"test_winez", "test_wine"} & WeightDecay.members.keys()
+
+
 def use_a_member_without_a_kind() -> None:
     class Forgotten(Stage):
         def apply(
