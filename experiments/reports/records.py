@@ -379,17 +379,17 @@ class Records:
 
     @property
     def coarse(self) -> str:
-        """A sentence about ended runs whose steps to a value are coarse, because they have few evaluations.
+        """A sentence about complete runs whose steps to a value are coarse, because they have few evaluations.
 
-        Empty if there are no such runs.
+        Empty if there are no such runs. Runs that diverged have few evaluations because they ended early.
         """
-        ended = [run for run in self.runs if run.result]
-        few = [run for run in ended if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]
+        complete = [run for run in self.runs if run.status(self.metric) == "complete"]
+        few = [run for run in complete if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]
         if not few:
             return ""
         return (
-            f"In {len(few)} of {counted(len(ended), 'ended run')} there are fewer than {FEW_EVALUATIONS} evaluations, "
-            "so that the steps to a value are coarse; for more evaluations set `eval_every` to fewer steps"
+            f"In {len(few)} of {counted(len(complete), 'complete run')} there are fewer than {FEW_EVALUATIONS} "
+            "evaluations, so that the steps to a value are coarse; for more evaluations set eval_every to fewer steps"
         )
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:

@@ -172,7 +172,7 @@ def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
     (panel,) = compare(records)  # 10, 20 and 15
     assert "soap reaches adamw's final value after at most 15 of 20 steps." in list(sentences(panel, records))
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
-    assert "In 6 of 6 ended runs there are fewer than 5 evaluations" in text and "eval_every" in text
+    assert "In 6 of 6 complete runs there are fewer than 5 evaluations" in text and "set eval_every to" in text
     assert "\u2264 15" in text
 
 
@@ -208,6 +208,16 @@ def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
 def test_runs_with_five_evaluations_are_not_coarse(tmp_path):
     write_study(tmp_path, [("adamw", 0, {"recipe": ADAM, "values": [5.0, 4.0, 3.0, 2.0, 1.0]})])
     assert read_records(tmp_path).coarse == ""
+
+
+def test_runs_that_diverged_are_not_coarse(tmp_path):
+    """They have few evaluations because they ended early, and `eval_every` would not change that."""
+    whole = ("adamw", 0, {"recipe": ADAM, "values": [5.0, 4.0, 3.0, 2.0, 1.0]})
+    write_study(tmp_path, [whole, ("soap", 0, {"recipe": SOAP, "values": [5.0, None]})])
+    assert read_records(tmp_path).coarse == ""
+    write_run(tmp_path / "method=soap" / "seed-1", SOAP, [5.0, 4.0], seed=1)
+    write_study(tmp_path, [("soap", 1, None), ("adamw", 0, None), ("soap", 0, None)])
+    assert read_records(tmp_path).coarse.startswith("In 1 of 2 complete runs")
 
 
 def test_page_is_self_contained_and_well_formed(study):
