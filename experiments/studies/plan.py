@@ -14,7 +14,7 @@ from eigengraft.component import validated
 from eigengraft.errors import RecipeError, name_some
 
 from ..files import make_directory, short_name
-from ..provenance import REMEDY, provenance_changes
+from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, cell_name
 from ..tasks import Fingerprint, Task
 from ..training.environment import describe_provenance
@@ -23,6 +23,9 @@ from ..training.rundir import RunDirectory
 from .axes import combinations, inside
 from .study import Study
 from .tuning.base import Tuned
+
+PHASES = tuple(map(Path, ("", "timing", "tuning")))
+"""Directories of a study that contain directories of cells: runs of the study itself, of timing and of searches."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,10 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
     experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}
     faults: dict[str, int] = {}
-    for cell, experiment in experiments.items():
-        for path in [path for kind in ("", "timing", "tuning") for path in (directory / kind / cell).rglob("env.json")]:
+    affected: dict[str, None] = {}
+    folders = [(kind / cell, experiment) for cell, experiment in experiments.items() for kind in PHASES]
+    for folder, experiment in folders:
+        for path in (directory / folder).rglob("env.json"):
             run = RunDirectory(path.parent)
             if not run.begun:
                 continue
@@ -171,12 +176,14 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
                 data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
             for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
                 faults[fault] = faults.get(fault, 0) + 1
+                affected[f"'{folder.as_posix()}'"] = None
     if faults:
         lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]
         raise RecipeError(
             f"{directory}: runs of this study had other code or data (recorded -> present):\n"
             + "\n".join(lines[:8])
-            + f"\n{REMEDY}"
+            + f"\nDirectories of affected cells: {name_some(list(affected), 4)}. Removing them from {directory} "
+            "repeats exactly these runs; to keep these runs, choose another directory for the study."
         )
 
 

@@ -1,8 +1,10 @@
 """Studies: expansion and its errors, running, failing runs, and continuing after a kill."""
 
 import json
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -265,8 +267,24 @@ def test_runs_of_every_phase_have_the_same_provenance(phase, tmp_path):
     refuse_other_provenance(planned, tmp_path)
     (file,) = tmp_path.rglob("env.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "torch": "0.1"}))
-    with refused(RecipeError, tmp_path, "torch: 0.1 -> "):
+    folder = (Path(phase) / planned[0].directory).parent
+    with refused(RecipeError, tmp_path, "torch: 0.1 -> ", f"'{folder.as_posix()}'"):
         refuse_other_provenance(planned, tmp_path)
+    shutil.rmtree(tmp_path / folder)
+    refuse_other_provenance(planned, tmp_path)
+
+
+def test_the_cells_whose_runs_had_other_code_are_named_and_no_others(tmp_path):
+    planned = plan_runs(study(axes={"lr": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]}, seeds=[0]))
+    train(planned[0].experiment, tmp_path / planned[0].directory)
+    first, *others = (tmp_path / one.directory for one in planned)
+    for other in others:
+        shutil.copytree(first, other)
+        file = other / "env.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "torch": "0.1"}))
+    with refused(RecipeError, "'lr=0.2'", "'lr=0.5' and 2 more", "6 runs") as caught:
+        refuse_other_provenance(planned, tmp_path)
+    assert "lr=0.1" not in str(caught.value)
 
 
 BROKEN = """
