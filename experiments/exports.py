@@ -12,6 +12,7 @@ from typing import Any
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers import load_recipe
 from eigengraft.optimizers.recipe.loading import parse_yaml, write_yaml
+from eigengraft.optimizers.recipe.overrides import refuse_empty
 
 from .files import make_directory, write_text
 from .studies.axes import Changes
@@ -156,6 +157,7 @@ def export_algoperf(
     space: dict[str, Any] = {}
     rest = []
     for override in overrides or ():
+        refuse_empty(override)
         path, _, text = override.partition("=")
         interval = _INTERVAL.fullmatch(text)
         if interval is not None:

@@ -200,6 +200,7 @@ def test_a_submission_knows_the_batch_sizes_of_workloads_and_their_variants(subm
         ("lr=interval(low,high)", ("lr", "low")),
         ("update.rms.beta=0.9,1.5", ("update.rms.beta", 1.5)),
         ("update.rsm.beta=0.9,0.95", ("update.rsm.beta", "rms")),
+        ("lr=", ("lr=", "~lr", "lr=null")),
     ],
 )
 def test_hyperparameters_that_the_recipe_refuses_are_no_submission(
