@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -29,7 +30,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from .files import read_object
 from .reports.records import METRICS, Run
 from .run_log import ends_lost, is_lost, rows_with
-from .training.divergence import Fault, FaultCause, worse_than_at_first
+from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.train import isolated_run
 
@@ -69,6 +70,14 @@ RISEN = 0.9
 Not less than 0.9: in short runs with a high but usable learning rate, the loss rose by up to 0.8 of its fall and then
 fell again.
 """
+BURST = 3
+"""A single row counts as a rise of the loss that came back only from this ratio to the first loss. Two rows suffice
+above `WORSE` times. One row may be a batch of unusual examples.
+"""
+NOISE = 5
+"""A rise of the loss that came back must exceed the usual difference of two successive rows by this factor."""
+GROWN = 10
+"""Growth of most matrices, against their first or a usual norm, from which the learning rate counts as too high."""
 LEAST_RISEN = 0.1
 """A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
 fall may be noise.
@@ -279,6 +288,20 @@ class Record:
         except Exception as error:  # code of the user may raise any error
             return error
 
+    @cached_property
+    def usual_norms(self) -> Mapping[str, tuple[float, bool]]:
+        """The norm of each layer with variance 1 / (3 inputs), as torch initializes matrices, and if the layer is a
+        matrix. A vector counts as one input. Empty if the task or its data are not on this machine.
+        """
+        try:
+            experiment = load_experiment(dict(self.run.config))
+            model = experiment.task.new_model(experiment.seed)
+        except Exception:  # code of the user may raise any error
+            return {}
+        return {
+            name: (math.sqrt((p.shape[0] if p.ndim else 1) / 3), p.ndim > 1) for name, p in model.named_parameters()
+        }
+
     def numbers(self, column: str) -> list[float]:
         """Return the values of a column of metrics, without rows that lack the column."""
         return [row[column] for row in self.run.rows if row.get(column) is not None]
@@ -457,8 +480,46 @@ def _of_end(record: Record) -> Iterator[Finding]:
         return
     elif worse := _rise(record):
         yield Finding("learning rate", None, _fastest_layer(record), f"{worse}{_step_size(record)}")
+    elif seen := "; ".join(filter(None, (_burst(record), _grown(record)))):
+        yield Finding("learning rate", None, _fastest_layer(record), f"{seen}{_step_size(record)}")
     elif _is_stalled(record):
         yield _stalled(record)
+
+
+def _burst(record: Record) -> str:
+    """Return a sentence if the loss rose far above its first value in the run and came back, else ""."""
+    first, losses = record.first_loss, record.losses
+    if first is None or first <= 0:
+        return ""
+    high, top = [loss for loss in losses if loss >= WORSE * first], max(losses)
+    late = losses[len(losses) // 2 :]
+    noise = median(abs(after - before) for before, after in pairwise(late)) if len(late) > 1 else 0.0
+    if not (len(high) > 1 or top >= BURST * first) or top - first < NOISE * noise:
+        return ""
+    column = "loss" if record.numbers("loss") else "val_loss"
+    step = next(row["step"] for row in record.run.rows if row.get(column) == top)
+    text = (
+        f"the {record.loss_name} rose from {first:.4g} to {top:.4g} (step {step}), {top / first:.3g} times its first "
+    )
+    return f"{text}value, and was {losses[-1]:.4g} at the end"
+
+
+def _grown(record: Record) -> str:
+    """Return a sentence if most matrices grew to GROWN times their first norm or a usual norm, if larger, else ""."""
+    norms, growths = (record.run.layers.get(measure, {}) for measure in ("weight_norm", "weight_growth"))
+    if max(growths.values(), default=0.0) < GROWN:  # spares loading the task
+        return ""
+    grown = {
+        name: min(growths[name], norms[name] / usual)
+        for name, (usual, matrix) in record.usual_norms.items()
+        if matrix and name in growths
+    }
+    most = [name for name, growth in grown.items() if growth >= GROWN]
+    if 2 * len(most) <= len(grown):
+        return ""
+    growth, name = max((growths[name], name) for name in most)
+    text = f"{len(most)} of {counted(len(grown), 'matrix', 'matrices')} grew tenfold or more"
+    return f"{text}; {name} grew to {growth:.3g} times its first norm"
 
 
 def _rise(record: Record) -> str:

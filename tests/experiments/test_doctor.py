@@ -147,6 +147,34 @@ def test_the_advice_and_the_loss_at_the_end_follow_from_the_measures(lr: float, 
     assert end in found.text and end in result.diagnosis
 
 
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        (
+            [5.5, 15.0, 89.0, 20.0, 6.9, 5.0, 4.2, 4.0],
+            "rose from 5.5 to 89 (step 3), 16.2 times its first value, and was 4 at",
+        ),
+        ([2.0, 3.5, 3.2, 1.5, 1.4, 1.3, 1.2, 1.1], "rose from 2 to 3.5 (step 2)"),
+        ([2.0, 1.8, 3.2, 1.5, 1.4, 1.3, 1.2, 1.1], ""),  # one batch of unusual examples
+        ([2.0, 1.0, 3.2, 0.2, 3.3, 0.2, 2.5, 0.5], ""),  # noise of small batches
+    ],
+)
+def test_a_loss_that_rose_far_and_came_back_is_the_learning_rate(
+    losses: list[float], text: str, tmp_path: Path
+) -> None:
+    with RunLog(tmp_path, "text", len(losses)) as log:
+        for step, loss in enumerate(losses, start=1):
+            log.row(step, loss)
+    found = diagnose(tmp_path).findings
+    assert [one.kind for one in found] == (["learning rate"] if text else [])
+    assert all(text in one.text for one in found)
+
+
+def test_weights_that_grew_tenfold_are_the_learning_rate(tmp_path: Path) -> None:
+    found = treated(patient(lr=1.0, log_every=60), tmp_path).findings[-1]
+    assert found.kind == "learning rate" and " of 3 matrices grew tenfold or more; " in found.text
+
+
 def test_inputs_of_different_scale_are_no_finding_if_the_model_learns(tmp_path: Path) -> None:
     train(patient("scale"), tmp_path)
     file = tmp_path / "metrics.jsonl"
