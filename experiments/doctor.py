@@ -159,7 +159,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
-        "lower `lr_multiplier` of its route, add a norm before it, or give it weight decay",
+        "lower {rate}, add a norm before it, or give it weight decay",
     ),
     "dead layer": Explanation(
         "its initial weights, or those of the next layer, are 0, the loss does not use it, or units behind it never "
@@ -192,6 +192,7 @@ class Finding:
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
     factor: power of ten by which the learning rate is too high, if that is the finding.
+    routed: True if the recipe has routes.
     """
 
     kind: FindingKind
@@ -199,6 +200,7 @@ class Finding:
     layer: str
     text: str
     factor: float = 10
+    routed: bool = False
 
     @property
     def usual(self) -> str:
@@ -208,7 +210,8 @@ class Finding:
     @property
     def remedy(self) -> str:
         """Things to do about findings of this kind."""
-        return EXPLANATIONS[self.kind].remedy.replace("{factor}", f"{self.factor:g}")
+        rate = "`lr_multiplier` of its route" if self.routed else "lr"
+        return EXPLANATIONS[self.kind].remedy.replace("{factor}", f"{self.factor:g}").replace("{rate}", rate)
 
 
 @dataclass(frozen=True)
@@ -289,18 +292,31 @@ class Record:
             return error
 
     @cached_property
-    def usual_norms(self) -> Mapping[str, tuple[float, bool]]:
-        """The norm of each layer with variance 1 / (3 inputs), as torch initializes matrices, and if the layer is a
-        matrix. A vector counts as one input. Empty if the task or its data are not on this machine.
+    def shares(self) -> Mapping[str, tuple[float, bool]]:
+        """For each layer, its first norm as a share (at most 1) of a usual norm, and if the layer is a matrix.
+
+        The usual norm is that of variance 1 / (3 inputs), as torch initializes matrices. A vector counts as one input.
+        Empty if the task or its data are not on this machine.
         """
         try:
             experiment = load_experiment(dict(self.run.config))
             model = experiment.task.new_model(experiment.seed)
+            return {
+                name: (min(1.0, float(p.detach().norm()) / math.sqrt((p.shape[0] if p.ndim else 1) / 3)), p.ndim > 1)
+                for name, p in model.named_parameters()
+            }
         except Exception:  # code of the user may raise any error
             return {}
-        return {
-            name: (math.sqrt((p.shape[0] if p.ndim else 1) / 3), p.ndim > 1) for name, p in model.named_parameters()
-        }
+
+    def share(self, name: str) -> float:
+        """Return the first norm of a layer as a share (at most 1) of a usual norm. Without the task, the usual norm is
+        the median first norm of all layers.
+        """
+        if name in self.shares:
+            return self.shares[name][0]
+        norms, growths = (self.run.layers.get(measure, {}) for measure in ("weight_norm", "weight_growth"))
+        first = {own: norms[own] / growth for own, growth in growths.items() if 0 < growth < math.inf and own in norms}
+        return min(1.0, first[name] / median(first.values())) if name in first else 1.0
 
     def numbers(self, column: str) -> list[float]:
         """Return the values of a column of metrics, without rows that lack the column."""
@@ -394,13 +410,24 @@ def diagnose(directory: str | Path) -> Diagnosis:
         notes += _unlogged(record)
     if not found or found[0].kind in _SYMPTOMS:
         start = () if record.imported else _first_batch(record, notes, sick=bool(found))
-        found = [*start, *_exploding(record, sick=bool(found)), *_dead(record), *found]
+        layers = [*_exploding(record, sick=bool(found))]
+        own = any(_route(record, one.layer) for one in layers)  # the learning rate is too high only for this layer
+        if layers and not found and not own and (large := _step_size(record)):
+            found = [Finding("learning rate", None, _fastest_layer(record), large.removeprefix("; "))]
+        first, then = (layers, found) if own or not _is_learning_rate(found) else (found, layers)
+        found = [*start, *_dead(record), *first, *then]
     if not found:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
-    found = [replace(one, factor=_excess(record)) if one.kind == "learning rate" else one for one in found]
+    routed = bool(record.run.config.get("recipe", {}).get("routes"))
+    found = [replace(one, factor=_excess(record), routed=routed) for one in found]
     return Diagnosis(record.run.directory, tuple(found), tuple(notes))
+
+
+def _is_learning_rate(found: list[Finding]) -> bool:
+    """Return True if the first finding is the learning rate."""
+    return bool(found) and found[0].kind == "learning rate"
 
 
 _SYMPTOMS = ("learning rate", "stalled", "model", "loss not finite")
@@ -506,13 +533,11 @@ def _burst(record: Record) -> str:
 
 def _grown(record: Record) -> str:
     """Return a sentence if most matrices grew to GROWN times their first norm or a usual norm, if larger, else ""."""
-    norms, growths = (record.run.layers.get(measure, {}) for measure in ("weight_norm", "weight_growth"))
+    growths = record.run.layers.get("weight_growth", {})
     if max(growths.values(), default=0.0) < GROWN:  # spares loading the task
         return ""
     grown = {
-        name: min(growths[name], norms[name] / usual)
-        for name, (usual, matrix) in record.usual_norms.items()
-        if matrix and name in growths
+        name: growths[name] * share for name, (share, matrix) in record.shares.items() if matrix and name in growths
     }
     most = [name for name, growth in grown.items() if growth >= GROWN]
     if 2 * len(most) <= len(grown):
@@ -592,7 +617,7 @@ def _route(record: Record, layer: str) -> str:
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     """Yield a finding about a layer whose weights grew far more, or whose updates were far larger, than those of the
-    other layers. Yields nothing if there is no such layer.
+    other layers. Yields nothing if there is no such layer. A usual norm replaces a smaller first norm.
 
     sick: True if something else is wrong with the run. If False, a layer must have grown EXPLODED_ALONE times as much.
     """
@@ -602,7 +627,9 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
         most, name, row = max(grown, key=lambda one: one[0])
         others = _of_others(record, "weight_growth", name) or _or_infinite(row["weight_growth_smallest"])
         limit = EXPLODED * max(1.0, others) * (1 if sick else EXPLODED_ALONE)
-        if most >= limit and others < EXPLODED:  # otherwise all layers have grown
+        if (
+            most >= limit and most * record.share(name) >= limit and others < EXPLODED
+        ):  # otherwise all layers have grown
             step = next(row["step"] for growth, layer, row in grown if layer == name and growth >= limit)
             text = f"the weights of {name} grew to {most:.3g} times their first norm"
             text += f", and those of the other layers to {others:.3g} times (median){_route(record, name)}"
@@ -611,7 +638,13 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     peaks = record.run.layers.get("update_ratio_peak", {})
     name = max(peaks, key=peaks.__getitem__, default="")
     typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
-    if sick and peak >= EXPLODED and typical is not None and typical < HEALTHY_STEP:
+    if (
+        sick
+        and peak >= EXPLODED
+        and typical is not None
+        and typical < HEALTHY_STEP
+        and peak * record.share(name) >= EXPLODED
+    ):
         text = f"an update of {name} had {peak:.3g} times the norm of its weights"
         text += f", and of the other layers {typical:.3g} times (median){_route(record, name)}"
         yield Finding("exploding layer", None, name, text)

@@ -23,7 +23,19 @@ from eigengraft.experiments.training.callbacks import Callback, RunView
 from ..refusals import refused
 
 Sickness = Literal[
-    "none", "row", "validation", "init", "nan init", "dead", "overflow", "labels", "noise", "scale", "zero"
+    "none",
+    "row",
+    "validation",
+    "init",
+    "nan init",
+    "dead",
+    "overflow",
+    "labels",
+    "noise",
+    "scale",
+    "zero",
+    "small",
+    "head",
 ]
 CLASSES = 4
 
@@ -67,6 +79,11 @@ class Patient(Task):
             if self.sickness == "init":
                 for layer in (model[0], model[2], model[4]):
                     layer.weight.mul_(30)
+            if self.sickness == "small":
+                for parameter in model.parameters():
+                    parameter.mul_(0.01)
+            if self.sickness == "head":
+                model[4].weight.mul_(1e-4)
             if self.sickness == "nan init":
                 model[2].weight[3, 4] = torch.nan
             if self.sickness == "zero":
@@ -190,6 +207,16 @@ def test_a_route_that_multiplies_the_learning_rate_is_named_with_its_layer(tmp_p
     assert all("recipe.routes.fast multiplies its learning rate by 100" in one.text for one in found)
 
 
+def test_a_layer_that_grew_with_a_loss_that_exploded_comes_after_the_learning_rate(tmp_path: Path) -> None:
+    treated(patient(recipe=EXPLODING, lr=1e-3), tmp_path)
+    config = read_object(tmp_path / "config.json")
+    config["recipe"]["routes"] = []  # no route explains the growth
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = diagnose(tmp_path).findings
+    assert [one.kind for one in found] == ["learning rate", "exploding layer"]
+    assert "route" not in found[1].remedy and "lower lr, " in found[1].remedy
+
+
 def test_a_run_without_rows_is_not_called_healthy(tmp_path: Path) -> None:
     missing = {**FAST, "match": {"name": "nothing"}}
     diagnosis = treated(patient(recipe={"base": "adamw", "routes": [missing]}), tmp_path)
@@ -197,7 +224,14 @@ def test_a_run_without_rows_is_not_called_healthy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "experiment", [patient(), patient(recipe="soap_fitted", steps=40), patient(recipe="sgd", lr=0.3, grad_clip=1.0)]
+    "experiment",
+    [
+        patient(),
+        patient(recipe="soap_fitted", steps=40),
+        patient(recipe="sgd", lr=0.3, grad_clip=1.0),
+        patient("small", steps=200),
+        patient("head"),
+    ],
 )
 def test_nothing_is_found_in_a_healthy_run(experiment: Experiment, tmp_path: Path) -> None:
     assert treated(experiment, tmp_path) == Diagnosis(tmp_path, ())
