@@ -191,7 +191,7 @@ class Finding:
     step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
-    factor: power of ten by which the learning rate is too high, if that is the finding.
+    factor: power of ten by which the learning rate is too high, if that is the finding; None: not known.
     routed: True if the recipe has routes.
     """
 
@@ -199,7 +199,7 @@ class Finding:
     step: int | None
     layer: str
     text: str
-    factor: float = 10
+    factor: float | None = None
     routed: bool = False
 
     @property
@@ -211,7 +211,8 @@ class Finding:
     def remedy(self) -> str:
         """Things to do about findings of this kind."""
         rate = "`lr_multiplier` of its route" if self.routed else "lr"
-        return EXPLANATIONS[self.kind].remedy.replace("{factor}", f"{self.factor:g}").replace("{rate}", rate)
+        factor = "10 until the loss falls" if self.factor is None else f"{self.factor:g}"
+        return EXPLANATIONS[self.kind].remedy.replace("{factor}", factor).replace("{rate}", rate)
 
 
 @dataclass(frozen=True)
@@ -462,9 +463,9 @@ def _of_fault(record: Record) -> Iterator[Finding]:
             kind, text = "learning rate", f"{text}; before, {rise}"
         yield Finding(kind, fault.step, "", text)
         return
-    if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
-        kind = "learning rate"
     layer, text = fault.layer, fault.text
+    if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
+        kind, text = "learning rate", f"the loss is finite, but the gradient of {layer} overflowed"
     if kind == "learning rate":
         fastest = _fastest_layer(record)
         layer, text = layer or fastest, text + _step_size(record)
@@ -574,13 +575,16 @@ def _step_size(record: Record) -> str:
     return text
 
 
-def _excess(record: Record) -> float:
-    """Return the power of ten, at least 10, by which the largest measured step exceeds the largest healthy step.
+def _excess(record: Record) -> float | None:
+    """Return the power of ten, at least 10, by which the first measured step exceeds the largest healthy step.
 
-    The power is at most 1e6: the weights of a run that diverges make later steps larger than the learning rate does.
+    Later steps do not count: their size follows from the weights and gradients of a run that diverges. Returns None if
+    the first step was not measured or was of usual size, as in a warm-up. The power is at most 1e6.
     """
-    largest = record.largest_step or 0.0
-    return _power(min(largest / HEALTHY, 1e6)) if largest >= LARGE_STEP else 10
+    firsts = [*record.run.layers.get("update_ratio_first", {}).values()]
+    first = median(firsts) if firsts else next(iter(record.numbers("update_ratio")), 0.0)
+    factor = _power(min(first / HEALTHY, 1e6)) if HEALTHY <= first < math.inf else 1.0
+    return factor if factor >= 10 else None
 
 
 def _power(ratio: float) -> float:

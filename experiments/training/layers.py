@@ -58,12 +58,14 @@ class LayerRecord:
 
     first: norm of the weight before the first step.
     peak: largest ratio of an update to its weight in a measured step.
+    initial: ratio of the update to its weight in the first measured step.
     zeros: number of measured steps in which the gradient was missing or 0.
     steps: number of measured steps.
     """
 
     first: dict[str, float] = field(default_factory=dict)
     peak: dict[str, float] = field(default_factory=dict)
+    initial: dict[str, float] = field(default_factory=dict)
     zeros: dict[str, int] = field(default_factory=dict)
     steps: int = 0
 
@@ -72,7 +74,10 @@ class LayerRecord:
         self.steps += 1
         for name, own in norms.items():
             self.zeros[name] = self.zeros.get(name, 0) + (not own.gradient)
-            self.peak[name] = max(self.peak.get(name, 0.0), own.measures().get("update_ratio", 0.0))
+            measures = own.measures()
+            self.peak[name] = max(self.peak.get(name, 0.0), measures.get("update_ratio", 0.0))
+            if self.steps == 1 and "update_ratio" in measures:
+                self.initial[name] = measures["update_ratio"]
 
 
 class Layers:
@@ -135,14 +140,17 @@ class Layers:
         return columns
 
     def table(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and two of the whole run so far.
+        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and three of the run so far.
 
         update_ratio_peak: largest update_ratio of a measured step.
+        update_ratio_first: update_ratio of the first measured step, if the weight was not 0.
         zero_gradients: fraction of measured steps in which the gradient was missing or 0.
         """
         for name, own in self.last.items():
             zeros = self.record.zeros[name] / self.record.steps
             over_run = {"update_ratio_peak": self.record.peak[name], "zero_gradients": zeros}
+            if name in self.record.initial:
+                over_run["update_ratio_first"] = self.record.initial[name]
             for measure, value in {**own.measures(), **over_run}.items():
                 fields = {"parameter": name, "stage": "", "slot": "", "measure": measure}
                 yield {**fields, "value": finite_or_none(value)}

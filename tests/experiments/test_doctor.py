@@ -192,6 +192,14 @@ def test_weights_that_grew_tenfold_are_the_learning_rate(tmp_path: Path) -> None
     assert found.kind == "learning rate" and " of 3 matrices grew tenfold or more; " in found.text
 
 
+def test_the_factor_is_not_that_of_steps_after_the_loss_exploded(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "text", 8) as log:
+        for step, ratio in enumerate([0.008, 0.2, 40.0, 900.0, 0.1, 0.1, 0.1, 0.1], start=1):
+            log.row(step, 2.0 * step, update_ratio=ratio)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "learning rate" and "divide lr by 10 until the loss falls, " in found.remedy
+
+
 def test_inputs_of_different_scale_are_no_finding_if_the_model_learns(tmp_path: Path) -> None:
     train(patient("scale"), tmp_path)
     file = tmp_path / "metrics.jsonl"
@@ -293,16 +301,22 @@ def test_a_root_that_fails_is_named_with_its_layer(tmp_path: Path, monkeypatch: 
     assert root.kind == "failed root" and root.step == 5 and "12 of 12 rows" in root.text
 
 
+class Spike(Callback):
+    """Spoil two gradients before the steps that use them."""
+
+    kind: Literal["test_spike"] = "test_spike"
+
+    def started(self, run: RunView) -> None:
+        weight, count = run.model.get_parameter("2.weight"), iter(range(1, 99))
+        weight.register_hook(lambda g: torch.full_like(g, torch.inf) if next(count) in (7, 9) else None)
+
+
+def test_a_gradient_that_overflows_after_large_steps_is_the_learning_rate(tmp_path: Path) -> None:
+    first = treated(patient(lr=1.0, callbacks=[Spike()]), tmp_path).findings[0]
+    assert first.kind == "learning rate" and "derivative" not in first.text and "gradient of 2.weight" in first.text
+
+
 def test_a_skipped_gradient_is_recorded_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    class Spike(Callback):
-        """Spoil one gradient before the step that uses it."""
-
-        kind: Literal["test_spike"] = "test_spike"
-
-        def started(self, run: RunView) -> None:
-            weight, count = run.model.get_parameter("2.weight"), iter(range(1, 99))
-            weight.register_hook(lambda g: torch.full_like(g, torch.inf) if next(count) in (7, 9) else None)
-
     found = treated(patient(callbacks=[Spike()]), tmp_path).findings
     assert [(one.kind, one.step, one.layer) for one in found] == [("model", 7, "2.weight")]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
