@@ -769,8 +769,8 @@ def _learned_poorly(record: Record) -> bool:
 
 
 def _generalization(record: Record) -> Iterator[Finding]:
-    """Yield the finding about a validation loss that rose after its best evaluation, or ended above that of a uniform
-    guess, while the training loss fell.
+    """Yield the finding about a validation loss that rose after its best evaluation, or never was below that of a
+    uniform guess and ended above it, while the training loss fell.
     """
     rows = [row for row in record.run.rows if row.get("loss") is not None]
     evaluations, first = record.numbers("val_loss"), record.first_loss
@@ -781,10 +781,12 @@ def _generalization(record: Record) -> Iterator[Finding]:
     if rise is not None:
         before = next((row["loss"] for row in reversed(rows) if row["step"] <= rise.step), first)
         text = f"the validation loss rose from {rise.best:.4g} (step {rise.step}) to {reached:.4g} at the end"
-    if reached > math.log(2) and (guess := _guess(record)) < reached:
+    guess = _guess(record) if reached > math.log(2) else math.inf
+    if guess < reached and guess <= min(evaluations):
         text += f", above the {guess:.4g} of a uniform guess among the classes, while the training loss fell from"
         yield Finding("worse than guessing", None, "", f"{text} {first:.4g} to {last:.4g}")
     elif rise is not None and last < before:
+        text += f", above the {guess:.4g} of a uniform guess among the classes" if guess < reached else ""
         text += f", while the training loss fell from {before:.4g} to {last:.4g}"
         yield Finding("overfitting", rise.step, "", text)
 

@@ -267,6 +267,16 @@ def test_a_validation_loss_that_rose_while_the_training_loss_fell_is_overfitting
     assert all(text in one.text and "fell from 2 to 3e-07" in one.text for one in found)
 
 
+def test_a_validation_loss_that_was_below_a_guess_before_it_rose_is_overfitting(tmp_path: Path) -> None:
+    train(patient("noise", steps=200), tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    next(row for row in rows if row["val_loss"] is not None)["val_loss"] = 0.7
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "overfitting" and "above the 1.386 of a uniform guess" in found.text
+
+
 def test_updates_that_are_far_too_small_are_a_stall_although_batches_differ(tmp_path: Path) -> None:
     train(patient(lr=1e-9), tmp_path)
     result = read_object(tmp_path / "result.json")
