@@ -240,8 +240,8 @@ def schedules(component: Component, path: str = "") -> Iterator[tuple[str, Sched
     fields = type(component).model_fields
     if isinstance(component, Schedulable):
         yield from ((f"{path}{fields[name].alias or name}", one) for name, one in component._schedules.items())
-    for field, value in component:
-        name = fields[field].alias or field
+    for field, info in fields.items():
+        name, value = info.alias or field, getattr(component, field)
         if isinstance(value, Component):
             yield from schedules(value, f"{path}{name}.")
         for i, one in enumerate(value) if isinstance(value, tuple) else ():
