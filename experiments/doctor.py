@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eigengraft.errors import RecipeError, counted
 from eigengraft.optimizers.recipe.routing import describe_model
@@ -285,10 +285,21 @@ class Record:
         return cls(run, Fault(**fault) if fault else None)
 
     @cached_property
+    def initial(self) -> tuple[Experiment, nn.Module] | Exception:
+        """The experiment, and its model with the initial weights, or the error if the task is not on this machine."""
+        try:
+            experiment = load_experiment(dict(self.run.config))
+            return experiment, experiment.task.new_model(experiment.seed)
+        except Exception as error:  # code of the user may raise any error
+            return error
+
+    @cached_property
     def start(self) -> FirstBatch | Exception:
         """The first batch with the initial weights, or the error if the task or its data are not on this machine."""
+        if isinstance(self.initial, Exception):
+            return self.initial
         try:
-            return _start(load_experiment(dict(self.run.config)))
+            return _start(*self.initial)
         except Exception as error:  # code of the user may raise any error
             return error
 
@@ -299,14 +310,14 @@ class Record:
         The usual norm is that of variance 1 / (3 inputs), as torch initializes matrices. A vector counts as one input.
         Empty if the task or its data are not on this machine.
         """
+        if isinstance(self.initial, Exception):
+            return {}
         try:
-            experiment = load_experiment(dict(self.run.config))
-            model = experiment.task.new_model(experiment.seed)
             return {
                 name: (min(1.0, float(p.detach().norm()) / math.sqrt((p.shape[0] if p.ndim else 1) / 3)), p.ndim > 1)
-                for name, p in model.named_parameters()
+                for name, p in self.initial[1].named_parameters()
             }
-        except Exception:  # code of the user may raise any error
+        except Exception:  # parameters without values, as those of lazy layers, have no norm
             return {}
 
     def share(self, name: str) -> float:
@@ -606,11 +617,9 @@ def _route(record: Record, layer: str) -> str:
     """Return a clause about the route of a layer if the route multiplies the learning rate, else an empty text."""
     if not any(route.get("lr_multiplier", 1) != 1 for route in record.run.config.get("recipe", {}).get("routes", ())):
         return ""
-    try:
-        experiment = load_experiment(dict(record.run.config))
-        model = experiment.task.new_model(experiment.seed)
-    except Exception:  # code of the user may raise any error
+    if isinstance(record.initial, Exception):
         return ""
+    experiment, model = record.initial
     infos, parameters = describe_model(model), dict(model.named_parameters())
     if layer not in parameters:
         return ""
@@ -738,12 +747,12 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
         yield Finding("initialization", 1, "", f"{text} is {math.log(start.classes):.3g}")
 
 
-def _start(experiment: Experiment) -> FirstBatch:
-    """Return the first batch of an experiment with the initial weights. Nothing is trained."""
+def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
+    """Return the first batch of an experiment with the initial weights of its model. Nothing is trained."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
         inputs, targets = task.load().batch(experiment.seed, 0)
-        outputs = task.new_model(experiment.seed)(inputs)
+        outputs = model(inputs)
     classes = outputs.shape[-1] if task.reports_accuracy and not targets.is_floating_point() else 0
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
     return FirstBatch(task.loss(outputs, targets).item(), _columns(inputs), classes, guess)

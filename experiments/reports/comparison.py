@@ -190,7 +190,7 @@ class ComparisonPanel:
         """
         if not all(row.comparable for row in self.rows):
             return None
-        return next(iter(leaders(self.rows, self.metric)), None)
+        return next(iter(ranked(self.rows, self.metric)), None)
 
     @cached_property
     def leaders(self) -> list[ComparisonRow]:
@@ -200,8 +200,7 @@ class ComparisonPanel:
     @cached_property
     def second(self) -> ComparisonRow | None:
         """Row with the best mean after that of the best row; None if there is no such row."""
-        others = [row for row in self.rows if row is not self.best]
-        return None if self.best is None else next(iter(leaders(others, self.metric)), None)
+        return None if self.best is None else next(iter(ranked(self.rows, self.metric)[1:]), None)
 
     @cached_property
     def corrected(self) -> dict[str, float]:
@@ -242,6 +241,12 @@ class ComparisonPanel:
         return {label: config for label, config in found.items() if config}
 
 
+def ranked(rows: Iterable[ComparisonRow], metric: Metric) -> list[ComparisonRow]:
+    """Return the rows whose runs have all ended without divergence, the best mean first."""
+    means = [(metric.sign * row.final.mean, row) for row in rows if row.final and row.ended]
+    return [row for _, row in sorted(means, key=lambda pair: pair[0])]
+
+
 def leaders(rows: Iterable[ComparisonRow], metric: Metric) -> list[ComparisonRow]:
     """Return the row with the best mean, and then the rows that a paired t-test over common seeds does not distinguish
     from it at 5 percent, corrected for all rows (Holm).
@@ -249,8 +254,7 @@ def leaders(rows: Iterable[ComparisonRow], metric: Metric) -> list[ComparisonRow
     Rows whose runs have not all ended, or diverged, are left out. One seed allows no test: then only the best row is
     returned. [] if no row is left.
     """
-    means = [(metric.sign * row.final.mean, row) for row in rows if row.final and row.ended]
-    ended = [row for _, row in sorted(means, key=lambda pair: pair[0])]
+    ended = ranked(rows, metric)
     p: dict[str, float] = {}
     for place, row in enumerate(ended[1:], start=1):
         test = paired(row.finals, ended[0].finals)
