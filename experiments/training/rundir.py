@@ -140,12 +140,16 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """True if the run has a result, or a checkpoint from which it continues."""
-        return self.read("result") is not None or bool(self.checkpoint_steps())
+        return self.read("result") is not None or bool(self._checkpoint_files() or _complete(self))
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""
+        return [*map(_file_step, self._checkpoint_files()), *map(_step, _complete(self))]
+
+    def _checkpoint_files(self) -> list[Path]:
+        """Return the checkpoints of a single process that exist."""
         files = (self.path / f"{name}.pt" for name in ("checkpoint", "branch"))
-        return [*(_file_step(file) for file in files if file.is_file()), *map(_step, _complete(self))]
+        return [file for file in files if file.is_file()]
 
     def rewind_checkpoints(self, step: int) -> None:
         """Drop checkpoints after a step, so that the run continues from the newest remaining checkpoint."""
