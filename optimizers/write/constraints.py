@@ -32,7 +32,7 @@ Slots = Mapping[str, Tensors]
 
 @dataclass(frozen=True)
 class ConstraintContext:
-    """Inputs of a constraint in addition to n parameters and their updates, of which this rank may hold shards.
+    """Inputs of a constraint beside n parameters and their updates. The tensors may be this rank's shards.
 
     lr: learning rate of the update.
     mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.

@@ -213,7 +213,7 @@ def test_a_task_may_come_from_outside() -> None:
 
 
 def test_every_target_has_the_same_weight_in_further_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 70 sequences of 16 targets, the batches have 64 and 6."""
+    """There are 70 sequences of 16 targets, in a batch of 64 and a batch of 6."""
     monkeypatch.setattr(ByteLM, "metrics", lambda self, outputs, targets: {"one": 1, "rows": len(targets)})
     task = SMALL.replace(eval_sequences=70)
     found = task.evaluate(task.new_model(0), task.load(), CPU).others

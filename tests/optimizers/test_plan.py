@@ -298,7 +298,10 @@ def test_entrywise_updates_stay_where_the_parts_lie() -> None:
 
 
 def test_ranks_without_a_part_send_no_message() -> None:
-    """Of 3 entries ranks 0 and 2 hold two and update one each; 1 and 3 hold the last, which rank 1 updates."""
+    """The parameter has 3 entries. Ranks 0 and 2 hold the first two and update one each.
+
+    Ranks 1 and 3 hold the last one, which rank 1 updates.
+    """
     updates = plan("adamw", [("norm.bias", (3,))], (2, 2), "hsdp").traffic["updates"]
     assert updates.sent.tolist() == [4, 4, 4, 0] and updates.received.tolist() == [4, 0, 4, 4]
     assert updates.messages.tolist() == [1, 1, 1, 0]

@@ -226,7 +226,7 @@ def test_folding_takes_back_an_unfolding(block: tuple[int, ...]) -> None:
 
 
 def test_only_second_moments_of_a_sensitive_chain_are_sensitive() -> None:
-    """Those of a graft's magnitude set the size of every update. Storage by role leaves out these alone."""
+    """Second moments of a graft's magnitude set the size of every update, so storage by role leaves out these alone."""
     chain = ["momentum", "rms"]
     update = load_recipe({"update": [{"kind": "graft", "direction": chain, "magnitude": chain}]}).update
     found = {path: slot.sensitive for path, _, slot in chain_slots(update, (4, 3))}

@@ -235,7 +235,9 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
 
 
 def test_all_cells_of_two_axes_are_one_table(grid):
-    """Of 1.633 at the best, 2.1 differs by 0.467 +- 0.153, t = 5.3, p = 0.034, and 2.533 by 0.9, t = 9.8, p = 0.01.
+    """The best mean is 1.633. The mean 2.1 differs from it by 0.467 +- 0.153, t = 5.3, p = 0.034.
+
+    The mean 2.533 differs from it by 0.9, t = 9.8, p = 0.01.
 
     By Holm's rule p of the first is multiplied by the number of tests that have not a smaller p.
     """
