@@ -218,6 +218,7 @@ class CapturedStacks:
         self._key: _Key | None = None
         self._record: _Recorder | None = None
         self._static: Tensor | None = None
+        self._pairs: tuple[bytes, dict[tuple[str, int], int]] | None = None
         self._mask: Tensor | None = None
         self._positions = np.unique(np.concatenate([own.stack.param_ids for own in self.stacks]))
         self._capturer = CAPTURERS[self.device.type](self.device) if self.reason is None else None
@@ -252,6 +253,9 @@ class CapturedStacks:
         """
         key, before = self._key_of(step, held), self._key
         self._fill(step, counts)
+        if key == before and self.graph is not None:
+            self.graph.replay()
+            return None
         body = self._body(step, moved)
         if key != before:
             left = None if self.graph is None or before is None else key.changed(before)
@@ -261,16 +265,19 @@ class CapturedStacks:
         if self._record is None:
             self._record = _recorded(body, key.gradients)
             return None
-        if self.graph is not None:
-            self.graph.replay()
-            return None
         self.reason = self._capture(body, held, key.gradients)
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
-        pairs = {(own.path, int(at)): at for own in self.stacks for at in rates.alike[own.stack.param_ids]}
-        first = {int(group): at for at, group in reversed([*enumerate(rates.alike.tolist())])}
-        return {(path, group): rates.step_rates(path, first[group]) for path, group in pairs}
+        """Return the rates of a step by the path of a rule and the index of a set of parameters with equal rates."""
+        known, alike = self._pairs, rates.alike.tobytes()
+        if known is None or known[0] != alike:
+            first = {group: at for at, group in reversed([*enumerate(rates.alike.tolist())])}
+            pairs = {
+                (own.path, at): first[at] for own in self.stacks for at in rates.alike[own.stack.param_ids].tolist()
+            }
+            known = self._pairs = alike, pairs
+        return {pair: rates.step_rates(pair[0], position) for pair, position in known[1].items()}
 
     def _key_of(self, step: Step, held: Sequence[Tensor]) -> _Key:
         positions = self._positions.tolist()
