@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+GROUPS = (("step", "tf32", "compiled", "slow", "heavyball"), ("decomposition", "host"), ("capture",))
+"""Parts whose rows are in one table."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 RESULTS = Path(__file__).with_name("results.jsonl")
 NOT_RUN = "Not run."
@@ -45,8 +47,7 @@ DECOMPOSITIONS = """Milliseconds of a stack of matrices in float32, the shortest
 
 def page(rows: Sequence[Row]) -> str:
     """Make the page; a part that has no rows was not run."""
-    parts_of_rows = ("step", "decomposition", "capture")
-    steps, decompositions, captured = ([row for row in rows if row["part"] == part] for part in parts_of_rows)
+    steps, decompositions, captured = ([row for row in rows if row["part"] in own] for own in GROUPS)
     done, times = ([row for row in own if "problem" not in row] for own in (steps, decompositions))
     sections = {
         "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),

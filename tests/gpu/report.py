@@ -1,6 +1,7 @@
 """Measure what this library does on a GPU, and write it down: `make gpu`.
 
     python tests/gpu/report.py                  # needs a CUDA device, no network, under 10 minutes
+    python tests/gpu/report.py --only step      # some of the parts; rows of other parts are kept
     python tests/gpu/report.py --simulated      # the same code on the simulated accelerator, with tiny sizes
 
 One line of JSON for each measurement goes to `tests/gpu/results.jsonl`; `page.py` makes `docs/gpu.md` of it. Times of
@@ -19,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -56,6 +57,7 @@ from eigengraft.testing import DeviceCounts, accelerator
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from places import waits  # noqa: E402
 from recording import Recording  # noqa: E402
 
 ROOT = HERE.parents[1]
@@ -64,24 +66,43 @@ INTERVAL = 10
 """Steps between refreshes, of the shipped recipes and of their peers."""
 COMPILED = {"heavyball.utils:compile_mode": "default"}  # its own default tunes for minutes
 SECOND_ORDER = {"precondition_frequency": INTERVAL, "max_precond_dim": 1024, "use_precond_schedule": False}
+ROUTES = ("compile=true", "routes.adam.compile=true")
+DEVICE = ("graph=true", "failure.detect=device")
+"""A step that waits for nothing, launched as one graph."""
 CASES = (
     StepCase(recipe="adamw"),
     StepCase(recipe="adamw", overrides=("failure.detect=device",), name="adamw, detect: device"),
     StepCase(recipe="adamw", overrides=("graph=true",), name="adamw, graph: true"),
     StepCase(peer="torch.optim:AdamW", options={"fused": True}, name="torch AdamW, fused"),
-    StepCase(peer="heavyball:AdamW", switches=COMPILED, name="HeavyBall AdamW, compiled"),
     StepCase(recipe="muon"),
     StepCase(recipe="muon", overrides=("graph=true",), name="muon, graph: true"),
     StepCase(peer=f"{HERE}/peers.py:TorchMuon", name="torch Muon and AdamW, fused"),
-    StepCase(peer="heavyball:Muon", switches=COMPILED, name="HeavyBall Muon, compiled"),
     StepCase(recipe="soap_fitted"),
+    StepCase(recipe="soap_fitted", overrides=("graph=true",), name="soap_fitted, graph: true"),
+    StepCase(recipe="soap_fitted", overrides=("update.eigenbasis.refresh.delay=2",), name="soap_fitted, delay: 2"),
+    StepCase(recipe="shampoo"),
+    StepCase(recipe="shampoo", overrides=("graph=true",), name="shampoo, graph: true"),
+)
+TF32_CASES = (
+    StepCase(recipe="muon", name="muon, products in TF32"),
+    StepCase(recipe="soap_fitted", name="soap_fitted, products in TF32"),
+    StepCase(recipe="shampoo", name="shampoo, products in TF32"),
+)
+"""Measured with `torch.set_float32_matmul_precision("high")`, as most training scripts set it."""
+COMPILED_CASES = (
+    StepCase(recipe="adamw", overrides=("compile=true", *DEVICE), name="adamw, compile, graph, detect: device"),
+    StepCase(recipe="muon", overrides=ROUTES, name="muon, compile: true"),
+    StepCase(recipe="muon", overrides=(*ROUTES, *DEVICE), name="muon, compile, graph, detect: device"),
+    StepCase(recipe="soap_fitted", overrides=ROUTES, name="soap_fitted, compile: true"),
+    StepCase(recipe="shampoo", overrides=ROUTES, name="shampoo, compile: true"),
+)
+"""The simulated accelerator has no compiler."""
+SLOW_CASES = (
     StepCase(
         recipe="soap_fitted",
         overrides=("update.eigenbasis.solver.by_device=false",),
         name="soap_fitted, by_device: false",
     ),
-    StepCase(peer="heavyball:SOAP", options=SECOND_ORDER, switches=COMPILED, name="HeavyBall SOAP, compiled"),
-    StepCase(recipe="shampoo"),
     StepCase(
         recipe="shampoo",
         overrides=("update.graft.direction.shampoo.solver.by_device=false",),
@@ -89,8 +110,17 @@ CASES = (
     ),
     StepCase(peer=f"{HERE}/peers.py:Shampoo", name="Distributed Shampoo"),
 )
+"""Their libraries decompose one matrix after the other."""
+HEAVYBALL_CASES = (
+    StepCase(peer="heavyball:SOAP", options=SECOND_ORDER, switches=COMPILED, name="HeavyBall SOAP, compiled"),
+    StepCase(peer="heavyball:Muon", switches=COMPILED, name="HeavyBall Muon, compiled"),
+    StepCase(peer="heavyball:AdamW", switches=COMPILED, name="HeavyBall AdamW, compiled"),
+)
+"""Compiled for a minute each."""
 CAPTURED = ("adamw", "muon", "soap_fitted", "shampoo")
 """Recipes whose captured steps are compared with steps that are launched one by one."""
+SHARED = ("-n", str(min(12, len(os.sched_getaffinity(0)))))
+"""Processes that the tests are spread over."""
 TESTS = ("tests/gpu", "tests/experiments/test_train.py")
 """Tests, of which some need an accelerator."""
 
@@ -118,7 +148,7 @@ SMALL = ((32, 64), (64, 64))
 """Orders on both sides of the one from which on CUDA decomposes one matrix after the other."""
 LARGE = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
 REAL = Sizes(
-    MODELS["gpt2"], GPT2(2, 128, 512, 64), 12, 30, (*SMALL, *LARGE), (*SMALL, *LARGE[:6]), (*TESTS, "-m", "gpu")
+    MODELS["gpt2"], GPT2(2, 128, 512, 64), 12, 20, (*SMALL, *LARGE), (*SMALL, *LARGE[:6]), (*TESTS, "-m", "gpu")
 )
 TINY = Sizes(
     GPT2(1, 32, 64, 16),
@@ -137,16 +167,16 @@ def laws(sizes: Sizes) -> Iterator[Row]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     with TemporaryDirectory() as folder:
         report = Path(folder, "laws.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--junitxml={report}", *sizes.tests]
+        command = [sys.executable, "-m", "pytest", "-q", *SHARED, f"--junitxml={report}", *sizes.tests]
         try:
             subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=False, stdout=sys.stderr)
             suite = next(ElementTree.parse(report).iter("testsuite"))
         except (subprocess.TimeoutExpired, OSError, ElementTree.ParseError) as error:
-            yield {"part": "laws", "problem": first_line(error)}
+            yield {"problem": first_line(error)}
             return
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     wrong = [case.attrib["name"] for case in suite.iter("testcase") if {"failure", "error"} & {own.tag for own in case}]
-    yield {"part": "laws", **counts, "failed": wrong, "seconds": float(suite.attrib["time"])}
+    yield {**counts, "failed": wrong, "seconds": float(suite.attrib["time"])}
 
 
 def inputs_of_torch(simulated: bool) -> Iterator[Row]:
@@ -156,14 +186,14 @@ def inputs_of_torch(simulated: bool) -> Iterator[Row]:
         done = subprocess.run(command, cwd=ROOT, timeout=300, check=False, capture_output=True, text=True)
         rows = [json.loads(line) for line in done.stdout.splitlines()]
     except (subprocess.TimeoutExpired, OSError, ValueError) as error:
-        yield {"part": "torch", "problem": first_line(error)}
+        yield {"problem": first_line(error)}
         return
     if not rows or done.returncode not in (0, 1):
-        yield {"part": "torch", "problem": done.stderr.strip().rpartition("\n")[2]}
+        yield {"problem": done.stderr.strip().rpartition("\n")[2]}
         return
     failed = [row["candidate"] for row in rows if row.get("equal") is False]
     left = {row["candidate"]: row["left"] for row in rows if "left" in row}
-    yield {"part": "torch", "compared": len(rows) - len(left), "failed": failed, "left": left}
+    yield {"compared": len(rows) - len(left), "failed": failed, "left": left}
 
 
 class Counted:
@@ -191,7 +221,7 @@ class Counted:
 def captures(sizes: Sizes) -> Iterator[Row]:
     """Compare captured steps with the same steps launched one by one, bit by bit, while the learning rate moves."""
     for recipe in CAPTURED:
-        row: Row = {"part": "capture", "candidate": recipe}
+        row: Row = {"candidate": recipe}
         try:
             yield row | _captured(recipe, sizes)
         except Exception as error:  # the next recipe is compared in any case
@@ -232,14 +262,18 @@ def _state(optimizer: Optimizer) -> list[torch.Tensor]:
     return [x for own in optimizer.stack_states() for x in own.tensors.values()]
 
 
-def steps(sizes: Sizes) -> Iterator[Row]:
-    """Measure the steps of every candidate on the same parameters, one candidate after the other."""
-    for case in CASES:
-        row: Row = {"part": "step", "candidate": case.label(), "own": case.recipe is not None}
+def steps(sizes: Sizes, cases: Sequence[StepCase]) -> Iterator[Row]:
+    """Measure the steps of candidates on the same parameters, one candidate after the other."""
+    for case in cases:
+        row: Row = {"candidate": case.label(), "own": case.recipe is not None}
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if cases is TF32_CASES else before)
         try:
             yield row | _steps(case, sizes)
         except Exception as error:  # the next candidate is measured in any case
             yield row | {"problem": first_line(error)}
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def _steps(case: StepCase, sizes: Sizes) -> Row:
@@ -257,7 +291,7 @@ def _steps(case: StepCase, sizes: Sizes) -> Row:
     state = torch.cuda.memory_allocated() - before
     found = [kernels(contender, gradients[0]) for _ in range(3)]
     launched, busy = min(totals for totals in found if totals is not None)
-    waits = [waits_of(contender, gradients[0]) for _ in range(min(sizes.steps, INTERVAL))]
+    waited = [waits_of(contender, gradients[0]) for _ in range(min(sizes.steps, INTERVAL))]
     planned = None
     if isinstance(optimizer, Optimizer):
         planned = int(plan(optimizer.recipe, shapes, (1,), "ddp").state[0])
@@ -266,8 +300,8 @@ def _steps(case: StepCase, sizes: Sizes) -> Row:
         **{f"{name}_ms": _spread(times, name) for name in StepTime._fields},
         "kernels": launched,
         "kernels_ms": busy,
-        "waits": dict(min(waits, key=Counter.total)),
-        "most_waits": max(map(Counter.total, waits)),
+        "waits": dict(min(waited, key=Counter.total)),
+        "most_waits": max(map(Counter.total, waited)),
         "state_bytes": state,
         "planned_bytes": planned,
         "peak_bytes": peak_bytes(contender, gradients[0]),
@@ -280,17 +314,11 @@ def _spread(times: list[StepTime], name: str) -> Row:
 
 
 def waits_of(contender: Contender, gradients: Any) -> Counter[str]:
-    """Times that the host waited for the device in one step, by file and line, as torch's debug mode finds them."""
+    """Times that the host waited for the device in one step, by file and line."""
     give(contender, gradients)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            contender.optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found = [one for one in caught if "called a synchronizing" in str(one.message)]
-    return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in found)
+    with waits() as found:
+        contender.optimizer.step()
+    return found.lines
 
 
 def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]) -> Iterator[Row]:
@@ -300,7 +328,7 @@ def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]
     assert newton is not None and cholesky is not None
     roots: dict[str, RootSolver] = {"coupled_newton": newton, "newton_db": NewtonDB()}
     bases: dict[str, BasisSolver] = {"power_qr": power, "cholesky_qr": cholesky}
-    same = {"part": "decomposition", "device": device, "card": card, "date": today()}
+    same = {"device": device, "card": card, "date": today()}
     source = f"measured: make gpu, torch {torch.__version__}"
     for order, batch in ((32, 1), *matrices):
         x = torch.randn(batch, order, order, device=device)
@@ -351,7 +379,6 @@ def renew(table: Path, rows: list[Row]) -> None:
 def machine() -> Row:
     """Describe the hardware and the software that all other rows were measured with."""
     return {
-        "part": "machine",
         "card": torch.cuda.get_device_name(),
         "host": processor_name(),
         "threads": torch.get_num_threads(),
@@ -366,16 +393,26 @@ def today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-def measure(sizes: Sizes, simulated: bool) -> Iterator[Row]:
-    """Measure all parts."""
-    here = machine()
-    yield here
-    yield from laws(sizes)
-    yield from inputs_of_torch(simulated)
-    yield from captures(sizes)
-    yield from steps(sizes)
-    yield from decompositions("cuda", here["card"], sizes.device)
-    yield from decompositions("cpu", here["host"], sizes.host)
+NEEDS_COMPILER = ("compiled", "heavyball")
+
+
+def parts(simulated: bool) -> dict[str, Iterator[Row]]:
+    """Return by name what is measured, in order. Nothing is measured before its iterator is asked."""
+    sizes = TINY if simulated else REAL
+    every = {
+        "machine": iter([machine()]),
+        "laws": laws(sizes),
+        "torch": inputs_of_torch(simulated),
+        "step": steps(sizes, CASES),
+        "tf32": steps(sizes, TF32_CASES),
+        "compiled": steps(sizes, COMPILED_CASES),
+        "capture": captures(sizes),
+        "decomposition": decompositions("cuda", torch.cuda.get_device_name(), sizes.device),
+        "slow": steps(sizes, SLOW_CASES),
+        "host": decompositions("cpu", processor_name(), sizes.host),
+        "heavyball": steps(sizes, HEAVYBALL_CASES),
+    }
+    return {name: rows for name, rows in every.items() if not (simulated and name in NEEDS_COMPILER)}
 
 
 class _Profile:
@@ -432,25 +469,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What this library does on a GPU.")
     parser.add_argument("--simulated", action="store_true", help="use the simulated accelerator and tiny sizes")
     parser.add_argument("--out", type=Path, help="folder of a simulated run; default runs/gpu-simulated")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to measure; rows of other parts are kept")
     given = parser.parse_args()
     if given.out and not given.simulated:
         parser.error("--out: --simulated is required, without which results have their place")
     if not given.simulated and not torch.cuda.is_available():
         sys.exit("make gpu: a CUDA device is required, but torch finds none; `make gpu ARGS=--simulated` needs none")
-    from page import PAGE, RESULTS, page
+    from page import PAGE, RESULTS, page, read
 
     targets = (RESULTS, PAGE, TIMINGS)
     if given.simulated:
         folder = (given.out or ROOT / "runs" / "gpu-simulated").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         targets = tuple(folder / path.name for path in targets)
+    known = read(targets[0]) if given.only and targets[0].is_file() else []
     rows: list[Row] = []
-    with simulated() if given.simulated else nullcontext(), targets[0].open("w", encoding="utf-8") as file:
-        for row in measure(TINY if given.simulated else REAL, given.simulated):
-            rows.append(row)
-            for out in (file, sys.stdout):
-                out.write(json.dumps(row) + "\n")
-                out.flush()  # a run that is stopped leaves what it has measured
+    with simulated() if given.simulated else nullcontext():
+        measured = parts(given.simulated)
+        if unknown := {*(given.only or ())} - {*measured}:
+            parser.error(f"--only: no part is named {', '.join(sorted(unknown))}; parts are {', '.join(measured)}")
+        asked = {"machine", *(given.only or measured)}
+        with targets[0].open("w", encoding="utf-8") as file:
+            for name, own in measured.items():
+                found = own if name in asked else (row for row in known if row["part"] == name)
+                for row in found:
+                    rows.append({"part": name, **row})
+                    file.write(json.dumps(rows[-1]) + "\n")
+                    file.flush()  # a run that is stopped leaves what it has measured
+                    if name in asked:
+                        sys.stdout.write(json.dumps(rows[-1]) + "\n")
     targets[1].write_text(page(rows), encoding="utf-8")
     renew(targets[2], rows)
     wrong = [row for row in rows if row.get("failed") or ("problem" in row and row.get("own", True))]

@@ -42,11 +42,18 @@ def test_the_laws_of_stages_hold_on_a_simulated_accelerator(row: Row) -> None:
                 law.require(case)
 
 
+NULL_SPACE = ("adaptive_rotation", "eigenbasis", "eigenfactors")
+"""Stages that rotate gradients into a basis. Gradients of a block `[7]` have a statistic of rank 1 at first, and CUDA
+completes its basis otherwise for one matrix than for three."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", TABLE["stage"], ids=str)
+@pytest.mark.parametrize("row", FIRST.values(), ids=str)
 def test_the_laws_of_stages_hold_on_an_accelerator(row: Row) -> None:
     with torch.device("cuda"):
         for law in STAGE_LAWS:
+            if law.name == "a stack is its blocks" and row.kind in NULL_SPACE:
+                continue
             if law.skip(row.stage()) is None:
                 law.require(row.stage())
 

@@ -1,17 +1,17 @@
 """Every shipped recipe that takes gradients alone runs on a device as on a CPU, wherever its state comes from.
 
 One run is composed on the CPU and moved, one composed on the device under `set_default_device`; each goes through a
-checkpoint on the host halfway, in one direction each. Bits are those of a CPU, or a tolerance has its reason.
+checkpoint on the host halfway, in one direction each. On the simulated accelerator bits are those of a CPU, or a
+tolerance has its reason; a real device rounds otherwise in every kernel.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from eigengraft.testing import accelerator
-
 from ..recipes import ALONE, COVER
-from .models import Run, gradients, largest_difference
+from .models import Run, gradients, largest_difference, rounding
+from .places import MANY, PLACES, on_device
 
 DIAGONAL = "diag(Q^T A Q) comes from the triangle of a QR on a CPU, from products on a device"
 REGISTERS = "a CPU computes the last entries of a function once more, in full registers"
@@ -52,21 +52,26 @@ FUSED = (1e-6, "a CPU's fused kernel rounds the ends of tensors otherwise, which
 STEPS, HALF = 4, 2
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in ALONE]
 )
-def test_a_recipe_runs_on_a_device_as_on_a_cpu(name: str) -> None:
+def test_a_recipe_runs_on_a_device_as_on_a_cpu(name: str, place: str) -> None:
     given, reference, to_host = gradients(STEPS), Run(name), Run(name)
     sets = reference.optimizer.param_sets
     fused = any(each.execution(own).adam is not None for each in sets for own in each.stack_states)
     tolerance = max(ROUNDING.get(name, (0.0, ""))[0], FUSED[0] if fused else 0.0)
     reference.step(*given[:HALF])
-    with accelerator("cuda") as run:
-        moved = Run(name, run.device, moved=True)
+    if place == "real":
+        whole = Run(name)
+        whole.step(*given)
+        tolerance = 1e-6 + MANY * rounding(given, whole, name)
+    with on_device(place) as device:
+        moved = Run(name, device, moved=True)
         moved.step(*given[:HALF])
         to_host.adopt(moved)
-        with run.device:  # as after `set_default_device`
-            resumed = Run(name, run.device)
+        with device:  # as after `set_default_device`
+            resumed = Run(name, device)
             resumed.adopt(reference)
             resumed.step(*given[HALF:])
         to_host.step(*given[HALF:])

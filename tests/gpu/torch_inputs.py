@@ -78,7 +78,7 @@ def difference(kind: str, made: Any, options: Mapping[str, Any], place: torch.de
     """Return the largest difference of parameters after some steps, as a share of the way that they went."""
     generator = torch.Generator().manual_seed(0)
     shapes = [shape for shape in SHAPES if len(shape) == 2 or kind != "Muon"]
-    start = [torch.randn(shape, generator=generator) / 4 for shape in shapes]
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) / 4 for shape in shapes]
     theirs, ours = ([Parameter(x.clone().to(place)) for x in start] for _ in range(2))
     reference = made(theirs, **options)
     rates = {name: reference.param_groups[0][name] for name in ("lr", "weight_decay")}
@@ -86,7 +86,7 @@ def difference(kind: str, made: Any, options: Mapping[str, Any], place: torch.de
     optimizer = eigengraft.Optimizer(named, {**_declared(RECIPES[kind](options)), "routes": []}, **rates)
     for _ in range(STEPS):
         for one, other in zip(theirs, ours, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator).to(place)
+            one.grad = torch.randn(one.shape, generator=generator, dtype=torch.float64).to(place)
             other.grad = one.grad.clone()
         reference.step()
         optimizer.step()
