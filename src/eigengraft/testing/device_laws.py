@@ -27,5 +27,7 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
 
 def without_accelerator(case: object) -> str | None:
     """Return the reason why no accelerator can be simulated; None if it can."""
+    if (default := torch.get_default_device()).type != "cpu":
+        return f"an accelerator is simulated on the CPU, and the default device is {default}"
     missing = missing_names()
     return f"torch {torch.__version__} has no {missing[0]}" if missing else None

@@ -208,7 +208,8 @@ def entries_are_updated_alone(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             given, (straight, _) = case.gradients(block), case.trajectory(block)
-            order = torch.randperm(given[0, 0].numel(), generator=torch.Generator().manual_seed(0))
+            generator = torch.Generator().manual_seed(0)
+            order = torch.randperm(given[0, 0].numel(), generator=generator, device="cpu").to(given.device)
 
             def mixed(x: Tensor, order: Tensor = order) -> Tensor:
                 return x.flatten(2)[..., order].reshape(x.shape)
