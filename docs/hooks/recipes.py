@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import eigengraft
-from eigengraft.component import Component
+from eigengraft.component import Component, components_in
 from eigengraft.experiments.cli.console import to_yaml
 from eigengraft.optimizers.recipe.loading import recipe_folder, shipped
 from markup import inline, table
@@ -125,34 +125,26 @@ def base_of(name: str) -> str | None:
 
 @cache
 def parts(name: str) -> set[tuple[str, str]]:
-    """(family, kind) of every member that is written in a shipped recipe or, where it says nothing else, in its base.
+    """Return (family, kind) of every member that is written in a shipped recipe or, where it says nothing else, in its
+    base.
 
-    The resolved recipe of one with a base has every field set: what its base does not write counts if it is no default.
+    A recipe with a base has every field set, so that a field counts as written if it has not its default.
     """
     recipe, base = eigengraft.load_recipe(name), base_of(name)
     if base is None:
-        return kinds(components_in(recipe, "given"))
-    return kinds(components_in(recipe, "changed")) | (parts(base) & kinds(components_in(recipe, "all")))
+        return kinds(components_in(recipe, walked=lambda own: own.model_fields_set))
+    return kinds(components_in(recipe, walked=changed_fields)) | (parts(base) & kinds(components_in(recipe)))
 
 
-def kinds(components: Iterable[Any]) -> set[tuple[str, str]]:
-    """(family, kind) of components that are members of families."""
-    return {(c.family_name or "", c.kind) for c in components if hasattr(c, "kind")}
+def kinds(found: Iterable[tuple[str, Component]]) -> set[tuple[str, str]]:
+    """Return (family, kind) of the components among (path, component) that are members of families."""
+    return {(own.family_name or "", kind) for _, own in found if (kind := getattr(own, "kind", None))}
 
 
-def components_in(value: Any, which: Literal["all", "given", "changed"]) -> Iterator[Any]:
-    """A component and every component in its fields, in those that were given, or in those that are no default."""
-    if isinstance(value, Component):
-        yield value
-        fields = type(value).model_fields
-        names = {name for name in fields if which != "given" or name in value.model_fields_set}
-        values = {name: getattr(value, name) for name in fields if name in names}
-        value = [item for name, item in values.items() if which != "changed" or item != fields[name].default]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from components_in(item, which)
+def changed_fields(component: Component) -> set[str]:
+    """Return the names of the fields of a component that have not their defaults."""
+    fields = type(component).model_fields
+    return {name for name in fields if getattr(component, name) != fields[name].default}
 
 
 @cache

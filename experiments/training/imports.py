@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from eigengraft.component import Component
+from eigengraft.component import Component, components_in
 from eigengraft.errors import RecipeError
 
 from ..tasks.byte_lm import INSTALLED
@@ -47,7 +47,7 @@ def imported_sources(sources: Iterable[str], user: Component | None = None) -> d
     user: a component, such as an experiment. A file that defines components is left out if this component contains
         none of them. None: all files are included.
     """
-    used = None if user is None else {type(part).__module__ for part in _parts(user)}
+    used = None if user is None else {type(part).__module__ for _, part in components_in(user)}
     found: dict[str, set[str]] = {}
     for source in sources:
         module = import_component(source)
@@ -57,17 +57,6 @@ def imported_sources(sources: Iterable[str], user: Component | None = None) -> d
             named = Path(source).name if name == module.__name__ and names_a_file(source) else name
             found.setdefault(named, set()).add(digest)
     return {name: " ".join(sorted(digests)) for name, digests in sorted(found.items())}
-
-
-def _parts(value: object) -> Iterator[Component]:
-    """Yield a component and all components in its fields."""
-    if isinstance(value, Component):
-        yield value
-        value = [getattr(value, name) for name in type(value).model_fields]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    for item in value if isinstance(value, (list, tuple)) else ():
-        yield from _parts(item)
 
 
 def _defines_components(module: ModuleType) -> bool:

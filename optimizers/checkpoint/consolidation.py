@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
-from ..state.param_sets import ComposedOptimizer
+from ..state.param_sets import ComposedOptimizer, Consolidated
 from ..state.shown_state import host_state
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
@@ -76,7 +76,7 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
                 kept.update(host_state(optimizer.state[parameter]) if here else {})
     ordered = [parameter for parameters in param_sets.parameters for parameter in parameters]
     state = {index: found[parameter] for index, parameter in enumerate(ordered) if parameter in found}
-    param_sets.consolidated = state if here else {}
+    param_sets.consolidated = Consolidated(here, state if here else {})
 
 
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -86,9 +86,9 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
             # A parameter without a name keeps the name that a loaded checkpoint has for it.
             given = zip(infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
-    if (state := optimizer.param_sets.consolidated) is not None:
-        found = {**state_dict, "state": state}
-        return found if state else ShardedStateDict(found)
+    if (consolidated := optimizer.param_sets.consolidated) is not None:
+        found = {**state_dict, "state": consolidated.state}
+        return found if consolidated.here else ShardedStateDict(found)
     with _all_ranks("state_dict"):
         _synchronize(_rank_groups(optimizer), "state_dict")
         return shard_hook(optimizer, state_dict)

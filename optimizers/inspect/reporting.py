@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component, stage_name
+from eigengraft.component import components_in
 from eigengraft.errors import RecipeError, counted, name_some
 from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
@@ -201,17 +201,6 @@ def unfused_warning(param_sets: Iterable[ParamSet]) -> str:
     return f"fused=True has no effect on {name_some([*found], 1)}: {why}" if found else ""
 
 
-def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
-    """Yield the paths of all fields `precision: bfloat16` of a component and of the components inside it."""
-    for name, value in component:
-        if name == "precision" and value == "bfloat16":
-            yield f"{path}{name}"
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, Component):
-                inner = f"{name}.{stage_name(one)}" if isinstance(value, tuple) else name
-                yield from _in_bfloat16(one, f"{path}{inner}.")
-
-
 class Released(Protocol):
     """The object that updates parameters during backward (`eigengraft.release`), as far as the optimizer uses it."""
 
@@ -325,7 +314,8 @@ class Reporting(torch.optim.Optimizer):
 
     def slow_products(self) -> list[str]:
         """Return a line for each device without instructions for bfloat16 products, if the recipe has such products."""
-        fields = ", ".join(_in_bfloat16(self.recipe))
+        parts = components_in(self.recipe)
+        fields = ", ".join(f"{path}.precision" for path, part in parts if getattr(part, "precision", "") == "bfloat16")
         devices = dict.fromkeys(stack_state.stack.device for stack_state in self.stack_states())
         return [
             f"{fields}: bfloat16 saves no time here, because this {device.type} has no instructions for bfloat16 "

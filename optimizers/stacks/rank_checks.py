@@ -7,7 +7,6 @@ norms, failed roots, rates and numbers of steps are compared before anything cha
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -186,7 +185,6 @@ class RankChecks:
         self._dtypes, self._largest = dtypes, _row(torch.finfo(dtype).max for dtype in dtypes)
         self._held = _row(groups * placement.layout.copies for placement in placements)
         self._updated = _row(groups * placement.updated.copies for placement in placements)
-        self._numels = _row(math.prod(spec.shape) for spec in specs)
 
     def survey(
         self,
@@ -238,15 +236,14 @@ class RankChecks:
         if bad := [name for name, count in zip(self.names, sums[FAILED].tolist(), strict=True) if count]:
             raise failed_roots("update", self.failure.roots, bad)
 
-    def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
-        """Return the root mean square `[P]` of each full parameter.
+    def parameter_norms(self, local: Sequence[Tensor]) -> Tensor:
+        """Return the norms `[P]` of the full parameters, in float64. All ranks must call it.
 
         local: the entries of each parameter that this rank updates.
         """
         _, squares = self._norms(local, local[0].device)
-        self._updated, self._numels = self._updated.to(squares), self._numels.to(squares)
-        squares = self.checked.ranks.all_reduce(squares / self._updated, "norms of parameters")
-        return (squares / self._numels).sqrt()
+        self._updated = self._updated.to(squares)
+        return self.checked.ranks.all_reduce(squares / self._updated, "norms of parameters").sqrt()
 
     def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
         """Return sums over all entries of n full tensors.

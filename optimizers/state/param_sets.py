@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import replace
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +32,17 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""
 
 
+class Consolidated(NamedTuple):
+    """Full state that ranks have gathered on one rank.
+
+    here: True on the rank that received the state. An optimizer without parameters has an empty state there, too.
+    state: the state by index of the parameter; {} on the other ranks.
+    """
+
+    here: bool
+    state: Mapping[int, Mapping[Any, Tensor]]
+
+
 class ParamSets:
     """All parameter sets of an optimizer. Param groups that were added together form a batch, and share parameter sets.
 
@@ -48,8 +59,8 @@ class ParamSets:
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
     asks_signals: True if a step needs any signal.
-    consolidated: the full state that `consolidate` has gathered, by index of the parameter; {} on ranks that did not
-        receive it. None: `consolidate` was not called, or the state has changed since.
+    consolidated: result of `consolidate` on this rank. None: `consolidate` was not called, or the state has changed
+        since.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
@@ -59,7 +70,7 @@ class ParamSets:
         self.built: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.batches: list[int] = []
-        self.consolidated: Mapping[int, Mapping[Any, Tensor]] | None = None
+        self.consolidated: Consolidated | None = None
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)

@@ -85,7 +85,6 @@ class RankExchange(LocalExchange):
         if self._sends_parameters and iterates:
             raise ValueError("distribution.gather: must be 'updates' with averaging or constraints, got 'parameters'")
         self._moved = np.zeros(len(specs), dtype=np.bool_)
-        self._rms: Tensor | None = None
         self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
@@ -114,15 +113,10 @@ class RankExchange(LocalExchange):
         self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
 
     def _root_mean_squares(self) -> Tensor:
-        """Return `[P]`, the root mean square of each full parameter before the step changes any of them."""
-        if not self.comm_plan.replicated:
-            return self.rank_checks.parameter_rms(self.iterates.parameters)
-        found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
-        if self._exchanged:
-            rms = self.root_mean_squares(self._exchanged)
-            at = kept_on_device(np.array(self._exchanged, dtype=np.int64), found.device)
-            found.index_copy_(0, at, torch.cat([rms[position].view(1) for position in self._exchanged]).double())
-        return found
+        if self.comm_plan.replicated:
+            return self._rms_of(np.array(self._exchanged, dtype=np.int64))
+        norms = self.rank_checks.parameter_norms(self.iterates.parameters)
+        return self._rms_from_norms(norms, kept_on_device(np.arange(len(self.names)), norms.device))
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:
         """Return an `EntryReader` of a parameter's gradient, with the weight decay that the recipe adds to gradients.
@@ -146,11 +140,6 @@ class RankExchange(LocalExchange):
             return super().gather(blocks, source)
         stack = self.comm_step.gather(group, source)
         return stack if blocks.rows is None else stack.index_select(0, blocks.rows)
-
-    def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
-        if self._rms is None:
-            return super().parameter_rms(blocks)
-        return self._rms[blocks.param_index].to(blocks.stack.dtype)
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         group = blocks.stack_state.block_group
@@ -214,5 +203,5 @@ class RankExchange(LocalExchange):
             self.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
         super().finish()
         del self.comm_step
-        self._rms, self._held = None, {}
+        self._held = {}
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
@@ -282,6 +282,41 @@ class Component(BaseModel, metaclass=ComponentType):
             if name == "kind" or field.is_required() or not short or not _same(value, data[key], field.default):
                 written[key] = as_declared(value, data[key], short)
         return written
+
+
+def components_in(
+    component: Component, path: str = "", walked: Callable[[Component], Container[str]] | None = None
+) -> Iterator[tuple[str, Component]]:
+    """Yield (dotted path, component) for a component and for every component in its fields, the outer one first.
+
+    Paths are those of overrides: fields with an alias appear by it, stages of a chain by name, other items of a list by
+    index, and values of a mapping by key.
+
+    path: path of the component itself.
+    walked: function that returns the names of the fields of a component to enter. None: all fields are entered.
+    """
+    yield path, component
+    names = None if walked is None else walked(component)
+    for name, field in type(component).model_fields.items():
+        if names is None or name in names:
+            yield from _components_of(getattr(component, name), [path, field.alias or name], walked)
+
+
+def _components_of(
+    value: Any, path: list[str], walked: Callable[[Component], Container[str]] | None
+) -> Iterator[tuple[str, Component]]:
+    """Yield (dotted path, component) for every component in the value of a field.
+
+    path: the parts of the value's path. Empty parts are left out.
+    """
+    if isinstance(value, Component):
+        yield from components_in(value, ".".join(filter(None, path)), walked)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _components_of(item, [*path, str(key)], walked)
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _components_of(item, [*path, stage_name(item) or str(place)], walked)
 
 
 def _same(value: Any, data: Any, default: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
 
-from .component import C, Component, plain, stage_name
+from .component import C, Component, components_in, plain
 
 Shape = Literal["linear", "cosine", "half_life"]
 
@@ -230,20 +230,12 @@ def _inside(value: Any, number: Callable[[Schedule], Any]) -> Any:
     return value
 
 
-def schedules(component: Component, path: str = "") -> Iterator[tuple[str, Schedule]]:
+def schedules(component: Component) -> Iterator[tuple[str, Schedule]]:
     """Yield the dotted path and the schedule of every scheduled field of a component and of the components inside it.
 
-    Fields with an alias appear by it, as in recipes and overrides.
-
-    path: prefix of all paths, with its last dot.
+    Paths are those of overrides, as in `components_in`.
     """
-    fields = type(component).model_fields
-    if isinstance(component, Schedulable):
-        yield from ((f"{path}{fields[name].alias or name}", one) for name, one in component._schedules.items())
-    for field, info in fields.items():
-        name, value = info.alias or field, getattr(component, field)
-        if isinstance(value, Component):
-            yield from schedules(value, f"{path}{name}.")
-        for i, one in enumerate(value) if isinstance(value, tuple) else ():
-            if isinstance(one, Component):
-                yield from schedules(one, f"{path}{name}.{stage_name(one) or i}.")
+    for at, own in components_in(component):
+        fields, prefix = type(own).model_fields, f"{at}." if at else ""
+        if isinstance(own, Schedulable):
+            yield from ((f"{prefix}{fields[name].alias or name}", one) for name, one in own._schedules.items())

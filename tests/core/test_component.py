@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 import eigengraft
 from eigengraft import RecipeError, Stage
-from eigengraft.component import Component, families, validated
+from eigengraft.component import Component, components_in, families, validated
 from eigengraft.experiments import Experiment, Study
 from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
@@ -355,6 +355,25 @@ def test_a_signature_has_types_and_defaults_that_one_could_write() -> None:
 def test_the_text_of_a_component_has_what_differs_from_the_defaults() -> None:
     assert repr(Shampoo(every=Every(steps=3), solver="eigh")) == "Shampoo(refresh=Every(steps=3))"
     assert eval(repr(Shampoo(every=Every(steps=3)))) == Shampoo(every=Every(steps=3))
+
+
+def test_the_components_in_a_component_have_the_paths_of_overrides() -> None:
+    recipe = eigengraft.load_recipe("soap_int8")
+    found = dict(components_in(recipe))
+    assert found.pop("") is recipe
+    assert isinstance(found["update.eigenbasis.refresh"], Every)  # the field has another name in Python
+    assert isinstance(found["update.eigenbasis.inner.rms"], RMS)
+    assert {path.count(".") for path in found if path.startswith("storage.")} >= {1}
+    for path, part in found.items():
+        if hasattr(part, "kind"):
+            changed = eigengraft.load_recipe(recipe, overrides=[f"{path}={json.dumps(part.declaration())}"])
+            assert dict(components_in(changed))[path] == part, path
+
+
+def test_components_are_entered_by_the_named_fields_alone() -> None:
+    stage = Shampoo(every=Every(steps=3), solver="eigh")
+    found = components_in(stage, "update.shampoo", walked=lambda own: {"every"})
+    assert list(found) == [("update.shampoo", stage), ("update.shampoo.refresh", stage.every)]
 
 
 def test_a_class_in_place_of_an_instance_is_named() -> None:

@@ -1,33 +1,22 @@
 """Components in `contrib/`: what shipped recipes use is not among them, and recipes reach them by kind all the same."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import eigengraft.preconditioners
 from eigengraft import load_recipe, shipped_recipes
-from eigengraft.component import Component
+from eigengraft.component import components_in
 
 CONTRIB = "eigengraft.preconditioners.contrib."
 FILES = sorted(Path(eigengraft.preconditioners.__file__).parent.glob("contrib/*.py"))
-
-
-def components(value: Any) -> Iterator[Component]:
-    """Yield every component in a declaration."""
-    if isinstance(value, Component):
-        yield value
-        value = {name: getattr(value, name) for name in type(value).model_fields}
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        yield from components(inner)
 
 
 def test_no_shipped_recipe_uses_a_component_of_contrib() -> None:
     used = {
         f"{name}: {type(part).__name__}"
         for name in shipped_recipes()
-        for part in components(load_recipe(name))
+        for _, part in components_in(load_recipe(name))
         if type(part).__module__.startswith(CONTRIB)
     }
     assert used == set()
@@ -35,7 +24,7 @@ def test_no_shipped_recipe_uses_a_component_of_contrib() -> None:
 
 def test_a_recipe_names_components_of_contrib_by_kind() -> None:
     recipe = load_recipe([{"kind": "shampoo", "solver": "newton_db", "refresh": "probability"}, "cautious"])
-    used = {type(part) for part in components(recipe) if type(part).__module__.startswith(CONTRIB)}
+    used = {type(part) for _, part in components_in(recipe) if type(part).__module__.startswith(CONTRIB)}
     assert {cls.__name__ for cls in used} == {"NewtonDB", "Probability", "Cautious"}
 
 

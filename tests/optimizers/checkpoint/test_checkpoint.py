@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.component import RENAMED
+from eigengraft.optimizers.state.param_sets import Consolidated
 
 from ...recipes import SHIPPED, with_options
 from ...refusals import refused, warned
@@ -149,6 +151,19 @@ def test_load_hooks_of_the_user_come_before_the_check_and_after_the_load() -> No
     assert seen == [3] and target.state is shown
     target.load_state_dict(source.state_dict())
     assert seen == [3, 3], "no hook of a load stays behind"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_gathered_state_without_entries_is_no_shard_on_the_rank_that_has_it(here: bool) -> None:
+    optimizer = Optimizer(named([nn.Parameter(torch.zeros(2))]), "sgd", lr=0.1)
+    optimizer.param_sets.consolidated = Consolidated(here, {})  # as of an optimizer without parameters
+    found = optimizer.state_dict()
+    assert found["state"] == {}
+    if here:
+        assert pickle.loads(pickle.dumps(found)) == found
+    else:
+        with refused(RuntimeError, "full_state_dict"):
+            pickle.dumps(found)
 
 
 def test_a_loaded_state_is_a_copy() -> None:
