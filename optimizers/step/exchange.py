@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.blocking.stacks import side_blocks
-from eigengraft.numerics import StackRows, kept_on_device, norms_by_dtype
+from eigengraft.numerics import StackRows, norms_by_dtype
 from eigengraft.signals import asking, known_signals
 
 from ..recipe.recipe import Recipe
@@ -98,7 +98,6 @@ class LocalExchange:
 
     step: Step
     write: Write
-    _rms: Tensor | None
 
     def __init__(
         self, specs: Sequence[ParamSpec], iterates: IterateStore, tolerated: int, small: Sequence[StackState] = ()
@@ -107,8 +106,7 @@ class LocalExchange:
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
         self._numels = [math.prod(spec.shape) for spec in specs]
-        self._root_numels = torch.tensor([numel**0.5 for numel in self._numels], dtype=torch.float64, device="cpu")
-        self._updates, self._missing, self._rms = dict[int, Tensor](), dict[int, int](), None
+        self._updates, self._missing, self._rms = dict[int, Tensor](), dict[int, int](), dict[int, Tensor]()
         self._stacks: Sequence[StackState] = ()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
@@ -124,7 +122,7 @@ class LocalExchange:
         write: function that writes updates into parameters.
         """
         self.step, self.write, self._stacks = step, write, stacks
-        self._updates, self._missing, self._rms = {}, {}, None
+        self._updates, self._missing, self._rms = {}, {}, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
@@ -139,35 +137,26 @@ class LocalExchange:
 
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         """Return `[n]`, for each of n blocks the root mean square of its full parameter."""
-        if self._rms is None:
+        if not self._rms:  # all at once, in few kernels: none of these parameters has changed yet
             self._rms = self._root_mean_squares()
-        return self._rms[blocks.param_index].to(blocks.stack.dtype)
+        return torch.stack([self._rms[position] for position in blocks.stack.positions]).to(blocks.stack.dtype)
 
-    def _root_mean_squares(self) -> Tensor:
-        """Return `[P]` float64, the root mean square of each full parameter before the step changes it.
+    def _root_mean_squares(self) -> dict[int, Tensor]:
+        """Return by position the root mean square, 0-d, of each active parameter whose stages request it."""
+        asking = np.unique(np.concatenate([x.stack.param_ids for x in self._stacks if "parameter_rms" in x.signals]))
+        return self._rms_of(asking[self.step.active[asking]].tolist())
 
-        It is computed by few kernels for all active parameters whose stages request it, and is 0 for all others.
-        """
-        asking = [own.stack.param_ids for own in self._stacks if "parameter_rms" in own.signals]
-        active = np.unique(np.concatenate(asking))
-        return self._rms_of(active[self.step.active[active]])
-
-    def _rms_of(self, positions: NDArray[np.int64]) -> Tensor:
-        """Return `[P]` float64, the root mean square of the parameters at `positions`, and 0 for all others."""
-        own = [self.iterates.parameters[position] for position in positions.tolist()]
-        found = torch.zeros(len(self.names), dtype=torch.float64, device=self.iterates.parameters[0].device)
-        for places, norms in norms_by_dtype(own):
-            here = kept_on_device(positions[places], found.device)
-            found.index_copy_(0, here, self._rms_from_norms(norms, here).double())
+    def _rms_of(self, positions: Sequence[int]) -> dict[int, Tensor]:
+        """Return by position the root mean square, 0-d, of parameters that this process holds whole."""
+        found = dict[int, Tensor]()
+        for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
+            found |= self._rms_from_norms([positions[place] for place in places], norms)
         return found
 
-    def _rms_from_norms(self, norms: Tensor, here: Tensor) -> Tensor:
-        """Return the root mean square of full parameters, from their norms `[n]`.
-
-        here: `[n]`, positions of the parameters, on the device of the norms.
-        """
-        self._root_numels = self._root_numels.to(norms.device)
-        return norms / self._root_numels[here].to(norms.dtype)
+    def _rms_from_norms(self, positions: Sequence[int], norms: Tensor) -> dict[int, Tensor]:
+        """Return by position the root mean square, 0-d, of full parameters with these norms `[n]`."""
+        roots = [self._numels[position] ** 0.5 for position in positions]
+        return dict(zip(positions, torch._foreach_div(norms.unbind(), roots), strict=True))
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         """Accept the directions of blocks, and write the update of each parameter whose blocks are now complete."""

@@ -25,7 +25,7 @@ from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather, UsedGradients
 from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.rank_group import Work
-from eigengraft.numerics import compute_dtype, is_dtensor, kept_on_device, local
+from eigengraft.numerics import compute_dtype, is_dtensor, local
 from eigengraft.signals import requested
 
 from ..recipe.recipe import Recipe
@@ -112,11 +112,11 @@ class RankExchange(LocalExchange):
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
         self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
 
-    def _root_mean_squares(self) -> Tensor:
+    def _root_mean_squares(self) -> dict[int, Tensor]:
         if self.comm_plan.replicated:
-            return self._rms_of(np.array(self._exchanged, dtype=np.int64))
+            return self._rms_of(self._exchanged)
         norms = self.rank_checks.parameter_norms(self.iterates.parameters)
-        return self._rms_from_norms(norms, kept_on_device(np.arange(len(self.names)), norms.device))
+        return self._rms_from_norms(range(len(self.names)), norms)
 
     def _reader(self, step: Step, position: int) -> EntryReader | None:
         """Return an `EntryReader` of a parameter's gradient, with the weight decay that the recipe adds to gradients.
@@ -203,5 +203,5 @@ class RankExchange(LocalExchange):
             self.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
         super().finish()
         del self.comm_step
-        self._held = {}
+        self._rms, self._held = {}, {}
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
