@@ -142,7 +142,9 @@ class Optimizer(Reporting):
     @property
     def iterate(self) -> Mode:
         """The iterate that the parameters hold, "train" or "eval"."""
-        return next((group.get("iterate", "train") for group in self.param_groups), "train")
+        groups = self.param_groups
+        iterate: Mode = groups[0].get("iterate", "train") if groups else "train"
+        return iterate
 
     @isolated
     def add_param_group(self, param_group: dict[str, Any]) -> None:

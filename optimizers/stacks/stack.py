@@ -241,15 +241,14 @@ class StackState:
         """All blocks of the stack as active blocks."""
         return ActiveBlocks(self, self.stack, None)
 
-    def select(self, active: NDArray[np.bool_]) -> ActiveBlocks | None:
+    def select(self, active: NDArray[np.bool_] | None) -> ActiveBlocks | None:
         """Return the blocks of active parameters, or None if there are none.
 
         The last selection is cached, so that equal selections upload their indices only once.
 
-        active: `[P]`, True for parameters that take part in the step.
+        active: `[P]`, True for parameters that take part in the step. None: all of them do.
         """
-        own = active[self.stack.param_ids]
-        if own.all():
+        if active is None or (own := active[self.stack.param_ids]).all():
             return self.all_blocks
         if not own.any():
             return None
@@ -348,21 +347,19 @@ class ActiveBlocks:
 
 
 def active_blocks(
-    states: Sequence[StackState], active: NDArray[np.bool_], counts: NDArray[np.int64]
-) -> Iterator[tuple[list[ActiveBlocks], bool]]:
-    """Yield pairs (active blocks of stacks, True if the gradients only initialize the statistics of these blocks).
+    states: Sequence[StackState], active: NDArray[np.bool_] | None, first: NDArray[np.bool_] | None
+) -> list[tuple[list[ActiveBlocks], bool]]:
+    """Return pairs (active blocks of stacks, True if the gradients only initialize the statistics of these blocks).
 
     states: stacks of one update.
-    active: `[P]`, True for parameters that take part in the step.
-    counts: `[P]`, number of gradients of each parameter, including the present one.
+    active: `[P]`, True for parameters that take part in the step. None: all of them do.
+    first: `[P]`, True for active parameters with their first gradient. None: there are none.
     """
-    selections = [(active, False)]
-    if states[0].lagging and (first := active & (counts == 1)).any():
-        selections = [(first, True), (active & ~first, False)]
-    for chosen, priming in selections:
-        found = [blocks for state in states if (blocks := state.select(chosen)) is not None]
-        if found:
-            yield found, priming
+    selections: list[tuple[NDArray[np.bool_] | None, bool]] = [(active, False)]
+    if first is not None and states[0].lagging:
+        selections = [(first, True), (~first if active is None else active & ~first, False)]
+    pairs = [([own for state in states if (own := state.select(chosen))], priming) for chosen, priming in selections]
+    return [(found, priming) for found, priming in pairs if found]
 
 
 class BlockKind(NamedTuple):

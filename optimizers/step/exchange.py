@@ -92,6 +92,7 @@ class LocalExchange:
     A step calls `survey` and `begin`, then `gather` and `deliver` for every stack in order, then `finish`.
 
     small: stacks of small parameters, whose gradients are gathered and checked together.
+    large: positions of the parameters that are in no small stack.
     step: inputs of the present step. The attribute exists from `begin` to `finish`.
     write: function that writes complete updates into parameters. The attribute exists from `begin` to `finish`.
     """
@@ -102,7 +103,8 @@ class LocalExchange:
     def __init__(
         self, specs: Sequence[ParamSpec], iterates: IterateStore, tolerated: int, small: Sequence[StackState] = ()
     ) -> None:
-        self.small = small
+        self.small, joined = small, {position for own in small for position in own.stack.positions}
+        self.large = [position for position in range(len(specs)) if position not in joined]
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
         self._numels = [math.prod(spec.shape) for spec in specs]
@@ -111,7 +113,7 @@ class LocalExchange:
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """Return facts about the full gradients, such as their norms, also if this rank holds only shards."""
-        return LocalSurvey(given, self.small)
+        return LocalSurvey(given, self.small, self.large)
 
     def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
         """Begin the exchange of one step.

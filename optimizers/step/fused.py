@@ -14,8 +14,9 @@ A captured step (`capture.py`) reads the learning rate and the step on the devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -70,9 +71,14 @@ class FusedAdam:
     small: bool
     factors: tuple[float, ...] | None = None
 
+    @cached_property
+    def constants(self) -> tuple[float, float, float, torch.dtype]:
+        """Numbers that blocks of one kernel call share: beta1, beta2, eps, and the dtype of the state."""
+        return self.beta1, self.beta2, self.eps, self.first.dtype
+
     def at(self, tensors: Mapping[str, Tensor]) -> FusedAdam:
         """Return this chain with the moments in `tensors`. Offloaded moments are other tensors in every step."""
-        first, second = (tensors[name] for name in self.names)
+        first, second = tensors[self.names[0]], tensors[self.names[1]]
         if first is self.first:
             return self
         moments = zip(first.unbind(), second.unbind(), self.rows, strict=True)
@@ -326,8 +332,9 @@ class FusedStep:
         self._step, self._counts, self._held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
         self._found: dict[tuple[object, ...], _Call | None] = {}
-        groups = step.rates.alike  # below: True if all parameters are at one step, with the same rates
-        self._alike = len(counts) > 0 and bool((counts == counts[0]).all() and (groups == groups[0]).all())
+        groups = step.rates.alike
+        alike = len(counts) > 0 and bool((counts == counts[0]).all() and (groups == groups[0]).all())
+        self._alike = (int(groups[0]), int(counts[0]), 1.0) if alike else None
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
         """Add the active blocks of a stack to the calls of fused kernels.
@@ -338,22 +345,21 @@ class FusedStep:
         """
         if self._step.mask is not None:
             return False
-        stack, places, gradients = blocks.stack, blocks.row_numbers, self._step.gradients
-        chosen = list(self._equal(adam, blocks))
-        calls = [call for rows, factor in chosen if (call := self._call(adam, blocks, rows[0], factor, numbers))]
+        stack, gradients = blocks.stack, self._step.gradients
+        chosen = [(rows, self._call(adam, blocks, rows[0], kind, numbers)) for kind, rows in self._equal(adam, blocks)]
+        calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
-        whole = adam.small and blocks.places is None and len(chosen) == 1
-        for (rows, _), call in zip(chosen, calls, strict=True):
-            if whole:
-                # contiguous, because joining tensors in the format channels_last gives that format
-                ours, given = stack.gather(self._held).contiguous(), self._step.gather(blocks).contiguous()
-                held = [self._held[position] for position in stack.positions]
-                call.add_stack(held, (ours, given, adam.first, adam.second))
-                continue
+        held = [self._held[position] for position in stack.positions]
+        if adam.small and blocks.places is None and len(calls) == 1:
+            # contiguous, because joining tensors in the format channels_last gives that format
+            ours, given = stack.gather(self._held).contiguous(), self._step.gather(blocks).contiguous()
+            calls[0][1].add_stack(held, (ours, given, adam.first, adam.second))
+            return True
+        places = blocks.row_numbers
+        for rows, call in calls:
             for row in rows:
-                position = stack.positions[row]
-                call.add(self._held[position], gradients[position], *adam.rows[places[row]])
+                call.add(held[row], gradients[stack.positions[row]], *adam.rows[places[row]])
         return True
 
     def run(self) -> None:
@@ -361,50 +367,52 @@ class FusedStep:
         for call in self._calls.values():
             call.run()
 
-    def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterator[tuple[Sequence[int], float]]:
-        """Group the active blocks by step count, rates and factor of the learning rate. Yield (rows, factor) by group.
-
-        rows: indices of the group's blocks among the active blocks.
-        """
+    def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterable[tuple[_Kind, Sequence[int]]]:
+        """Return pairs (kind, rows). The blocks in these rows, among the active blocks, are of this kind."""
         ids, factors = blocks.stack.param_ids, adam.factors
-        if factors is None and self._alike:
-            yield range(len(ids)), 1.0
-            return
+        if factors is None and self._alike is not None:
+            return [(self._alike, range(len(ids)))]
         own = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]
-        kinds: dict[tuple[int, int, float], list[int]] = {}
+        kinds: dict[_Kind, list[int]] = {}
         for row, kind in enumerate(
             zip(self._step.rates.alike[ids].tolist(), self._counts[ids].tolist(), own, strict=True)
         ):
             kinds.setdefault(kind, []).append(row)
-        yield from ((rows, factor) for (*_, factor), rows in kinds.items())
+        return kinds.items()
 
     def _call(
-        self, adam: FusedAdam, blocks: ActiveBlocks, row: int, factor: float, numbers: GraphNumbers | None
+        self, adam: FusedAdam, blocks: ActiveBlocks, row: int, kind: _Kind, numbers: GraphNumbers | None
     ) -> _Call | None:
         """Return the call of a fused kernel for blocks with the same numbers. It is made when it is first requested.
 
         Return None if no kernel can compute the weight decay.
 
         row: one of the blocks, as index among the active blocks.
-        factor: factor of the learning rate of the blocks. The factor must not change how fast parameters decay, but
-            the kernel shrinks parameters by its learning rate times its decay. The kernel therefore receives the decay
-            divided by the factor.
+        kind: kind of the blocks. Its factor must not change how fast parameters decay, but the kernel shrinks
+            parameters by its learning rate times its decay. The kernel therefore receives the decay divided by the
+            factor.
         numbers: numbers on the device, for a captured step; None: use the values on the host.
         """
-        rates, position = self._step.rates if numbers is None else numbers.rates, int(blocks.stack.param_ids[row])
-        path, group, step = blocks.stack_state.path, int(rates.alike[position]), int(self._counts[position])
-        constants = adam.beta1, adam.beta2, adam.eps, adam.first.dtype
-        key = (path, group, step, factor, id(numbers), *constants)
+        path, (group, step, factor) = blocks.stack_state.path, kind
+        if numbers is not None:
+            group = int(numbers.rates.alike[blocks.stack.positions[row]])
+        key = (path, group, step, factor, id(numbers), adam.constants)
         if key not in self._found:
-            scale = rates.step_rates(path, position)
+            rates = self._step.rates if numbers is None else numbers.rates
+            scale = rates.step_rates(path, blocks.stack.positions[row])
             self._found[key] = None
             if not isinstance(scale.alpha, Tensor):
                 lr, in_gradient = scale.lr if numbers is None else numbers.lr[group], scale.decay.in_gradient
                 decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
                 rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
-                own = _Numbers(rate, decay, in_gradient, scale.decay.after, step, *constants)
+                own = _Numbers(rate, decay, in_gradient, scale.decay.after, step, *adam.constants)
                 rate_of_call = lr if factor == 1 else lr * factor
                 at = None if numbers is None else numbers.step
                 new = _Call(own, rate_of_call, adam.first.device, at)
                 self._found[key] = self._calls.setdefault(own, new)
         return self._found[key]
+
+
+_Kind = tuple[int, int, float]
+"""Numbers that blocks of one kind share: the group of parameters with equal rates (`Rates.alike`), the step, and the
+factor of the learning rate."""

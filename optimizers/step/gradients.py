@@ -134,10 +134,12 @@ class LocalSurvey:
     given: the gradients.
     small: stacks of small parameters on a CPU. Their gradients are gathered before they are checked, because one check
         of a stack is faster than one of each parameter. The step then uses the gathered gradients.
+    large: positions of the parameters that are in no small stack.
     """
 
     given: GivenGradients
-    small: Sequence[StackState] = ()
+    small: Sequence[StackState]
+    large: Sequence[int]
 
     @property
     def device(self) -> torch.device:
@@ -168,14 +170,13 @@ class LocalSurvey:
     def _joined(self, positions: Sequence[int]) -> list[Tensor]:
         """Return the gradients at these positions. The gradients of a small stack are gathered into one tensor."""
         gradients: Sequence[Any] = self.given.gradients
-        rest = np.zeros(len(gradients), dtype=np.bool_)
-        rest[positions] = True
-        for own in self.small:
-            if rest[own.stack.param_ids].all():
-                rest[own.stack.param_ids] = False
-                self.given.gathered[own.number] = own.stack.gather(gradients)
-        alone = (gradients[position] for position in np.flatnonzero(rest).tolist())
-        return [*self.given.gathered.values(), *alone]
+        small, alone = self.small, self.large
+        if len(positions) < len(gradients):
+            wanted = set(positions)
+            small = [own for own in small if wanted.issuperset(own.stack.positions)]
+            alone = sorted(wanted.difference(*(own.stack.positions for own in small)))
+        self.given.gathered.update((own.number, own.stack.gather(gradients)) for own in small)
+        return [*self.given.gathered.values(), *(gradients[position] for position in alone)]
 
     @property
     def squares(self) -> Tensor:
@@ -266,9 +267,10 @@ class FiniteCheck:
         survey = self.survey(given)
         present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)
-        present = present & ~idle
-        positions = np.flatnonzero(present).tolist()
-        usable = None if idle.all() else survey.usable(positions, self.failure.nonfinite != "ignore")
+        present = present.copy() if idle is None else present & ~idle
+        positions = present.nonzero()[0].tolist()
+        checked = idle is None or not idle.all()
+        usable = survey.usable(positions, self.failure.nonfinite != "ignore") if checked else None
         return GradientCheck(given, survey, present, positions, usable, self._on_host)
 
     def finish(self, check: GradientCheck, answers: Sequence[bool]) -> tuple[NDArray[np.bool_], Tensor | None]:
@@ -312,9 +314,10 @@ class FiniteCheck:
                 f"{counted(len(bad), 'parameter')}. `optimizer.skipped` counts skipped updates without further "
                 "warnings; failure.nonfinite=raise stops at the first"
             )
-        self.skipped.update(self.names[position] for position in bad)
+        if bad:
+            self.skipped.update(self.names[position] for position in bad)
+            self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]
         self._checked += checked
-        self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]
         if more or not self._checked:  # a step without gradients does not count
             return
         self._stalled = self._stalled + 1 if len(self._faults) == self._checked else 0

@@ -289,31 +289,40 @@ class ParamSet:
         stacks = [own for states in groups for own in states]
         self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
+        first = step.active & (self.step_counts == 1)
+        selection = None if step.active.all() else step.active, first if first.any() else None
         if self.offloaded is not None:
             self.offloaded.schedule(groups, step.active)
         for states in groups:
             if self.offloaded is None:
-                self._run_group(states, step, numbers, fused)
+                self._run_group(active_blocks(states, *selection), step, numbers, fused)
                 continue
             with self.offloaded.held(states):
-                self._run_group(states, step, numbers, fused)
+                self._run_group(active_blocks(states, *selection), step, numbers, fused)
                 fused.run()
         fused.run()
         self.exchange.finish()
 
-    def _run_group(self, states: Sequence[StackState], step: Step, numbers: StackNumbers, fused: FusedStep) -> None:
+    def _run_group(
+        self,
+        chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]],
+        step: Step,
+        numbers: StackNumbers,
+        fused: FusedStep,
+    ) -> None:
         """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
 
+        chosen: pairs of `active_blocks`.
         numbers: numbers that graphs read on the device, as in `_run`.
         fused: step of the fused kernels. Stacks that the kernels update are added to it, and the caller runs it later.
         """
-        for together, priming in active_blocks(states, step.active, self.step_counts):
+        for together, priming in chosen:
             blocks, how = together[0], self.execution(together[0].stack_state)
             if how.adam is not None:
                 own = blocks.stack_state
                 if own.watched:
                     self._stack_step(blocks, step, None).rehearse()
-                given = numbers.get(own.number)
+                given = numbers.get(own.number) if numbers else None
                 if fused.add(how.adam.at(own.tensors), blocks, given if isinstance(given, GraphNumbers) else None):
                     continue
             whole = bool(numbers) or len(together) > 1 or how.plain

@@ -322,18 +322,19 @@ class Rates:
             out[rows] = function(x[rows], y[rows], self._scale(path, group))
         return out
 
-    def idle(self, nonzero: Callable[[Sequence[int]], bool]) -> NDArray[np.bool_]:
+    def idle(self, nonzero: Callable[[Sequence[int]], bool]) -> NDArray[np.bool_] | None:
         """Return flags `[P]`, True for the parameters of groups in which the learning rate and all gradients are 0.
 
-        A learning rate that is a tensor is not read, and counts as nonzero.
+        Return None if no learning rate is 0. A learning rate that is a tensor is not read, and counts as nonzero.
 
         nonzero: returns True if any gradient at the given positions has an entry other than 0.
         """
-        found = np.zeros(len(self.groups), dtype=np.bool_)
+        found: NDArray[np.bool_] | None = None
         for group, hyper in self.hypers.items():
             if isinstance(hyper.lr, float) and hyper.lr == 0:
                 own = self.groups == group
-                found |= own & (not nonzero(np.flatnonzero(own).tolist()))
+                idle = own & (not nonzero(np.flatnonzero(own).tolist()))
+                found = idle if found is None else found | idle
         return found
 
 

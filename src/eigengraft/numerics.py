@@ -150,7 +150,7 @@ def may_wait_for_values(x: Tensor) -> bool:
 
     Costly iterations use this function before they check for convergence.
     """
-    return has_values(x) and not is_compiling()
+    return not isinstance(x, FakeTensor) and not is_compiling() and active_fake_mode() is None
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     one column. The product of such a pair is computed twice in a stack of two, so that no result depends on the number
     of pairs. Iterations for inverse roots would amplify a difference by the condition number of the matrix.
     """
-    if len(a) == 1 and 1 in (a.shape[1], b.shape[2]) and a.device.type == "cpu":
+    if a.shape[0] == 1 and 1 in (a.shape[1], b.shape[2]) and a.is_cpu:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
     return torch.bmm(a, b)
 
@@ -376,7 +376,7 @@ def multiplied_in_float32(x: Tensor) -> bool:
     On a CPU without instructions for bfloat16, products in bfloat16 take 50 times as long, with the same sums in
     another order.
     """
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_has_bfloat16()
+    return x.dtype is torch.bfloat16 and x.is_cpu and not _cpu_has_bfloat16()
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
@@ -566,7 +566,11 @@ def norms_by_dtype(
     order: 2 for Frobenius norms, inf for the largest size of an entry.
     """
     dtypes = [compute_dtype(x.dtype) for x in tensors] if dtypes is None else dtypes
-    for dtype in dict.fromkeys(dtypes):
+    kinds = dict.fromkeys(dtypes)
+    if len(kinds) == 1:
+        yield [*range(len(tensors))], torch.stack(torch._foreach_norm(list(tensors), order, dtype=dtypes[0]))
+        return
+    for dtype in kinds:
         places = [place for place, own in enumerate(dtypes) if own == dtype]
         yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], order, dtype=dtype))
 
@@ -582,7 +586,7 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
         return False
     for _, norms in norms_by_dtype(tensors):
         bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of the exact bound, to allow for rounding
-        if not all(norm < bound for norm in norms.tolist()):
+        if not sum(norms.tolist()) < bound:  # the sum is nan or inf if a norm is
             return False
     return True
 

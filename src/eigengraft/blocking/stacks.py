@@ -137,9 +137,10 @@ class Stack:
         tensors: tensors in the shapes of the parameters, by position.
         """
         if self.of_parameters:
-            held = (tensors[param_id] for param_id in self.positions)
-            sources = [x if x.shape == self.block else x.reshape(self.block) for x in held]
-            if all(x.dtype is self.dtype for x in sources):
+            block, dtype = self.block, self.dtype
+            held = [tensors[param_id] for param_id in self.positions]
+            sources = [x if x.shape == block else x.reshape(block) for x in held]
+            if all([x.dtype is dtype for x in sources]):  # noqa: C419  a list is faster than a generator
                 alone = len(sources) == 1 and sources[0].is_contiguous() and _is_aligned(sources[0])
                 return sources[0].unsqueeze(0) if alone else torch.stack(sources)
         else:
