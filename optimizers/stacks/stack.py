@@ -11,6 +11,7 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -273,13 +274,14 @@ class StackState:
     def note_failures(self, tolerated: int) -> None:
         """Begin to copy to the host which blocks have a root or basis that failed too often. `failing` reads the copy.
 
+        The stack must have slots that count failures.
+
         tolerated: number of successive failures that are tolerated.
         """
-        if self.failure_counts:
-            found = torch.stack([self.tensors[key] > tolerated for key in self.failure_counts]).any(0)
-            self._failing = HostCopy(found) if has_values(found) else None
+        found = torch.stack([self.tensors[key] > tolerated for key in self.failure_counts]).any(0)
+        self._failing = HostCopy(found) if has_values(found) else None
 
-    def failing(self, wait: bool) -> NDArray[np.int64]:
+    def failing(self, wait: bool) -> list[int]:
         """Return the positions of parameters with a root or basis that failed too often.
 
         A result of `note_failures` is returned only once.
@@ -287,10 +289,9 @@ class StackState:
         wait: True to wait for a device. If False, results on a device are left to a later call.
         """
         if self._failing is None or not (wait or self.stack.device.type == "cpu"):
-            return np.zeros(0, dtype=np.int64)
+            return []
         found, self._failing = self._failing.wait(), None
-        positions: NDArray[np.int64] = self.stack.param_ids[found.numpy()]
-        return positions
+        return list(compress(self.stack.positions, found.tolist()))
 
     def check(self) -> None:
         """Check the contract of every stage at every step from now on."""
@@ -353,10 +354,10 @@ def active_blocks(
 
     states: stacks of one update.
     active: `[P]`, True for parameters that take part in the step. None: all of them do.
-    first: `[P]`, True for active parameters with their first gradient. None: there are none.
+    first: `[P]`, True for active parameters with their first gradient. None: no parameter has its first gradient.
     """
     selections: list[tuple[NDArray[np.bool_] | None, bool]] = [(active, False)]
-    if first is not None and states[0].lagging:
+    if first is not None and states[0].lagging and first.any():
         selections = [(first, True), (~first if active is None else active & ~first, False)]
     pairs = [([own for state in states if (own := state.select(chosen))], priming) for chosen, priming in selections]
     return [(found, priming) for found, priming in pairs if found]

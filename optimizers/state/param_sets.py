@@ -280,7 +280,7 @@ class ParamSets:
         Raises:
             ValueError: a value cannot be state. Then no change is applied.
         """
-        if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
+        if not moved and self._shown.is_held(state, thorough) and not any(one.any_count_set_back() for one in self):
             return
         for param_set in self:
             if param_set.offloaded is not None:

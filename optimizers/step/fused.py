@@ -332,9 +332,8 @@ class FusedStep:
         self._step, self._counts, self._held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
         self._found: dict[tuple[object, ...], _Call | None] = {}
-        groups = step.rates.alike
-        alike = len(counts) > 0 and bool((counts == counts[0]).all() and (groups == groups[0]).all())
-        self._alike = (int(groups[0]), int(counts[0]), 1.0) if alike else None
+        own, group = counts.tolist(), step.rates.same
+        self._alike = None if group is None or own.count(own[0]) < len(own) else (group, own[0], 1.0)
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
         """Add the active blocks of a stack to the calls of fused kernels.

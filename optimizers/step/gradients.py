@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, Self
 
 import numpy as np
@@ -267,8 +267,8 @@ class FiniteCheck:
         survey = self.survey(given)
         present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)
-        present = present.copy() if idle is None else present & ~idle
-        positions = present.nonzero()[0].tolist()
+        present = present if idle is None else present & ~idle
+        positions = list(compress(range(len(present)), present.tolist()))
         checked = idle is None or not idle.all()
         usable = survey.usable(positions, self.failure.nonfinite != "ignore") if checked else None
         return GradientCheck(given, survey, present, positions, usable, self._on_host)
@@ -294,8 +294,9 @@ class FiniteCheck:
             return np.zeros_like(present), None
         self._count(len(positions), bad, given.gradients, given.more)
         self.raise_nonfinite(bad, "nothing was changed", given.gradients)
-        present[bad] = False
-        return present, None
+        active = present.copy()
+        active[bad] = False
+        return active, None
 
     def _count(
         self, checked: int, bad: list[int], gradients: Sequence[Tensor | None] | None = None, more: bool = False

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import is_
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, re
 from .offload import OffloadedState
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
+
+_is_none = partial(is_, None)
 
 
 def as_pairs(tensor: Tensor) -> Tensor:
@@ -75,6 +78,8 @@ class ParamSet:
         self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
         self._begun = self.step_counts > 0
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
+        self._nonempty.setflags(write=False)
+        self._all_nonempty = bool(self._nonempty.all())
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
         self._known_groups = np.unique(self._groups).tolist()
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
@@ -82,6 +87,7 @@ class ParamSet:
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         for number, own in enumerate(self.stack_states):
             own.number = number
+        self._counts_failures = [own for own in self.stack_states if own.failure_counts]
         spans = any(own.spans for own in self.stack_states)
         self.together = sharing_sums(self.stack_states) if spans else [[own] for own in self.stack_states]
         offloads = any(own.host_buffers for own in self.stack_states)
@@ -143,7 +149,7 @@ class ParamSet:
             if self.step_counts[position]:  # a framework may have set it to 0
                 self.step_counts[position] -= 1
                 self._begun[position] = self.step_counts[position] > 0
-        for own in self.stack_states:
+        for own in self._counts_failures:
             self._report_failed_roots(own, wait=True)
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
@@ -164,6 +170,10 @@ class ParamSet:
         """
         back: NDArray[np.bool_] = self.step_counts < self._begun
         return back
+
+    def any_count_set_back(self) -> bool:
+        """Return True if other code has set back the step count of any parameter."""
+        return min(self.step_counts.tolist()) < 1 and bool(self.counts_set_back().any())
 
     def swap_iterate(self, mode: Mode) -> None:
         """Copy the iterate for training or for evaluation into the parameters, as `mode` says."""
@@ -235,11 +245,12 @@ class ParamSet:
         if loss_scale is not None:
             loss_scale.unscale(self.names, found)
             allowed = loss_scale.usable(self.parameters[0].device)
-        present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
+        given_all = not any(map(_is_none, found))
+        present = self._nonempty if given_all else self._nonempty & [gradient is not None for gradient in found]
         own = {group: hypers[group] for group in self._known_groups}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
         given = GivenGradients(
-            found, present, self._linear, rates, int(self.step_counts.max()), allowed, more=only is not None
+            found, present, self._linear, rates, max(self.step_counts.tolist()), allowed, more=only is not None
         )
         return self.finite_check.begin(given)
 
@@ -251,7 +262,7 @@ class ParamSet:
         Raises the errors of `FiniteCheck.finish`.
         """
         active, mask = self.finite_check.finish(check, answers)
-        if not active.any() and mask is None:
+        if mask is None and not any(active.tolist()):
             return None
         found = list(check.given.gradients)
         if self.rank_group is not None:
@@ -260,9 +271,13 @@ class ParamSet:
 
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
-        self.step_counts[step.active] += 1
-        self._begun |= step.active
-        moved = step.active & (self.update_counts > 0)
+        if step.active is self._nonempty and self._all_nonempty and min(self.step_counts.tolist()) > 0:
+            self.step_counts += 1  # the common case: the step changes all parameters
+            moved = step.active
+        else:
+            self.step_counts[step.active] += 1
+            self._begun |= step.active
+            moved = step.active & (self.update_counts > 0)
         if self._keeps_iterates:
             self.iterates.signals = step.outputs
             self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
@@ -289,16 +304,18 @@ class ParamSet:
         stacks = [own for states in groups for own in states]
         self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
         fused = FusedStep(step, self.step_counts, self.local)
-        first = step.active & (self.step_counts == 1)
-        selection = None if step.active.all() else step.active, first if first.any() else None
+        active: NDArray[np.bool_] | None = None
+        first: NDArray[np.bool_] | None = None
+        if moved is not step.active or not self._all_nonempty:
+            active, first = step.active, step.active & (self.step_counts == 1)
         if self.offloaded is not None:
             self.offloaded.schedule(groups, step.active)
         for states in groups:
             if self.offloaded is None:
-                self._run_group(active_blocks(states, *selection), step, numbers, fused)
+                self._run_group(active_blocks(states, active, first), step, numbers, fused)
                 continue
             with self.offloaded.held(states):
-                self._run_group(active_blocks(states, *selection), step, numbers, fused)
+                self._run_group(active_blocks(states, active, first), step, numbers, fused)
                 fused.run()
         fused.run()
         self.exchange.finish()
@@ -356,9 +373,10 @@ class ParamSet:
                     direction = self.offloaded.outlasting(direction)
                 self.exchange.deliver(blocks, direction)
         for blocks, context in zip(together, contexts, strict=True):
-            if any(context.due.values()):  # `due` has an entry for every stage
-                blocks.stack_state.note_failures(self.recipe.failure.roots)
-            self._report_failed_roots(blocks.stack_state, wait=False)
+            if blocks.stack_state.failure_counts:
+                if any(context.due.values()):  # `due` has an entry for every stage with a cadence
+                    blocks.stack_state.note_failures(self.recipe.failure.roots)
+                self._report_failed_roots(blocks.stack_state, wait=False)
 
     def execution(self, own: StackState) -> Execution:
         """Return the way in which the steps of a stack run."""
@@ -369,8 +387,8 @@ class ParamSet:
 
         wait: True to wait for the answer of a device. False to leave the answer of a device to a later call.
         """
-        if (bad := own.failing(wait)).size:
-            self.exchange.report_failed_roots(own.path, bad.tolist())
+        if bad := own.failing(wait):
+            self.exchange.report_failed_roots(own.path, bad)
 
     def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: tuple[Tensor, list[Tensor]] | None) -> StackStep:
         """Return the step of one stack, with gathered gradients and signals.

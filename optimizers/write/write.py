@@ -250,18 +250,33 @@ class Rates:
     _scales: dict[tuple[str, int], StepRates] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def alike(self) -> NDArray[np.int64]:
-        """For each of P parameters, the index of the first group whose values equal those of the parameter's group.
+    def _firsts(self) -> dict[int, int]:
+        """By index of a group, the index of the first group with equal values.
 
         A learning rate that is a tensor is not read: it counts as equal only to the same tensor object.
         """
         seen: dict[tuple[float, ...], int] = {}
-        first = np.zeros(max(self.hypers, default=0) + 1, dtype=np.int64)
+        firsts = dict[int, int]()
         for group, own in self.hypers.items():
             lr = id(own.lr) if isinstance(own.lr, Tensor) else own.lr
             key = (lr, own.peak_lr, own.weight_decay) if self.by_value else (group,)
-            first[group] = seen.setdefault(key, group)
-        return first[self.groups]
+            firsts[group] = seen.setdefault(key, group)
+        return firsts
+
+    @cached_property
+    def alike(self) -> NDArray[np.int64]:
+        """For each of P parameters, the index of the first group whose values equal those of the parameter's group."""
+        if len(self.hypers) == 1:
+            return self.groups
+        firsts = np.zeros(max(self.hypers, default=0) + 1, dtype=np.int64)
+        firsts[[*self._firsts]] = [*self._firsts.values()]
+        return firsts[self.groups]
+
+    @cached_property
+    def same(self) -> int | None:
+        """Index in `alike` of all parameters, or None if groups have different values."""
+        firsts = {*self._firsts.values()}
+        return firsts.pop() if len(firsts) == 1 else None
 
     def step_rates(self, path: str, position: int) -> StepRates:
         """Return learning rate and decay of a parameter.
@@ -269,7 +284,7 @@ class Rates:
         path: path of the parameter's update in the recipe.
         position: position of the parameter.
         """
-        return self._scale(path, int(self.alike[position]))
+        return self._scale(path, int(self.alike[position]) if self.same is None else self.same)
 
     def _scale(self, path: str, group: int) -> StepRates:
         if (path, group) not in self._scales:
@@ -313,6 +328,8 @@ class Rates:
         positions: `[n]`, position of the parameter of each row.
         x, y: stacks `[n, *block]`. The result has the shape and dtype of y.
         """
+        if self.same is not None:
+            return function(x, y, self._scale(path, self.same))
         groups = self.alike[positions]
         if (groups == groups[0]).all():
             return function(x, y, self._scale(path, int(groups[0])))
