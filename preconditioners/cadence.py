@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self, TypeVar, final
+from functools import lru_cache
+from typing import ClassVar, Literal, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,6 @@ from pydantic import Field, model_validator
 
 from eigengraft.component import Component
 from eigengraft.step_context import StepContext
-
-_Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
-
-_FEW = 16
-"""Number of blocks up to which `Every.due_again` tests phases one by one in Python. For so few blocks this is faster
-than a NumPy array.
-"""
 
 _PHASES = np.array([0.0, 0.5])
 """Two phases, half a period apart. A cadence spreads refreshes if blocks with these phases are due at different steps.
@@ -186,14 +180,7 @@ class Every(Cadence):
         return self.steps
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        return self._place(phases).astype(np.int64)
-
-    def _place(self, phase: _Numbers) -> _Numbers:
-        """Return the step of a period, 0 .. period - 1, in which blocks with this phase are due. For an array of phases
-        the result is an array.
-        """
-        spread = phase if self.stagger == "cost" else phase * 0
-        return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
+        return _steps_due(phases, self.steps, self.offset, self.stagger == "cost")
 
     def possible(self, step: int, earliest: int) -> bool:
         start = self.first_due(earliest)
@@ -206,16 +193,36 @@ class Every(Cadence):
         return max(1, min(self.steps, int(refreshes / self.min_wave_work)))
 
     def due_again(self, context: StepContext) -> NDArray[np.bool_] | bool:
-        steps, uniform = context.steps, context.uniform
-        if uniform is not None and len(steps) <= _FEW:  # the common case: nothing is due, and no array is made
-            place = uniform % self.steps
-            if not any(self._place(phase) == place for phase in context.phases.tolist()):
+        uniform = context.uniform
+        if uniform is not None:  # the common case: nothing is due, and no array is made
+            staggered = self.stagger == "cost"
+            if uniform % self.steps not in _places(context.phases.tobytes(), self.steps, self.offset, staggered):
                 return False
-        due: NDArray[np.bool_] = (steps - self.steps_due(context.phases)) % self.steps == 0
+        due: NDArray[np.bool_] = (context.steps - self.steps_due(context.phases)) % self.steps == 0
         return due
 
     def first_due(self, earliest: int) -> int:
         return self.start if self.start is not None else earliest
+
+
+def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: bool) -> NDArray[np.int64]:
+    """Return the steps 0 .. `steps` - 1 of a period in which blocks with these phases are due.
+
+    offset: step in which blocks with the phase 0 are due.
+    staggered: False if all blocks are due in this step, whatever their phases.
+    """
+    spread = phases if staggered else phases * 0
+    due: NDArray[np.int64] = (((spread * steps + ROUNDED) // 1 + offset) % steps).astype(np.int64)
+    return due
+
+
+@lru_cache(maxsize=1024)
+def _places(phases: bytes, steps: int, offset: int, staggered: bool) -> frozenset[int]:
+    """Return the steps of a period in which any of the blocks with these phases is due, as in `_steps_due`.
+
+    The result is cached, because each step asks for the same phases.
+    """
+    return frozenset(_steps_due(np.frombuffer(phases), steps, offset, staggered).tolist())
 
 
 def _spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:

@@ -265,11 +265,12 @@ class StackState:
         counts: number of gradients of each parameter, including the present one.
         signals: signals of the blocks, by name.
         """
-        cut: slice | NDArray[np.int64] = slice(None) if blocks.places is None else blocks.places
-        steps = counts[blocks.stack.param_ids] - int(self.lagging)
-        return StepContext(
-            steps, self.phases[cut], blocks.stack.matrix_ids, self.stack.device, self.seeds[cut], signals
-        )
+        phases, seeds, steps = self.phases, self.seeds, counts[blocks.stack.param_ids]
+        if blocks.places is not None:
+            phases, seeds = phases[blocks.places], seeds[blocks.places]
+        if self.lagging:
+            steps -= 1
+        return StepContext(steps, phases, blocks.stack.matrix_ids, self.stack.device, seeds, signals)
 
     def note_failures(self, tolerated: int) -> None:
         """Begin to copy to the host which blocks have a root or basis that failed too often. `failing` reads the copy.
@@ -308,9 +309,12 @@ class StackState:
         context: context of the same blocks.
         """
         counters = (lambda: (context.seed, context.step)) if self.encoded else None
-        path = f"{self.path}.{chain}" if self.path else chain
         storage = Storage(self.encoded, counters, self.step_watch or self.checks, self.refreshes)
-        return State(self.tensors, self.stack.block, path, rows, mask, storage)
+        return State(self.tensors, self.stack.block, self.chain_path(chain), rows, mask, storage)
+
+    def chain_path(self, chain: Literal["update", "after_decay"]) -> str:
+        """Return the path of a chain of the update in the recipe."""
+        return f"{self.path}.{chain}" if self.path else chain
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yield (row, position of the parameter, block key) of every block."""

@@ -218,6 +218,8 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> d
     Blocks with one axis have no matrix over inputs, because it is not known if the axis is one of inputs or of outputs.
     """
     state, found = blocks.stack_state, dict[str, Tensor | float]()
+    if not (state.signals or state.totals):
+        return found
     for name in sorted(state.signals):
         if name in PROVIDERS:
             found[name] = PROVIDERS[name](blocks, step, exchange)

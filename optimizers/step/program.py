@@ -55,6 +55,8 @@ def direction(
         found = found * per_block(factors, found)
     if decay is not None:
         found = decay(found)
+    if not update.after_decay:
+        return found
     return run_chain(update.after_decay, state_of("after_decay"), gradient, found, context)
 
 
@@ -166,7 +168,7 @@ class StackStep:
         factors = own.width_factors if own.width_factors is None or rows is None else own.width_factors[rows]
         decay = None if self.decaying is None else self._add_decay
         found = direction(own.rule, self.state, self.gradient, self.context, factors, decay)
-        require_finite(found, self.gradient, self.state("update").path, self.context)
+        require_finite(found, self.gradient, own.chain_path("update"), self.context)
         return found
 
     def rehearse(self) -> None:

@@ -419,8 +419,11 @@ class ParamSet:
 
         One call writes the updates of all parameters with the same update rule, learning rate and weight decay.
         """
-        updates = updates.chosen(moved[updates.positions])
-        kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
+        if moved is not step.active:
+            updates = updates.chosen(moved[updates.positions])
+        kinds = self._update_ids[updates.positions]
+        if step.rates.same is None:
+            kinds = (kinds << 32) + step.rates.alike[updates.positions]
         for kind in (found := dict.fromkeys(kinds.tolist())):
             self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
 

@@ -310,7 +310,8 @@ class Rates:
 
     def decays_gradients(self, path: str) -> bool:
         """Return True if a decay is added to the gradients of parameters with their update at `path`."""
-        return any(scale.gradient_rate for scale in (self._scale(path, group) for group in self.hypers))
+        groups = self.hypers if self.same is None else (self.same,)
+        return any(self._scale(path, group).gradient_rate for group in groups)
 
     def map_rows(
         self,

@@ -225,7 +225,7 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
     if not _halved(y):
         return total.baddbmm_(y, z.mT, beta=beta, alpha=alpha)
     for target, left, right in zip(total.unbind(0), y.unbind(0), z.unbind(0), strict=True):
-        for start in range(0, len(target), _PANEL):
+        for start in range(0, target.shape[0], _PANEL):
             panel = slice(start, start + _PANEL)
             target[start:, panel].addmm_(left[start:], right[panel].mT, beta=beta, alpha=alpha)
             if start:
@@ -244,7 +244,7 @@ def _spread(rows: Tensor) -> Tensor:
 
 def _halved(y: Tensor) -> bool:
     """Return True if `add_symmetric` is faster for y `[N, d, rest]` when it computes only one triangle, in panels."""
-    return may_branch_on_values(y) and y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL
+    return y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL and may_branch_on_values(y)
 
 
 _PANEL = 128

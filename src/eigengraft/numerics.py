@@ -364,8 +364,12 @@ def has_fast_bfloat16(device: torch.device) -> bool | None:
     return _cpu_has_bfloat16() if device.type == "cpu" else None
 
 
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+"""True if the processor is one of ARM, for which torch has a test of its own for instructions of bfloat16."""
+
+
 def _cpu_has_bfloat16() -> bool:
-    if platform.machine().lower() in ("aarch64", "arm64"):
+    if _IS_ARM:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.cpu._is_avx512_bf16_supported())
 
