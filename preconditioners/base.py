@@ -335,10 +335,9 @@ class Stage(Schedulable, ABC, family="stage"):
         first: True at the first refresh of these blocks. Any other refresh begins in this step and, with a delay, takes
             effect in a later step.
         """
-        found = context.asked.get(id(self))
-        if found is None:
-            found = context.asked[id(self)] = self._spans(self.cadence(), context)
-        return found
+        if id(self) not in context.asked:
+            context.asked[id(self)] = self._spans(self.cadence(), context)
+        return context.asked[id(self)]
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
@@ -347,15 +346,14 @@ class Stage(Schedulable, ABC, family="stage"):
         Without a delay these are the spans of `asked`. With a delay of k updates a refresh takes effect k updates after
         it was due, except the first refresh of a block, which is never delayed.
         """
-        found = context.due.get(id(self))
-        if found is None:
+        if id(self) not in context.due:
             cadence = self.cadence()
             found = () if cadence is None else self.asked(context)
             if cadence is not None and cadence.postponed:
                 before = self._spans(cadence, replace(context, steps=context.steps - cadence.postponed))
                 found = [*(span for span in before if not span[2]), *(span for span in found if span[2])]
             context.due[id(self)] = found
-        return found
+        return context.due[id(self)]
 
     @final
     def _spans(self, cadence: Cadence | None, context: StepContext) -> Sequence[tuple[int, int, bool]]:

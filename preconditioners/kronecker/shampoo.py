@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -82,7 +83,15 @@ class Shampoo(Factored, DelayedRefresh):
         return exponent_of(self.exponent, len(block), axis, default_exponent(self.statistic.axes.of(block)))
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
+        if block not in self._factor_axes:  # called several times a step, for each stack
+            axes = self.statistic.axes.of(block)
+            self._factor_axes[block] = tuple(axis for axis in axes if self._exponent(block, axis))
+        return self._factor_axes[block]
+
+    @cached_property
+    def _factor_axes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Cache of `factor_axes`, by block."""
+        return {}
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
         # an axis whose length 4 does not divide is solved alone, because the last bits of its products depend on the
