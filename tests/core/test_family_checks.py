@@ -176,7 +176,7 @@ class WrongRoot(RootSolver):
         ("float32", ("torch.float32", "torch.float64")),
         ("one ok", ("ok", "[4]", "[]")),
         ("power", (0.01, "1/4")),
-        ("not symmetric", ("symmetric",)),
+        ("not symmetric", (1e-14, "transpose")),
     ],
 )
 def test_mistakes_in_root_solvers(fault: str, says: tuple[object, ...]) -> None:
@@ -227,7 +227,7 @@ class WrongBasis(BasisSolver):
         ("raises for nan", ("nan", "`ok`", "finite_blocks")),
         ("a global draw", ("torch's global generator", "randn", "torch.Generator")),
         ("writes to q", ("`copy_`", "q", HERE)),
-        ("not normalized", ("Q^T Q = I",)),
+        ("not normalized", ("Q^T Q", "I", 1e-13)),
         ("in place", ("`div_`", "matrix", HERE)),
     ],
 )
@@ -361,7 +361,7 @@ class WrongStatistic(Statistic):
         ("over the stack", ("linalg_vector_norm", HERE, "axis 0", "factor")),
         ("a global draw", ("torch's global generator", "rand_like", HERE, "context.seed")),
         ("own generator", ("`rand`", HERE, "context.seed")),
-        ("negative", ("negative eigenvalues", "axis 0")),
+        ("negative", ("eigenvalues", "axis 0", 0)),
         ("not symmetric", ("symmetric", "axis 0")),
         ("zero over zero", ("finite", "zero", "axis 0")),
         ("item", (HERE, "_local_scalar_dense")),

@@ -30,7 +30,7 @@ from eigengraft.preconditioners.roots.base import Basis
 from eigengraft.quantization import Int8, Quantizer
 from eigengraft.slots import Encoded, Uniform
 from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage, check_task
-from eigengraft.testing.laws import Case
+from eigengraft.testing.laws import Case, in_parentheses, require_close
 from eigengraft.testing.task_laws import TASK_LAWS
 
 from ..refusals import check_said, refused
@@ -202,6 +202,16 @@ def test_a_stage_that_breaks_a_law_is_told_which(fault: str) -> None:
     told = [line for line in str(caught.value).splitlines() if line.endswith(f"[law: {law}]")]
     assert len(told) == 1 and told[0].startswith("update.broken_for_test: ")
     check_said(told[0], *says, kind="LawError")
+
+
+@pytest.mark.parametrize(("wrong", "got"), [(0.5, "0.5"), (torch.nan, "nan")])
+def test_a_broken_law_names_the_first_step_that_differs(wrong: float, got: str) -> None:
+    theirs = torch.full((4, 3), 2.0)
+    ours = theirs.clone()
+    require_close(ours, theirs, 0.1, "A and B", by_step=True)
+    ours[2:, 1] += 2 * wrong
+    with refused(LawError, "A and B", 0.1, got, "step 3", 4, "here"):
+        require_close(ours, theirs, 0.1, "A and B", lambda: in_parentheses("here"), by_step=True)
 
 
 def test_all_laws_that_are_broken_are_named_at_once() -> None:
@@ -380,7 +390,7 @@ def test_root_solvers_that_break_a_law_are_told_which(fault: str, says: tuple[ob
             BrokenBasis(),
             ("1e-9", "bases converge to the eigenvectors"),
         ),
-        (BrokenPolar(fault="scale"), ("polar_solver.broken_for_test", "P(2^30 X) = P(X)", "(6, 4)")),
+        (BrokenPolar(fault="scale"), ("polar_solver.broken_for_test", "P(2^30 X)", "P(X)", "(6, 4)")),
         (BrokenPolar(), ("U V^T", 0.9)),
         (BrokenPolar(fault="no guard"), ("zero",)),
     ],
@@ -435,7 +445,7 @@ class BrokenQuantizer(Quantizer):
     ("fault", "says"),
     [
         ("picky", ("quantizer",)),
-        ("writes", ("encode()", "changed")),
+        ("writes", ("encode()", "x", "mul_")),
         ("stacked", (0,)),
         ("random", ("torch's global generator", "test_testing.py", "encode()", "uniform")),
         ("hides", ("nan",)),

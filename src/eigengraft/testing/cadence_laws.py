@@ -11,7 +11,7 @@ from torch import Tensor
 from eigengraft.preconditioners import Cadence
 from eigengraft.step_context import StepContext
 
-from .laws import Case, Law, require, the_declaration_survives
+from .laws import Case, Law, in_parentheses, require, the_declaration_survives
 
 _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
 """Phases of the blocks to try. Two phases are equal, and two are close to each other."""
@@ -73,11 +73,9 @@ def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
             got = f"{type(found).__name__}"
             if isinstance(found, (np.ndarray, Tensor)):
                 got += f" of {found.dtype} and shape {list(found.shape)}"
-            require(
-                fine,
-                f"due_again(): a NumPy array of bools of shape [N] with N = {count}, or one bool, is required, got "
-                f"{got} (`context.steps` is the array on the host; `context.step` is a tensor on the device)",
-            )
+            cause = "`context.steps` is the array on the host; `context.step` is a tensor on the device"
+            wanted = f"a NumPy array of bools of shape [N] with N = {count}, or one bool"
+            require(fine, f"due_again() at step {step}", wanted, got, in_parentheses(cause))
 
 
 def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
@@ -85,7 +83,7 @@ def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
     for earliest in (0, 1):
         start: object = case.component.first_due(earliest)
         fine = isinstance(start, int) and start >= earliest
-        require(fine, f"first_due({earliest}): a step from {earliest} on is required, got {start!r}")
+        require(fine, f"first_due({earliest})", f"a step from {earliest} on", f"{start!r}")
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
@@ -102,13 +100,14 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
         start = steps[0] if steps else case.last
         if places is not None and period is not None:
             wanted = [t for t in range(start + 1, case.last + 1) if t % period == places[row] % period]
-            require(steps[1:] == wanted, f"block {row} at steps {wanted[:6]} ... is required, got {steps[1:7]} ...")
+            what = f"steps at which block {row} is due"
+            require(steps[1:] == wanted, what, f"{wanted[:6]} ...", f"{steps[1:7]} ...")
             continue
         span, count = case.last - start, len(steps) - 1
         mean = span / max(count, 1)
         fine = span < 6 * interval or interval / 3 <= mean <= 3 * interval
         got = f"{mean:.3g}" if count else f"no refresh after the first one in {span} steps"
-        require(fine, f"about {interval:g} steps between refreshes, the `interval`, are required, got {got}")
+        require(fine, f"steps between refreshes of block {row}", f"about {interval:g}, the `interval`", got)
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
@@ -118,7 +117,8 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
     for earliest in (0, 1):
         for step, found in case.history(earliest):
             possible = case.component.possible(step, earliest)
-            require(possible or not found, f"possible({step}, {earliest}) is False, got blocks {sorted(found)} due")
+            what = f"blocks that are due at step {step}, for which possible({step}, {earliest}) is False"
+            require(possible or not found, what, "none", sorted(found))
 
 
 def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> None:
@@ -129,25 +129,20 @@ def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> No
     count = len(_PHASES)
     for step in range(1, case.last + 1):
         again = case.due([step] * count, 1)
-        require(
-            again == together[step], f"the same blocks due at step {step} when asked twice are required, got others"
-        )
+        require(again == together[step], f"due() at step {step}, requested twice", "the same blocks", "others")
     for offset in range(case.last - count):
         steps = [1 + offset + (3 * row) % count for row in range(count)]
         alone = {row: together[steps[row]][row] for row in range(count) if row in together[steps[row]]}
         found = case.due(steps, 1)
-        require(
-            found == alone,
-            f"blocks {sorted(alone)} are required to be due at steps {steps}, as in a stack in which all blocks are at "
-            f"the same step, got {sorted(found)} (does due_again() use the step of one block for all?)",
-        )
+        what = f"blocks that are due at the steps {steps}"
+        cause = in_parentheses("does due_again() use the step of one block for all?")
+        wanted = f"{sorted(alone)}, as in a stack in which all blocks are at the same step"
+        require(found == alone, what, wanted, sorted(found), cause)
         part = case.due(steps, 1, slice(3, 6))
-        wanted = [row - 3 for row in alone if 3 <= row < 6]
-        require(
-            sorted(part) == wanted,
-            f"rows 3 to 6 as a stack of their own: {wanted} are required to be due at steps {steps[3:6]}, got "
-            f"{sorted(part)} (does due_again() use the place of a block, or the number of its parameter?)",
-        )
+        rows = [row - 3 for row in alone if 3 <= row < 6]
+        what = f"blocks that are due at the steps {steps[3:6]} if rows 3 to 5 are a stack of their own"
+        cause = in_parentheses("does due_again() use the place of a block, or the number of its parameter?")
+        require(sorted(part) == rows, what, f"{rows}", sorted(part), cause)
 
 
 CADENCE_LAWS: tuple[Law[CadenceCase], ...] = (

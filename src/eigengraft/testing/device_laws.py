@@ -6,7 +6,7 @@ import torch
 
 from .accelerator import DeviceCounts, missing_names
 from .device_costs import DECOMPOSITIONS
-from .laws import require
+from .laws import in_parentheses, require
 
 WARM_UP_STEPS = 2
 """Number of first steps in which a component may copy tables to the device for later steps."""
@@ -17,12 +17,12 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
 
     torch itself waits for the results of decompositions. The error does not name these waits.
 
-    when: beginning of the error.
+    when: the step or the call that was watched.
     remedy: advice at the end of the error.
     """
     found = [x for x in counts.by_line("waits", "uploads") if x.split()[-1] not in DECOMPOSITIONS]
-    advice = f" ({remedy})" if remedy else ""
-    require(not found, f"{when} the host waits for the device or copies to it at {', '.join(found)}{advice}")
+    expected = "a host that neither waits for the device nor copies to it"
+    require(not found, when, expected, f"waits or copies at {', '.join(found)}", in_parentheses(remedy))
 
 
 def without_accelerator(case: object) -> str | None:

@@ -94,7 +94,7 @@ class Law(Generic[AnyCase]):
                 where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 got = f"{type(error).__name__}: {error}{notes}, raised at {where}"
-                problem = f"{case.who}: no exception is required, got {got}"
+                problem = f"{case.who}: a call of its methods: expected no exception, got {got}"
             found = LawError(f"{problem}  [law: {self.name}]")
             found.__cause__ = error
             return found
@@ -150,27 +150,53 @@ def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     return LawReport(case.who, tuple(held), skipped)
 
 
-def require(fine: object, problem: str) -> None:
-    """Raise a LawError with the problem unless `fine` is true."""
+def broken(what: str, expected: str, got: object, cause: str = "") -> LawError:
+    """Return the error about a broken law. All laws word their errors by this function.
+
+    what: the value that was checked, and the step or the block if there are several.
+    expected: the value that the law requires.
+    got: the value that was found.
+    cause: likely cause or remedy, as `in_parentheses` or a function of `causes` words it. "": none is known.
+    """
+    return LawError(f"{what}: expected {expected}, got {got}{cause}")
+
+
+def require(fine: object, what: str, expected: str, got: object, cause: str = "") -> None:
+    """Raise the error of `broken` unless `fine` is true."""
     if not fine:
-        raise LawError(problem)
+        raise broken(what, expected, got, cause)
+
+
+def in_parentheses(text: str) -> str:
+    """Return a cause or a remedy as the end of an error; "" for an empty text."""
+    return f" ({text})" if text else ""
 
 
 def require_close(
-    ours: Tensor, theirs: Tensor, tolerance: float, what: str, cause: Callable[[], str] = lambda: ""
+    ours: Tensor,
+    theirs: Tensor,
+    tolerance: float,
+    what: str,
+    cause: Callable[[], str] = lambda: "",
+    by_step: bool = False,
 ) -> None:
     """Raise a LawError unless two tensors agree.
 
     tolerance: largest difference, relative to the largest entry of `theirs`.
-    what: beginning of the error.
-    cause: function that returns the end of the error, in parentheses. Called only if the tensors differ.
+    what: names of the two tensors, as in "A and B".
+    cause: function that returns the end of the error, as in `broken`. Called only if the tensors differ.
+    by_step: True if the first axis of the tensors is one of steps. The error then names the first step that differs.
     """
     largest = max(float(theirs.abs().max()), 1e-300)
-    error = float((ours - theirs).abs().max()) / largest
-    if not error <= tolerance:
-        got = f"a difference of {error:.2g}" if math.isfinite(error) else "nan or inf"
-        problem = f"{what} within {tolerance:g} of the largest entry is required, got {got}"
-        raise LawError(problem + cause())
+    errors = (ours - theirs).abs() / largest
+    error = float(errors.max())
+    if error <= tolerance:
+        return
+    got = f"{error:.2g}" if math.isfinite(error) else "nan or inf"
+    if by_step:
+        first = next(step for step, own in enumerate(errors, start=1) if not float(own.max()) <= tolerance)
+        got = f"{got}, first at step {first} of {len(errors)}"
+    raise broken(what, f"a difference of at most {tolerance:g} of the largest entry", got, cause())
 
 
 def the_declaration_survives(case: Case[Any]) -> None:
@@ -178,12 +204,11 @@ def the_declaration_survives(case: Case[Any]) -> None:
     component = case.component
     family = families()[str(component.family_name)]
     again = validated(family, component.model_dump(mode="json"))
-    require(again == component, f"the declaration gives another component, {again!r}")
-    require(
-        component.replace() == component, f"an equal copy from `replace()` is required, got {component.replace()!r}"
-    )
+    require(again == component, "the declaration, read again", f"{component!r}", f"{again!r}")
+    copy = component.replace()
+    require(copy == component, "replace() without changes", f"{component!r}", f"{copy!r}")
     try:
         setattr(component, "kind", "other")  # noqa: B010  a frozen field, which type checkers know
     except ValueError:
         return
-    raise LawError("fields of a component must be frozen, but `kind` can be set")
+    raise broken("setting `kind`", "an error, because fields are frozen", "no error")

@@ -14,7 +14,7 @@ from eigengraft.slots import Encoded, Role, Slot, Uniform
 from .accelerator import accelerator
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
 from .device_laws import require_no_waits, without_accelerator
-from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import standard_normal
 
 _FLOAT32 = torch.float32
@@ -45,10 +45,8 @@ class QuantizerCase(Case[Quantizer]):
             problem = self.component.unsupported(slot)
             if problem is None:
                 return slot, make().float()
-        raise LawError(
-            f"the quantizer must store a statistic, a basis or a second moment of shape {(d, d)}, but refuses each of "
-            f"them (the last because: {problem}); raise `size` if matrices are too small"
-        )
+        cause = in_parentheses(f"the last because: {problem}; raise `size` if matrices are too small")
+        raise broken(f"slots of shape {(d, d)}", "storage for a statistic, basis or second moment", "none", cause)
 
 
 def _nearly_one(like: Tensor, purpose: str) -> Tensor:
@@ -59,17 +57,17 @@ def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
     """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the numbers."""
     _, x = case.example()
     found: object = case.component.encode(x)
-    problem = f"encode(): a mapping {{name: tensor}} is required, got {type(found).__name__}"
-    require(isinstance(found, Mapping), problem)
+    require(isinstance(found, Mapping), "encode()", "a mapping {name: tensor}", type(found).__name__)
     one, two = case.component.encode(x), case.component.encode(x.flip(0) * 3, case.component.encode(x))
-    require(len(one) > 0, "at least one part is required, got none")
+    require(len(one) > 0, "encode()", "at least one part", "none")
     for name, part in one.items():
         fine = type(part) is Tensor and part.ndim > 0 and len(part) == len(x)
-        require(fine, f"part '{name}': a plain tensor of shape [{len(x)}, ...] is required, got {_short(part)}")
-        require(part.is_contiguous(), f"part '{name}': contiguous memory is required; return it `.contiguous()`")
+        require(fine, f"part '{name}'", f"a plain tensor of shape [{len(x)}, ...]", _short(part))
+        remedy = in_parentheses("return it `.contiguous()`")
+        require(part.is_contiguous(), f"part '{name}'", "contiguous memory", f"strides {part.stride()}", remedy)
     want = {name: (part.dtype, part.shape) for name, part in one.items()}
     got = {name: (part.dtype, part.shape) for name, part in two.items()}
-    require(got == want, f"parts {want} whatever was stored before are required, got {got}")
+    require(got == want, "(dtype, shape) of the parts beside other parts `before`", f"{want}", got)
 
 
 def shape_and_dtype_come_back(case: QuantizerCase) -> None:
@@ -80,9 +78,9 @@ def shape_and_dtype_come_back(case: QuantizerCase) -> None:
         before = _copies(parts)
         y = case.component.decode(parts, slot, dtype)
         want, got = (dtype, tuple(x.shape)), (y.dtype, tuple(y.shape))
-        require(got == want, f"a tensor of (dtype, shape) {want} is required, got {got}")
+        require(got == want, "decode(), (dtype, shape)", f"{want}", got)
         y.fill_(7.0)
-        require(_same(parts, before), "memory of its own is required of what is decoded, got a view of the parts")
+        require(_same(parts, before), "decode()", "a tensor with memory of its own", "a view of the parts")
 
 
 def nothing_given_is_written_to(case: QuantizerCase) -> None:
@@ -95,11 +93,11 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
     parts = case.component.encode(x, before, _nearly_one)
     if not torch.equal(x, copy):
         cause = write_cause(case.component, {"x": x}, lambda: case.component.encode(x, before, _nearly_one))
-        raise LawError(f"encode() must not change its input x, but changed it{cause}")
-    require(_same(before, old), "untouched parts `before` are required of encode(), got changed ones")
+        raise broken("the input x after encode()", "the same bits as before", "others", cause)
+    require(_same(before, old), "the parts `before` after encode()", "the same bits as before", "others")
     new = _copies(parts)
     case.component.decode(parts, slot, _FLOAT32)
-    require(_same(parts, new), "untouched parts are required of decode(), got changed ones")
+    require(_same(parts, new), "the parts after decode()", "the same bits as before", "others")
 
 
 def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
@@ -107,8 +105,8 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
     _, x = case.example()
     strided = torch.stack((x, -x), -1)[..., 0]
     one, two, three = case.component.encode(x), case.component.encode(x.clone()), case.component.encode(strided)
-    require(_same(one, two), "the same parts for the same numbers are required, got others")
-    require(_same(one, three), "the same parts for strided numbers are required, got others")
+    require(_same(one, two), "parts of the same numbers", "the same bits", "others")
+    require(_same(one, three), "parts of the same numbers with other strides", "the same bits", "others")
 
 
 def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
@@ -126,9 +124,9 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
     for i in range(len(x)):
         row = {name: part[i : i + 1] for name, part in stacked.items()}
         decoded = case.component.decode(row, slot, _FLOAT32)[0]
-        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone as in its stack", cause)
+        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone and in its stack", cause)
         alone = case.component.decode(case.component.encode(x[i : i + 1]), slot, _FLOAT32)[0]
-        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone as in its stack", cause)
+        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone and in its stack", cause)
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
@@ -142,10 +140,10 @@ def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
     for uniform in uniforms:
         for before in (None, case.component.encode(x)):
             y = case.component.decode(case.component.encode(zero, before, uniform), slot, _FLOAT32)
-            require(y.isfinite().all(), "finite numbers are required, got nan or inf")
-            require(not y[2].any(), f"zeros for a block of zeros are required, got up to {float(y[2].abs().max()):.2g}")
+            require(y.isfinite().all(), "decoded blocks", "finite numbers", "nan or inf")
+            require(not y[2].any(), "a decoded block of zeros", "0", f"up to {float(y[2].abs().max()):.2g}")
             beside = bool(y[[0, 1, 3]].flatten(1).any(1).all())
-            require(beside, "numbers other than zero for the blocks beside a zero one are required, got zeros")
+            require(beside, "decoded blocks beside a block of zeros", "numbers other than 0", "zeros")
 
 
 def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
@@ -162,10 +160,11 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
                     case.component.decode(case.component.encode(y, before), slot, _FLOAT32) for y in (x, bad)
                 )
                 same = torch.equal(good[[0, 2, 3]], spoiled[[0, 2, 3]])
-                require(same, f"blocks beside one with {value} as without it are required, got others")
+                require(same, f"blocks beside one with {value}", "the same bits as without it", "others")
                 kept = torch.zeros_like(x) if before is None else case.component.decode(before, slot, _FLOAT32)
                 seen = not bool(spoiled[1].isfinite().all()) or torch.equal(spoiled[1], kept[1])
-                require(seen, f"a block with {value} that comes back so, or as it was, is required, got other numbers")
+                what = f"a decoded block with {value}"
+                require(seen, what, "an entry that is not finite, or the block stored before", "other numbers")
 
 
 def numbers_come_back_nearly(case: QuantizerCase) -> None:
@@ -173,7 +172,7 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
     slot, x = case.example()
     y = case.component.decode(case.component.encode(x), slot, _FLOAT32)
     error = float(((y - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).max())
-    require(error <= 0.5, f"a relative error of at most 0.5 is required, got {error:.2g}")
+    require(error <= 0.5, "the relative error of a decoded block", "at most 0.5", f"{error:.2g}")
 
 
 def codes_stay_on_the_device(case: QuantizerCase) -> None:
@@ -186,7 +185,7 @@ def codes_stay_on_the_device(case: QuantizerCase) -> None:
         with accelerator("cuda") as counts:
             parts = case.component.encode(x, parts, _nearly_one)
             case.component.decode(parts, slot, _FLOAT32)
-        require_no_waits(counts, "in encode() and decode()", "numbers such as a largest entry stay tensors")
+        require_no_waits(counts, "encode() and decode()", "numbers such as a largest entry stay tensors")
 
 
 def _copies(parts: Encoded) -> dict[str, Tensor]:

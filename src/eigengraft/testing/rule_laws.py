@@ -14,7 +14,7 @@ from eigengraft.optimizers.write.write import WeightDecay
 
 from .accelerator import accelerator
 from .device_laws import require_no_waits, without_accelerator
-from .laws import Case, Law, LawError, require, the_declaration_survives
+from .laws import Case, Law, broken, in_parentheses, require, the_declaration_survives
 
 if TYPE_CHECKING:
     from eigengraft.experiments.training.schedule import LearningRateSchedule
@@ -55,10 +55,8 @@ class ViewCase(Case[View]):
                     error.add_note(f"in of({shape}); a parameter that does not fit is refused by ValueError")
                     raise
         if not found:
-            raise LawError(
-                f"the view must accept a parameter, but refuses all shapes {list(self.shapes)} (the last because: "
-                f"{refused}); give shapes that it accepts as `shapes`"
-            )
+            cause = in_parentheses(f"the last because: {refused}; give shapes that the view accepts as `shapes`")
+            raise broken(f"of() for the shapes {list(self.shapes)}", "a choice for at least one", "none", cause)
         return found
 
 
@@ -67,7 +65,8 @@ def views_return_a_choice_of_matrices(case: ViewCase) -> None:
     for shape, found in case.accepted():
         choice: object = found
         fine = isinstance(choice, ViewChoice) and isinstance(choice.matrices, Matrices)
-        require(fine, f"of({shape}): a ViewChoice is required, got {choice!r}; return ViewChoice(Matrices(...), why)")
+        remedy = in_parentheses("return ViewChoice(Matrices(...), why)")
+        require(fine, f"of({shape})", "a ViewChoice", f"{choice!r}", remedy)
 
 
 def matrices_have_every_entry_once(case: ViewCase) -> None:
@@ -76,17 +75,15 @@ def matrices_have_every_entry_once(case: ViewCase) -> None:
         try:
             choice.matrices.require_fit(shape)
         except ValueError as error:
-            raise LawError(
-                f"of({shape}): matrices of a parameter of that shape are required, or a ValueError, got {error}"
-            ) from error
+            raise broken(f"of({shape})", "matrices of a parameter of that shape, or a ValueError", error) from error
         count = sum(math.prod(matrix) for matrix in choice.matrices.each(shape))
-        require(count == math.prod(shape), f"of({shape}): {math.prod(shape)} entries are required, got {count}")
+        require(count == math.prod(shape), f"entries of the matrices of of({shape})", f"{math.prod(shape)}", count)
 
 
 def a_choice_follows_from_shape_and_facts_alone(case: ViewCase) -> None:
     """Equal arguments give equal choices, on all ranks and whenever a parameter is added."""
     same = case.accepted() == case.accepted()
-    require(same, "of(): equal choices for equal arguments are required, got others")
+    require(same, "of() for equal arguments", "equal choices", "others")
 
 
 VIEW_LAWS: tuple[Law[ViewCase], ...] = (
@@ -117,13 +114,13 @@ def factors_are_numbers_from_zero_to_one(case: ScheduleCase) -> None:
         found: object = case.component.decay(t)
         fine = isinstance(found, (int, float)) and math.isfinite(found) and 0 <= found <= 1
         hint = "decay(t) is a factor on the learning rate, not a rate; t in [0, 1] is a fraction of the run, not a step"
-        require(fine, f"decay({t:g}): a float in [0, 1] is required, got {found!r} ({hint})")
+        require(fine, f"decay({t:g})", "a float in [0, 1]", f"{found!r}", in_parentheses(hint))
 
 
 def the_peak_is_the_learning_rate(case: ScheduleCase) -> None:
     """The largest factor of a run is 1, so that the `lr` of an experiment is its peak. The tolerance is 1e-6."""
     peak = max(case.component.factor(step, case.steps) for step in range(case.steps))
-    require(abs(peak - 1) <= 1e-6, f"a largest factor of 1 in a run of {case.steps} steps is required, got {peak:.6g}")
+    require(abs(peak - 1) <= 1e-6, f"the largest factor in a run of {case.steps} steps", "1", f"{peak:.6g}")
 
 
 def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
@@ -134,8 +131,8 @@ def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
     once = [case.component.factor(step, case.steps) for step in steps]
     again = [case.component.factor(step, case.steps) for step in reversed(steps)][::-1]
     different = next((step for step in steps if once[step] != again[step]), None)
-    problem = f"decay(): the same factor at step {different} whenever it is asked for is required, got others"
-    require(different is None, f"{problem}; is there a count of calls?")
+    cause = in_parentheses("is there a count of calls?")
+    require(different is None, f"decay() at step {different}, requested twice", "the same factor", "another", cause)
 
 
 SCHEDULE_LAWS: tuple[Law[ScheduleCase], ...] = (
@@ -154,8 +151,9 @@ def alpha_is_a_number_at_every_rate(case: Case[WeightDecay]) -> None:
         for rate in (0.0, 0.1):
             found: object = case.component.alpha(rate, lr, _PEAK)
             fine = isinstance(found, (int, float)) and math.isfinite(found) and found >= 0
-            require(fine, f"alpha({rate}, lr={lr}, peak_lr={_PEAK}): a number >= 0 is required, got {found!r}")
-            require(rate or not found, f"alpha: 0 is required for rate 0 at lr {lr}, got {found}")
+            where = f"alpha({rate}, lr={lr}, peak_lr={_PEAK})"
+            require(fine, where, "a number >= 0", f"{found!r}")
+            require(rate or not found, where, "0 for the rate 0", found)
 
 
 def a_learning_rate_on_the_device_is_not_read(case: Case[WeightDecay]) -> None:
@@ -167,11 +165,11 @@ def a_learning_rate_on_the_device_is_not_read(case: Case[WeightDecay]) -> None:
             given = torch.tensor(lr, dtype=torch.float64).to(run.device)
             with accelerator("cuda") as counts:
                 found = case.component.alpha(0.1, given, _PEAK)
-            require_no_waits(counts, "in alpha()", "lr may be a tensor on the device, and alpha a tensor then")
+            require_no_waits(counts, "alpha()", "lr may be a tensor on the device, and alpha a tensor then")
             value = float(found.cpu()) if isinstance(found, Tensor) else found
             wanted = float(case.component.alpha(0.1, lr, _PEAK))
             fine = math.isclose(value, wanted, rel_tol=1e-6)
-            require(fine, f"alpha at lr {lr} as a tensor: {wanted:g}, as for the float, is required, got {value:g}")
+            require(fine, f"alpha() at lr {lr} as a tensor", f"{wanted:g}, as for the float", f"{value:g}")
 
 
 WEIGHT_DECAY_LAWS: tuple[Law[Case[WeightDecay]], ...] = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from eigengraft.preconditioners import Basis, BasisSolver, EigenvalueBound, PolarSolver, Root, RootSolver
 
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
-from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import definite, rotation, standard_normal
 
 ROUNDING = 1e-10
@@ -68,10 +68,10 @@ def solve(solver: AnySolver, a: Tensor) -> Tensor:
         value, ok = solver.root(a, usual_exponent(solver))[:2]
     else:
         q, _, ok = solver.basis(a, cold(solver, a), True)
-        require(ok.all(), f"a basis of definite matrices is required, got ok = {ok.tolist()}")
+        require(ok.all(), "ok of the bases of definite matrices", "True for all", ok.tolist())
         value, _, ok = solver.basis(a + a.flip(-2, -1), q, False)
     fine = ok.shape == a.shape[:1] and ok.dtype == torch.bool and bool(ok.all())
-    require(fine, f"ok, one bool a matrix and all of them True for definite matrices, is required, got {ok}")
+    require(fine, "ok of definite matrices", "one bool for each matrix, all of them True", ok)
     return value
 
 
@@ -92,7 +92,7 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
 
     for i in range(len(a)):
         alone = solve(case.component, a[i : i + 1])
-        require_close(stacked[i : i + 1], alone, ROUNDING, f"matrix {i} of 4 as alone,", cause)
+        require_close(stacked[i : i + 1], alone, ROUNDING, f"the result of matrix {i} in a stack of 4 and alone", cause)
 
 
 def results_have_their_type_and_shape(case: SolverCase[AnySolver]) -> None:
@@ -104,7 +104,7 @@ def results_have_their_type_and_shape(case: SolverCase[AnySolver]) -> None:
             wanted = [3, *shape]
             got = str(list(found.shape)) if isinstance(found, Tensor) else type(found).__name__
             fine = isinstance(found, Tensor) and list(found.shape) == wanted
-            require(fine, f"polar() of matrices {shape}: a tensor of shape {wanted} is required, got {got}")
+            require(fine, f"polar() of matrices {shape}", f"a tensor of shape {wanted}", got)
         return
     named: tuple[str, type, object, str]
     if isinstance(solver, RootSolver):
@@ -113,13 +113,13 @@ def results_have_their_type_and_shape(case: SolverCase[AnySolver]) -> None:
         named = "basis()", Basis, solver.basis(a, cold(solver, a).contiguous(), True), "Basis(q)"
     name, kind, result, hint = named
     if not isinstance(result, kind):
-        raise LawError(f"{name}: a {kind.__name__} is required, got {type(result).__name__}; return {hint}")
+        raise broken(name, f"a {kind.__name__}", type(result).__name__, in_parentheses(f"return {hint}"))
     assert isinstance(result, (Root, Basis))
     value, ok, columns = result[0], result.ok, solver.columns(6) if isinstance(solver, BasisSolver) else 6
     fine = value.shape == (4, 6, columns)
-    require(fine, f"{name}: shape [N, 6, {columns}] with N = 4 is required of {hint}, got {list(value.shape)}")
+    require(fine, f"{name}, shape of {hint}", f"[N, 6, {columns}] with N = 4", list(value.shape))
     fine = ok.shape == (4,) and ok.dtype == torch.bool
-    require(fine, f"{name}: ok of shape [4] in torch.bool is required, got {list(ok.shape)} in {ok.dtype}")
+    require(fine, f"{name}, ok", "shape [4] in torch.bool", f"{list(ok.shape)} in {ok.dtype}")
 
 
 def arguments_are_not_written_to(case: SolverCase[AnySolver]) -> None:
@@ -135,7 +135,7 @@ def arguments_are_not_written_to(case: SolverCase[AnySolver]) -> None:
     for name, tensor in given.items():
         if not torch.equal(tensor, before[name]):
             cause = write_cause(case.component, given, run)
-            raise LawError(f"the solver must not change {name}, but changed it{cause}")
+            raise broken(f"{name} after the solver", "the same bits as before", "others", cause)
 
 
 def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
@@ -145,16 +145,18 @@ def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
         out = solve(case.component, a)
         columns = case.component.columns(6) if isinstance(case.component, BasisSolver) else 6
         want, got = (dtype, a.device, (4, 6, columns)), (out.dtype, out.device, tuple(out.shape))
-        require(got == want, f"a result of (dtype, device, shape) {want} is required, got {got}")
+        require(got == want, "(dtype, device, shape) of the result", f"{want}", got)
 
 
 def strided_and_expanded_stacks_are_taken(case: SolverCase[AnySolver]) -> None:
     """The same numbers give the same result, for any strides."""
     a = definite()
     strided, expanded = torch.stack([a, -a], dim=-1)[..., 0], a[:1].expand(3, -1, -1)
-    require_close(solve(case.component, strided), solve(case.component, a), ROUNDING, "a strided stack as a dense one")
+    what = "results of a strided stack and of a dense one"
+    require_close(solve(case.component, strided), solve(case.component, a), ROUNDING, what)
     alone = solve(case.component, a[:1])
-    require_close(solve(case.component, expanded)[1:2], alone, ROUNDING, "an expanded stack as its only matrix")
+    what = "results of an expanded stack and of its only matrix"
+    require_close(solve(case.component, expanded)[1:2], alone, ROUNDING, what)
 
 
 def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolver]) -> None:
@@ -174,14 +176,15 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
     try:
         ours, marked = solved(spoiled)
     except Exception as error:
-        raise LawError(
-            f"a matrix with nan must be marked in `ok` and raise nothing, got {type(error).__name__}: {error}; replace "
-            "such matrices before the decomposition, as by torch.where(finite_blocks(a)[:, None, None], a, "
+        remedy = (
+            "replace such matrices before the decomposition, as by torch.where(finite_blocks(a)[:, None, None], a, "
             "identity_like(a)) of eigengraft.numerics"
-        ) from error
+        )
+        got = f"{type(error).__name__}: {error}"
+        raise broken("a matrix with nan", "False in `ok`, and no exception", got, in_parentheses(remedy)) from error
     ok = marked.tolist()
-    require(ok == [True, False, True], f"ok = [True, False, True] for a nan in matrix 1 is required, got {ok}")
-    require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a bad matrix as without it,")
+    require(ok == [True, False, True], "ok of a stack with nan in matrix 1", "[True, False, True]", ok)
+    require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a matrix with nan and without it")
 
 
 def _equals(case: SolverCase[AnySolver]) -> list[RootSolver | BasisSolver]:
@@ -200,9 +203,8 @@ def equal_solvers_compute_the_same(case: SolverCase[AnySolver]) -> None:
     a = definite()
     for solver in _equals(case):
         name = getattr(solver, "kind", type(solver).__name__)
-        require_close(
-            solve(solver, a), solve(case.component, a), EQUAL, f"{name}, which calls itself equal, gives that"
-        )
+        what = f"results of {name}, whose `equal_to` returns a solver, and of this solver"
+        require_close(solve(solver, a), solve(case.component, a), EQUAL, what)
 
 
 SOLVER_LAWS: tuple[Law[SolverCase[Any]], ...] = (
@@ -228,8 +230,8 @@ def bases_are_orthonormal_and_know_no_scale(case: SolverCase[BasisSolver]) -> No
     a = definite()
     q = solve(case.component, a)
     eye = torch.eye(q.shape[-1], dtype=torch.float64).expand(4, -1, -1)
-    require_close(q.mT @ q, eye, 1e-13, "Q^T Q = I")
-    require_close(solve(case.component, a * 2.0**40), q, 1e-9, "the basis of 2^40 A as that of A")
+    require_close(q.mT @ q, eye, 1e-13, "Q^T Q and I")
+    require_close(solve(case.component, a * 2.0**40), q, 1e-9, "the bases of 2^40 A and of A")
 
 
 def bases_converge_to_the_eigenvectors(case: SolverCase[BasisSolver]) -> None:
@@ -242,12 +244,14 @@ def bases_converge_to_the_eigenvectors(case: SolverCase[BasisSolver]) -> None:
     q = cold(solver, a)
     for refresh in range(200):
         q, _, ok = solver.basis(a, q, refresh == 0)
-        require(ok.all(), f"a basis at every refresh is required, got ok = {ok.tolist()} at refresh {refresh}")
+        require(ok.all(), f"ok at refresh {refresh}", "True", ok.tolist())
     b = q.mT @ a @ q
     diagonal = b.diagonal(dim1=1, dim2=2)
     error = float((b - torch.diag_embed(diagonal)).abs().max()) / float(b.abs().max())
-    require(error <= 1e-9, f"a diagonal Q^T A Q up to 1e-9 is required, got {error:.2g} beside the diagonal")
-    require_close(diagonal.sort().values, values[None, 6 - q.shape[-1] :], 1e-10, "the leading eigenvalues in Q^T A Q")
+    what = "entries of Q^T A Q off the diagonal after 200 refreshes, relative to the largest entry"
+    require(error <= 1e-9, what, "at most 1e-9", f"{error:.2g}")
+    what = "the diagonal of Q^T A Q and the leading eigenvalues of A"
+    require_close(diagonal.sort().values, values[None, 6 - q.shape[-1] :], 1e-10, what)
 
 
 BASIS_LAWS: tuple[Law[SolverCase[Any]], ...] = (
@@ -263,12 +267,13 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
     """(U A U^T)^-e = U A^-e U^T for orthogonal U, (c A)^-e = c^-e A^-e for numbers c > 0, and roots are symmetric."""
     a, u, solver = definite(), rotation(6, 1), case.component
     root = solve(solver, a)
-    require_close(root, root.mT, 1e-14, "a symmetric root")
+    require_close(root, root.mT, 1e-14, "the root and its transpose")
     if case.rotates:
-        require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, "a root that turns with its matrix")
+        what = "the root of U A U^T and U R U^T for the root R of A"
+        require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, what)
     if case.degree is not None:
         scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(usual_exponent(solver)))
-        what = f"the root of 1e6 A as 1e6^({case.degree:g} e) times that of A,"
+        what = f"the root of 1e6 A times 1e6^({-case.degree:g} e) and the root of A"
         require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
@@ -285,15 +290,14 @@ def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
         problem = solver.check(exponent)
         if problem is not None:
             fine = f"{getattr(solver, 'kind', '?')} takes exponents" in problem and problem.endswith(f"got {exponent}")
-            require(fine, f"check(): '<kind> takes exponents ..., got {exponent}' is required, got '{problem}'")
+            require(fine, "check()", f"'<kind> takes exponents ..., got {exponent}'", f"'{problem}'")
             continue
         power = (q * values.pow(float(exponent)).unsqueeze(1)) @ q.mT
         root, ok = solver.root(a, exponent)[:2]
         error, bound = float((root @ power - torch.eye(6)).abs().max()), max(1e-2, 60 * getattr(solver, "eps", 0.0))
-        require(ok.all(), f"roots of definite matrices to the power -{exponent} are required, got ok = {ok.tolist()}")
-        require(
-            error <= bound, f"A^-e A^e = I up to {bound:g} for e = {exponent} is required, got an error of {error:.2g}"
-        )
+        require(ok.all(), f"ok of definite matrices to the power -{exponent}", "True for all", ok.tolist())
+        what = f"the largest entry of A^-e A^e - I for e = {exponent}"
+        require(error <= bound, what, f"at most {bound:g}", f"{error:.2g}")
 
 
 def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
@@ -304,10 +308,10 @@ def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
         for name, want in (("iterations", torch.int32), ("residual", dtype), ("definite", torch.bool)):
             x = getattr(root, name)
             got = f"{x.dtype} of shape {list(x.shape)}"
-            require((x.shape, x.dtype) == ((4,), want), f"{name}: {want} of shape [4] is required, got {got}")
+            require((x.shape, x.dtype) == ((4,), want), name, f"{want} of shape [4]", got)
         limit, worst = getattr(case.component, "max_error", 1), float(root.residual.max())
-        require(worst < limit, f"a residual below {limit} is required, got {worst:.2g}")
-        require(root.definite.all(), f"definite roots are required, got definite = {root.definite.tolist()}")
+        require(worst < limit, "residual", f"below {limit}", f"{worst:.2g}")
+        require(root.definite.all(), "definite", "True for definite matrices", root.definite.tolist())
 
 
 def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
@@ -318,13 +322,13 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     exponent = usual_exponent(solver)
     root = solver.diagonal_root(a, exponent)
     fine = bool(root.ok.all()) and bool(root.definite.all()) and root.iterations.dtype == torch.int32
-    require(fine, f"ok and definite roots with int32 iterations are required, got {root}")
+    require(fine, "diagonal_root()", "ok and definite roots with int32 iterations", root)
     error = float((root.value * a ** float(exponent) - 1).abs().max())
     bound = max(1e-10, 60 * getattr(solver, "eps", 0.0))
-    require(error <= bound, f"a^-{exponent} up to {bound:g} is required, got a relative error of {error:.2g}")
+    require(error <= bound, f"the relative error of a^-{exponent}", f"at most {bound:g}", f"{error:.2g}")
     spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
     same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
-    require(same, f"a row of nan rejected alone is required, got ok = {spoiled.ok.tolist()}")
+    require(same, "ok of a stack with nan in row 2", "[True, True, False]", spoiled.ok.tolist())
 
 
 ROOT_LAWS: tuple[Law[SolverCase[Any]], ...] = (
@@ -347,16 +351,15 @@ def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCa
         x, u, v = standard_normal(3, *shape, seed=sum(shape)), rotation(shape[0], 1), rotation(shape[1], 2)
         polar, where = solve(case.component, x), f"for matrices {shape}"
         if case.rotates is not False:
-            require_close(
-                solve(case.component, u @ x @ v.T), u @ polar @ v.T, ROUNDING, f"P(U X V^T) = U P(X) V^T {where}"
-            )
+            what = f"P(U X V^T) and U P(X) V^T {where}"
+            require_close(solve(case.component, u @ x @ v.T), u @ polar @ v.T, ROUNDING, what)
         if case.rotates is not False or x.shape[1] != x.shape[2]:
-            require_close(solve(case.component, x.mT), polar.mT, ROUNDING, f"P(X^T) = P(X)^T {where}")
-        require_close(solve(case.component, -x), -polar, ROUNDING, f"P(-X) = -P(X) {where}")
-        require_close(solve(case.component, x * 2.0**30), polar, ROUNDING, f"P(2^30 X) = P(X) {where}")
+            require_close(solve(case.component, x.mT), polar.mT, ROUNDING, f"P(X^T) and P(X)^T {where}")
+        require_close(solve(case.component, -x), -polar, ROUNDING, f"P(-X) and -P(X) {where}")
+        require_close(solve(case.component, x * 2.0**30), polar, ROUNDING, f"P(2^30 X) and P(X) {where}")
         left, _, right = torch.linalg.svd(x, full_matrices=False)
         cosine = float((left @ right * polar).sum() / (left @ right).norm() / polar.norm())
-        require(cosine >= case.cosine, f"a cosine with U V^T of {case.cosine} {where} is required, got {cosine:.3g}")
+        require(cosine >= case.cosine, f"the cosine with U V^T {where}", f"at least {case.cosine}", f"{cosine:.3g}")
 
 
 def polar_factors_of_difficult_matrices_are_finite(case: SolverCase[AnySolver]) -> None:
@@ -365,11 +368,10 @@ def polar_factors_of_difficult_matrices_are_finite(case: SolverCase[AnySolver]) 
     difficult = {"zero": x * 0, "tiny": x * 1e-30, "huge": x * 1e30, "denormal": x * 1e-42}
     for name, given in {**difficult, "rank one": x[..., :1] * x[:, :1]}.items():
         polar = solve(case.component, given)
-        require(polar.isfinite().all(), f"finite numbers for a matrix that is {name} are required, got nan or inf")
+        require(polar.isfinite().all(), f"the result for a {name} matrix", "finite numbers", "nan or inf")
         norm = float(torch.linalg.matrix_norm(polar, ord=2).max())
-        require(norm <= 1.5, f"a spectral norm of at most 1.5 for a matrix that is {name} is required, got {norm:.3g}")
-    if solve(case.component, x * 0).any():
-        raise LawError("the result for a zero matrix must be zero, but has other numbers")
+        require(norm <= 1.5, f"the spectral norm of the result for a {name} matrix", "at most 1.5", f"{norm:.3g}")
+    require(not solve(case.component, x * 0).any(), "the result for a zero matrix", "0", "other numbers")
 
 
 POLAR_LAWS: tuple[Law[SolverCase[Any]], ...] = (
@@ -399,10 +401,10 @@ def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
         found: object = case.component.of_scaled(a)
         got = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         fine = isinstance(found, Tensor) and (found.dtype, tuple(found.shape)) == (dtype, (4,))
-        require(fine, f"of_scaled(): {dtype} of shape [4] for 4 matrices is required, got {got}")
+        require(fine, "of_scaled() of 4 matrices", f"{dtype} of shape [4]", got)
         if not torch.equal(a, before):
             cause = write_cause(case.component, {"the matrix": a}, partial(case.component.of_scaled, a))
-            raise LawError(f"of_scaled() must not change the matrix, but changed it{cause}")
+            raise broken("the matrix after of_scaled()", "the same bits as before", "others", cause)
 
 
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
@@ -411,9 +413,8 @@ def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
     together = case.component.upper(a)
     for i in range(len(a)):
         cause = partial(stack_cause, case.component, partial(case.component.upper, many))
-        require_close(
-            case.component.upper(a[i : i + 1]), together[i : i + 1], 1e-6, f"matrix {i} of 4 as alone,", cause
-        )
+        what = f"the bounds of matrix {i} alone and in a stack of 4"
+        require_close(case.component.upper(a[i : i + 1]), together[i : i + 1], 1e-6, what, cause)
 
 
 def bounds_scale_with_the_matrix(case: BoundCase) -> None:
@@ -423,11 +424,12 @@ def bounds_scale_with_the_matrix(case: BoundCase) -> None:
     a = definite(dtype=torch.float32)
     upper = case.component.upper(a)
     for scale in (1e-30, 1e30):
-        require_close(case.component.upper(a * scale) / scale, upper, 1e-5, f"upper({scale:g} A) as {scale:g} upper(A)")
+        what = f"upper({scale:g} A) / {scale:g} and upper(A)"
+        require_close(case.component.upper(a * scale) / scale, upper, 1e-5, what)
     zero = case.component.upper(torch.zeros_like(a)).tolist()
-    require(not any(zero), f"bounds of 0 are required for zero matrices, got {zero}")
+    require(not any(zero), "bounds of zero matrices", "0", zero)
     none = list(case.component.upper(a[:0]).shape)
-    require(none == [0], f"bounds of shape [0] are required for no matrices, got {none}")
+    require(none == [0], "the shape of the bounds of an empty stack", "[0]", none)
 
 
 def bounds_are_not_below_the_eigenvalue(case: BoundCase) -> None:
@@ -438,11 +440,9 @@ def bounds_are_not_below_the_eigenvalue(case: BoundCase) -> None:
         largest, upper, d = torch.linalg.eigvalsh(a)[:, -1], case.component.upper(a), a.shape[-1]
         ratios = (upper / largest).tolist()
         low = min(ratios) >= 1 - 2 * d * torch.finfo(torch.float64).eps
-        require(low, f"at least the largest eigenvalue is required for {name} matrices, got {min(ratios):.6g} times it")
-        require(
-            max(ratios) <= d * (1 + 1e-6),
-            f"at most {d} times the largest eigenvalue is required, got {max(ratios):.3g}",
-        )
+        what = f"the bound of a {name} matrix, divided by its largest eigenvalue"
+        require(low, what, "at least 1", f"{min(ratios):.6g}")
+        require(max(ratios) <= d * (1 + 1e-6), what, f"at most {d}", f"{max(ratios):.3g}")
 
 
 def _scaled(a: Tensor) -> Tensor:

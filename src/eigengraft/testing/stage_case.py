@@ -21,7 +21,7 @@ from eigengraft.signals import known_signals, requested
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import StepContext
 
-from .laws import Case, LawError, require
+from .laws import Case, LawError, broken, in_parentheses, require
 from .samples import TRAJECTORY_STEPS, gradients, signals_of
 
 
@@ -170,16 +170,14 @@ class StageBench:
         assert self.watch is not None
         for key in sorted(self.declared.keys() - self.watch.written):
             name = StateKey.parse(key).slot
-            require(
-                False,
-                f"{key} keeps its initial value in {self.counts.max()} steps, because it is never assigned: write "
-                f'`state["{name}"] = ...` (for a slot that refresh() writes: does cadence() return a cadence?)',
-            )
+            cause = f'write `state["{name}"] = ...`; for a slot that refresh() writes: does cadence() return a cadence?'
+            where = f"slot {key} in {self.counts.max()} steps"
+            raise broken(where, "an assignment", "its initial value", in_parentheses(cause))
 
     def require_used(self) -> None:
         """Raise a LawError if a declared slot was neither read nor written."""
         idle = ", ".join(sorted(self.declared.keys() - self.tensors.used))
-        require(not idle, f"slots() declares slots that are neither read nor written: {idle}")
+        require(not idle, "slots()", "slots that are read or written", f"slots that are neither, {idle}")
 
 
 BLOCKS = ((6, 5), (7,), (3, 2, 4), (1, 1))

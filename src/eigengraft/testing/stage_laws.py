@@ -26,7 +26,7 @@ from eigengraft.slots import StateKey
 from .accelerator import accelerator
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
 from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
-from .laws import Law, require, require_close, the_declaration_survives
+from .laws import Law, in_parentheses, require, require_close, the_declaration_survives
 from .samples import difficult, rotation, standard_normal
 from .stage_case import StageBench, StageCase, on
 
@@ -69,7 +69,7 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
             for i in (0, 2):
                 alone = stack.renewed([i]).run(given[:, i : i + 1])[:, 0]
                 cause = partial(_stack_cause, case, block)
-                require_close(alone, stacked[:, i], 1e-10, f"block {i} alone as in a stack of 3", cause)
+                require_close(alone, stacked[:, i], 1e-10, f"block {i} alone and in a stack of 3", cause, True)
 
 
 def _stack_cause(case: StageCase, block: tuple[int, ...]) -> str:
@@ -86,12 +86,13 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
         with on(block):
             stack = case.bench(block)
             alone = [stack.renewed([i]) for i in range(3)]
-            for gradient, rows in zip(case.gradients(block), chosen, strict=False):
+            for t, (gradient, rows) in enumerate(zip(case.gradients(block), chosen, strict=False), start=1):
                 if stack.lagging and len({bool(stack.counts[i] == 0) for i in rows}) > 1:
                     continue
                 ours = stack.step(gradient[rows], rows=rows)
                 theirs = torch.cat([alone[i].step(gradient[i : i + 1]) for i in rows.tolist()])
-                require_close(ours, theirs, 1e-10, f"rows {rows.tolist()} of a stack as each block alone,")
+                what = f"blocks {rows.tolist()} in a stack at step {t} and each block alone"
+                require_close(ours, theirs, 1e-10, what)
 
 
 _DROPPED = (
@@ -116,10 +117,11 @@ def masked_rows_change_nothing(case: StageCase) -> None:
                     spoiled = given[t].clone()
                     spoiled[1] = torch.nan
                     ours = stack.step(spoiled, mask=mask)[mask]
-                    require_close(ours, expected[t][mask], 1e-10, "the same direction beside a block with nan", cause)
+                    what = f"directions of step {t + 1} beside a block with nan and without it"
+                    require_close(ours, expected[t][mask], 1e-10, what, cause)
                 for key, tensor in stack.tensors.items():
                     same = torch.equal(tensor[1], before[key][1])
-                    require(same, f"unchanged state of a block whose gradient is nan is required, got another {key}")
+                    require(same, f"{key} of a block whose gradient is nan", "the same bits as before", "others")
 
 
 def inputs_are_never_written_to(case: StageCase) -> None:
@@ -132,7 +134,8 @@ def inputs_are_never_written_to(case: StageCase) -> None:
                 copies = {"gradient": gradient.clone(), "direction": direction.clone()}
                 stack.step(gradient, direction if t % 2 else gradient)
                 for name, tensor in (("gradient", gradient), ("direction", direction)):
-                    require(torch.equal(tensor, copies[name]), f"an untouched {name} is required, got a changed one")
+                    same = torch.equal(tensor, copies[name])
+                    require(same, f"the {name} after step {t + 1}", "the same bits as before", "others")
 
 
 def numbers_stay_finite(case: StageCase) -> None:
@@ -150,12 +153,12 @@ def numbers_stay_finite(case: StageCase) -> None:
             with on(block, f"gradients: {name}"):
                 for t, out in enumerate(directions, start=1):
                     finite = out[rows].isfinite().all()
-                    require(finite, f"a finite direction is required, got {_odd(out[rows])} at step {t}")
+                    require(finite, f"the direction of step {t}", "finite numbers", _odd(out[rows]))
                 failed = [key for key, count in failures.items() if count[rows].any()]
-                require(not failed, f"roots and bases that succeed are required, got failures in {failed}")
+                require(not failed, "roots and bases", "no failures", f"failures in {failed}")
                 for key, tensor in stack.tensors.items():
                     finite = tensor[rows].isfinite().all()
-                    require(finite, f"finite state is required, got {_odd(tensor[rows])} in {key}")
+                    require(finite, key, "finite numbers", _odd(tensor[rows]))
 
 
 def a_zero_gradient_moves_nothing(case: StageCase) -> None:
@@ -164,7 +167,9 @@ def a_zero_gradient_moves_nothing(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             out = case.bench(block).run(torch.zeros_like(case.gradients(block)))
-            require(not out.any(), f"a zero direction for a zero gradient is required, got {_odd(out)}")
+            first = next((t for t, own in enumerate(out, start=1) if own.any()), 0)
+            cause = in_parentheses("0 / 0? `numerics.safe_ratio(a, b)` is 0 where b is 0")
+            require(not first, f"the direction of a zero gradient at step {first}", "0", _odd(out), cause)
 
 
 def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
@@ -179,7 +184,7 @@ def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
             both = bench.renewed([*range(bench.blocks)] * len(scales)).run(given)[-1]
         for scale, scaled in zip(scales, torch.split(both, bench.blocks), strict=True):
             with on(block, f"gradients times {scale:g}"):
-                what = f"a direction that scales by the power {degree:g} of the gradients' scale,"
+                what = f"the direction of scaled gradients and the direction times the scale to the power {degree:g}"
                 require_close(scaled * scale**-degree, plain[-1], 1e-7, what)
 
 
@@ -189,7 +194,8 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
         with on(block):
             u, v = rotation(block[0], 1), rotation(block[1], 2)
             straight, turned = case.trajectory(block)[0], case.bench(block).run(u @ case.gradients(block) @ v.T)
-            require_close(turned, u @ straight @ v.T, 1e-9, "a direction that turns with the gradients")
+            what = "directions of the gradients U G V^T and U D V^T for the directions D of G"
+            require_close(turned, u @ straight @ v.T, 1e-9, what, by_step=True)
 
 
 def traits_follow_from_no_shape(case: StageCase) -> None:
@@ -198,7 +204,7 @@ def traits_follow_from_no_shape(case: StageCase) -> None:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):
                 known, own = (getattr(case.component.cached_traits(some), fact) for some in ((), block))
-                require(known == own, f"traits(()).{fact}: {own!r} is required, as of every block, got {known!r}")
+                require(known == own, f"traits(()).{fact}", f"{own!r}, as of every block", f"{known!r}")
 
 
 def entries_are_updated_alone(case: StageCase) -> None:
@@ -214,14 +220,15 @@ def entries_are_updated_alone(case: StageCase) -> None:
             def mixed(x: Tensor, order: Tensor = order) -> Tensor:
                 return x.flatten(2)[..., order].reshape(x.shape)
 
-            require_close(case.bench(block).run(mixed(given)), mixed(straight), 1e-10, "entries in another order, each")
+            what = "directions of gradients with their entries in another order and directions in that order"
+            require_close(case.bench(block).run(mixed(given)), mixed(straight), 1e-10, what, by_step=True)
             kept, replaced = order[: len(order) // 2], order[len(order) // 2 :]
             if len(kept):
                 changed = given.flatten(2).clone()
                 changed[..., replaced] = 100 * standard_normal(*changed[..., replaced].shape, seed=len(order))
                 found = case.bench(block).run(changed.reshape(given.shape)).flatten(2)[..., kept]
-                what = "the same direction beside entries that have changed"
-                require_close(found, straight.flatten(2)[..., kept], 1e-10, what)
+                what = "directions of half of the entries beside other gradients and beside their own"
+                require_close(found, straight.flatten(2)[..., kept], 1e-10, what, by_step=True)
 
 
 def a_declared_moment_is_adams(case: StageCase) -> None:
@@ -233,7 +240,7 @@ def a_declared_moment_is_adams(case: StageCase) -> None:
         with on(block, f"whose traits declare {moment}"):
             bench, first = case.bench(block), isinstance(moment, FirstMoment)
             key = str(StateKey(None, case.who, moment.slot))
-            require([*bench.tensors] == [key], f"the slot {key} alone is required, got {[*bench.tensors]}")
+            require([*bench.tensors] == [key], "slots()", f"the slot {key} alone", [*bench.tensors])
             mean, beta = torch.zeros_like(bench.tensors[key]), moment.beta
             for t, gradient in enumerate(case.gradients(block), start=1):
                 direction = standard_normal(*gradient.shape, seed=t)
@@ -242,8 +249,8 @@ def a_declared_moment_is_adams(case: StageCase) -> None:
                 if isinstance(moment, SecondMoment):
                     wanted = direction / (corrected.sqrt() + moment.eps)
                 found = bench.step(gradient, direction)
-                require_close(found, wanted, 1e-10, "the direction of the declared moment")
-                require_close(bench.tensors[key], mean, 1e-10, f"{key} of the declared moment")
+                require_close(found, wanted, 1e-10, f"the direction of step {t} and that of the declared moment")
+                require_close(bench.tensors[key], mean, 1e-10, f"{key} at step {t} and the declared moment")
 
 
 def _odd(x: Tensor) -> str:
@@ -269,9 +276,8 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
         with on(block):
             given, twin, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
             same = torch.equal(twin.run(given[case.steps // 2 :]), expected[case.steps // 2 :])
-            require(
-                same, "the same directions from a copy of the state are required, got others; is there other memory?"
-            )
+            cause = in_parentheses("is there memory beside the slots?")
+            require(same, "directions from a copy of the state", "the same bits", "others", cause)
 
 
 def dtype_and_device_are_kept(case: StageCase) -> None:
@@ -282,11 +288,9 @@ def dtype_and_device_are_kept(case: StageCase) -> None:
                 want = _kind(case.gradients(block, dtype=dtype))
                 before = {key: _kind(tensor) for key, tensor in case.bench(block, dtype=dtype).tensors.items()}
                 out, stack = case.trajectory(block, dtype)
-                require(
-                    _kind(out) == want, f"directions of (dtype, device, shape) {want} are required, got {_kind(out)}"
-                )
+                require(_kind(out) == want, "(dtype, device, shape) of the directions", f"{want}", _kind(out))
                 after = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
-                require(after == before, f"state of {before} is required, got {after}")
+                require(after == before, "(dtype, device, shape) of the state", f"{before}", after)
 
 
 def _kind(x: Tensor) -> tuple[str, str, tuple[int, ...]]:
@@ -300,7 +304,7 @@ def storage_makes_no_difference(case: StageCase) -> None:
             coder = StageBench(case.component, block, 3, torch.float32, Float32(min_elements=1))
             coded = coder.run(case.gradients(block, dtype=torch.float32))
             same = torch.equal(case.trajectory(block, torch.float32)[0], coded)
-            require(same, "the same directions from encoded state are required, got others")
+            require(same, "directions from encoded state", "the same bits as from state that is not encoded", "others")
 
 
 def state_is_reported_to_the_byte(case: StageCase) -> None:
@@ -317,7 +321,7 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
             (route,) = optimizer.routing_table()
             step = 8  # the int64 count of steps
             found = (optimizer.state_bytes(), route.state_bytes)
-            require(found == (size + step,) * 2, f"{size + step} bytes of state are required, got (all, route) {found}")
+            require(found == (size + step,) * 2, "bytes of state (all, route)", f"{(size + step,) * 2}", found)
 
 
 def a_checkpoint_resumes_exactly(case: StageCase) -> None:
@@ -336,9 +340,8 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
             _train(optimizer, parameters, given[case.steps // 2 :])
             _train(resumed, copies, given[case.steps // 2 :])
             same = all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
-            require(
-                same, "the same parameters after a resume are required, got others; is there memory beside the slots?"
-            )
+            cause = in_parentheses("is there memory beside the slots?")
+            require(same, "parameters after a resume", "the same bits", "others", cause)
 
 
 def measures_are_of_each_block_alone(case: StageCase) -> None:
@@ -349,22 +352,19 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
             together = stack.measures(slice(0, 3))
             for name, values in together.items():
-                what = f"measures() '{name}': a tensor of shape [N] with N = 3 is required, got "
-                known = isinstance(values, Tensor)
-                require(known and values.shape == (3,), what + (f"{list(values.shape)}" if known else f"{values!r}"))
+                got: object = list(values.shape) if isinstance(values, Tensor) else f"{values!r}"
+                require(got == [3], f"measures() '{name}'", "a tensor of shape [N] with N = 3", got)
             for i in range(3):
                 alone = stack.measures(slice(i, i + 1))
-                require(
-                    alone.keys() == together.keys(), f"measures(): the names {[*together]} are required, got {[*alone]}"
-                )
+                names = f"the names {[*together]}"
+                require(alone.keys() == together.keys(), f"measures() of block {i} alone", names, [*alone])
                 for name, values in alone.items():
                     # the tolerance allows for products of a single matrix, which are rounded differently
                     close = torch.isclose(values[0], together[name][i], rtol=1e-6, atol=1e-8, equal_nan=True)
-                    require(
-                        bool(close), f"measures() '{name}': {values[0]} is required, got {together[name][i]} in a stack"
-                    )
+                    where = f"measures() '{name}' of block {i} in a stack"
+                    require(close, where, f"{values[0]}, as of the block alone", together[name][i])
             same = all(torch.equal(before[key], tensor) for key, tensor in stack.tensors.items())
-            require(same, "measures(): unchanged state is required, got other values")
+            require(same, "the state after measures()", "the same bits as before", "others")
 
 
 def unpaired(case: object) -> str | None:
@@ -419,7 +419,7 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
                     "`context.step`, `context.seed` and `context.tensor(...)` are on the device; in place of `if`, use "
                     "torch.where, or `context.per_block` and `context.holds` for conditions on steps"
                 )
-                require_no_waits(counts, f"step {number} has no refresh, but", remedy)
+                require_no_waits(counts, f"step {number}, without a refresh", remedy)
 
 
 STAGE_LAWS: tuple[Law[StageCase], ...] = (

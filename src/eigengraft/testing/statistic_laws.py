@@ -19,7 +19,7 @@ from eigengraft.step_context import StepContext
 from .accelerator import accelerator
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
 from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
-from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import difficult, gradients, signals_of
 from .stage_case import Degree, on
 
@@ -131,34 +131,30 @@ def contributions_have_their_shape(case: StatisticCase) -> None:
             found: object = bench.contributions(given)
             with on(block):
                 fine = isinstance(found, list) and len(found) == len(bench.axes)
-                require(fine, f"contributions(): a list with one for each of the axes {bench.axes} is required")
+                got = f"a list of {len(found)}" if isinstance(found, list) else type(found).__name__
+                require(fine, "contributions()", f"a list with one for each of the axes {bench.axes}", got)
                 assert isinstance(found, list)
                 for axis, one in zip(bench.axes, found, strict=True):
                     _require_shape(one, axis, block[axis], given)
 
 
 def _require_shape(found: object, axis: int, d: int, given: Tensor) -> None:
-    n, where = len(given), f"contribution() to axis {axis}, of length {d}:"
+    n, where = len(given), f"contribution() to axis {axis}, of length {d}"
     if not isinstance(found, Contribution):
-        raise LawError(f"{where} a Contribution is required, got {type(found).__name__}; return Contribution(y)")
+        raise broken(where, "a Contribution", type(found).__name__, in_parentheses("return Contribution(y)"))
     y, z, scale = found
     wanted = f"[N, {d}, {d}]" if z is None else f"[N, {d}, rest]"
     fine = y.ndim == 3 and y.shape[:2] == (n, d) and (y.shape[2] == d if z is None else y.shape == z.shape)
     got = f"{list(y.shape)}" + ("" if z is None else f" and {list(z.shape)}")
-    hint = "; a product Y Z^T of unfoldings is Contribution(y, z)" if z is None else ""
-    require(
-        fine, f"{where} {'y' if z is None else 'y and z'} of shape {wanted} with N = {n} is required, got {got}{hint}"
-    )
+    hint = in_parentheses("a product Y Z^T of unfoldings is Contribution(y, z)") if z is None else ""
+    require(fine, f"{where}, {'y' if z is None else 'y and z'}", f"shape {wanted} with N = {n}", got, hint)
     for name, x in (("y", y), ("z", z), ("scale", scale)):
         if isinstance(x, Tensor):
-            require(
-                x.dtype == given.dtype and x.device == given.device,
-                f"{where} {name} in {given.dtype} on {given.device}, as the gradient, is required, got {x.dtype} on "
-                f"{x.device}",
-            )
+            want, got = f"{given.dtype} on {given.device}", f"{x.dtype} on {x.device}"
+            require(want == got, f"{where}, {name}", f"{want}, as the gradient", got)
     fine = isinstance(scale, (int, float)) or tuple(scale.shape) == (n,)
-    got = str(list(scale.shape)) if isinstance(scale, Tensor) else ""
-    require(fine, f"{where} scale: a number, or a tensor of shape [N] with N = {n}, is required, got shape {got}")
+    got = f"shape {list(scale.shape)}" if isinstance(scale, Tensor) else ""
+    require(fine, f"{where}, scale", f"a number, or a tensor of shape [N] with N = {n}", got)
 
 
 def the_gradient_is_not_written_to(case: StatisticCase) -> None:
@@ -169,7 +165,7 @@ def the_gradient_is_not_written_to(case: StatisticCase) -> None:
         bench.observe(given)
         if not torch.equal(given, before):
             cause = write_cause(case.component, {"the gradient": given}, partial(bench.observe, given))
-            raise LawError(f"contribution() must not change the gradient, but changed it{cause}")
+            raise broken("the gradient after contribution()", "the same bits as before", "others", cause)
 
 
 def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
@@ -187,7 +183,7 @@ def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
             alone = FactorBench(case.component, block, 1, first=row).observe(given[:, row : row + 1]).estimates()
             for axis, factor in alone.items():
                 with on(block):
-                    what = f"the factor of axis {axis} of block {row} alone as in a stack of 3,"
+                    what = f"the factor of axis {axis} of block {row} alone and in a stack of 3"
                     require_close(factor, together[axis][row : row + 1], 1e-10, what, cause)
 
 
@@ -198,14 +194,11 @@ def factors_are_symmetric_and_semidefinite(case: StatisticCase) -> None:
         for axis, a in bench.observe(case.given(block, dtype=torch.float32)).estimates().items():
             matrix = a if a.ndim == 3 else torch.diag_embed(a)
             with on(block):
-                require_close(matrix, matrix.mT, 1e-5, f"a symmetric factor of axis {axis}")
+                require_close(matrix, matrix.mT, 1e-5, f"the factor of axis {axis} and its transpose")
                 least, largest = float(torch.linalg.eigvalsh(matrix).min()), float(a.abs().max())
                 fine = least >= -1e-5 * largest
-                require(
-                    fine,
-                    f"a factor of axis {axis} without negative eigenvalues is required, got {least:.2g}; a "
-                    "contribution must be positive semi-definite, as Y Y^T is",
-                )
+                cause = in_parentheses("a contribution must be positive semi-definite, as Y Y^T is")
+                require(fine, f"eigenvalues of the factor of axis {axis}", "none below 0", f"{least:.2g}", cause)
 
 
 def factors_keep_dtype_and_device(case: StatisticCase) -> None:
@@ -217,7 +210,7 @@ def factors_keep_dtype_and_device(case: StatisticCase) -> None:
             bench.observe(case.given(block, dtype=dtype))
             after = {key: (tensor.dtype, tensor.shape) for key, tensor in bench.tensors.items()}
             with on(block, str(dtype)):
-                require(after == before, f"factors of {before} are required, got {after}")
+                require(after == before, "(dtype, shape) of the factors", f"{before}", after)
 
 
 def factors_stay_finite(case: StatisticCase) -> None:
@@ -227,7 +220,8 @@ def factors_stay_finite(case: StatisticCase) -> None:
             found = FactorBench(case.component, block, dtype=torch.float32).observe(given[:_STEPS]).estimates()
             for axis, factor in found.items():
                 with on(block, f"gradients: {name}"):
-                    require(factor.isfinite().all(), f"a finite factor of axis {axis} is required, got nan or inf")
+                    finite = factor.isfinite().all()
+                    require(finite, f"the factor of axis {axis}", "finite numbers", "nan or inf")
 
 
 def observations_stay_on_the_device(case: StatisticCase) -> None:
@@ -247,7 +241,7 @@ def observations_stay_on_the_device(case: StatisticCase) -> None:
                 case.component.observe(bench.state, gradient, context, bench.axes, partial(bench.powers, context))
             if bench.step > WARM_UP_STEPS:
                 remedy = "`context.step`, `context.seed` and `context.tensor(...)` are on the device"
-                require_no_waits(counts, f"in step {bench.step}", remedy)
+                require_no_waits(counts, f"step {bench.step}", remedy)
 
 
 def factors_are_all_the_memory(case: StatisticCase) -> None:
@@ -256,7 +250,8 @@ def factors_are_all_the_memory(case: StatisticCase) -> None:
         one, two = (FactorBench(case.component, block).observe(case.given(block)).estimates() for _ in range(2))
         with on(block):
             same = all(torch.equal(one[axis], two[axis]) for axis in one)
-            require(same, "the same factors from the same gradients are required, got others; is there other memory?")
+            cause = in_parentheses("is there memory beside the factors?")
+            require(same, "factors of the same gradients", "the same bits", "others", cause)
 
 
 def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
@@ -268,7 +263,7 @@ def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
         plain = FactorBench(case.component, block, dtype=torch.float32).observe(given).estimates()
         scaled = FactorBench(case.component, block, dtype=torch.float32).observe(given * 2.0**8).estimates()
         for axis, factor in plain.items():
-            what = f"a factor of axis {axis} that scales by the power {degree:g} of the gradients' scale,"
+            what = f"the factor of axis {axis} of scaled gradients and it times the scale to the power {degree:g}"
             with on(block):
                 require_close(scaled[axis], factor * 2.0 ** (8 * degree), 1e-5, what)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .laws import Case, Law, require, the_declaration_survives
+from .laws import Case, Law, in_parentheses, require, the_declaration_survives
 
 if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Batch, Task
@@ -23,11 +23,12 @@ def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     first, second = case.component.load(), case.component.load()
     for step in (7, 0, 500):
         same = _equal(first.batch(3, step), second.batch(3, step))
-        require(same, f"the same batch of seed 3 and step {step} from data read twice is required, got another")
-    require(_equal(first.batch(3, 7), first.batch(3, 7)), "the same batch asked for twice is required, got another")
+        require(same, f"the batch of seed 3 and step {step}, from data that are read again", "the same", "another")
+    same = _equal(first.batch(3, 7), first.batch(3, 7))
+    require(same, "the batch of seed 3 and step 7, requested twice", "the same", "another")
     one = first.batch(3, 7).inputs
-    require(not torch.equal(one, first.batch(4, 7).inputs), "another batch for another seed is required, got the same")
-    require(not torch.equal(one, first.batch(3, 8).inputs), "another batch for another step is required, got the same")
+    require(not torch.equal(one, first.batch(4, 7).inputs), "the batch of another seed", "another", "the same")
+    require(not torch.equal(one, first.batch(3, 8).inputs), "the batch of another step", "another", "the same")
 
 
 def the_data_are_finite(case: Case[Task]) -> None:
@@ -36,19 +37,19 @@ def the_data_are_finite(case: Case[Task]) -> None:
 
     data = case.component.load()
     whole = data_fault(data.train) if isinstance(data, Examples) else ""
-    require(not whole, f"finite numbers are required in the training data, got {whole}")
+    require(not whole, "the training data", "finite numbers", whole)
     for step in range(_BATCHES):
         fault = data_fault(data.batch(0, step), data.batch_rows(0, step))
-        require(not fault, f"finite numbers are required in the batch of seed 0 and step {step}, got {fault}")
+        require(not fault, f"the batch of seed 0 and step {step}", "finite numbers", fault)
     fault = validation_fault(data)
-    require(not fault, f"finite numbers are required for validation, got {fault}")
+    require(not fault, "the data for validation", "finite numbers", fault)
 
 
 def the_data_have_a_fingerprint(case: Case[Task]) -> None:
     """The fingerprint is the same each time the data are read, and contains the sha256 of the data."""
     one, two = case.component.load().fingerprint, case.component.load().fingerprint
-    require(one == two, f"the same fingerprint whenever the data are read is required, got {one} and {two}")
-    require(len(one.sha256) == 64, f"sha256: 64 hexadecimal digits are required, got '{one.sha256}'")
+    require(one == two, "the fingerprint of data that are read again", f"{one}", two)
+    require(len(one.sha256) == 64, "sha256 of the fingerprint", "64 hexadecimal digits", f"'{one.sha256}'")
 
 
 def initial_weights_depend_on_the_seed_alone(case: Case[Task]) -> None:
@@ -58,10 +59,11 @@ def initial_weights_depend_on_the_seed_alone(case: Case[Task]) -> None:
         torch.rand(5)
         again = case.component.new_model(1).state_dict()
     same = all(torch.equal(first[name], value) for name, value in again.items())
-    require(same, "the same weights from the same seed are required, got others")
+    require(same, "initial weights of the same seed", "the same bits", "others")
     others = case.component.new_model(2).state_dict()
     differ = any(not torch.equal(first[name], value) for name, value in others.items())
-    require(differ, "other weights from another seed are required, got the same (does build() set a seed?)")
+    cause = in_parentheses("does build() set a seed?")
+    require(differ, "initial weights of another seed", "other weights", "the same", cause)
 
 
 def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
@@ -71,14 +73,14 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
     """
     inputs, targets = case.component.load().batch(0, 0)
     model, half = case.component.new_model(0).eval(), len(inputs) // 2
-    require(half > 0, f"batches of two rows or more are required, got {len(inputs)}")
+    require(half > 0, "rows of a batch", "at least 2", len(inputs))
     with torch.no_grad():
         outputs = model(inputs)
         whole, total = float(case.component.loss(outputs, targets)), 0.0
         for rows in (slice(None, half), slice(half, None)):
             total += float(case.component.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
     fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
-    require(fine, f"a loss that is the mean over targets, {total:.6g} by parts, is required, got {whole:.6g}")
+    require(fine, "the loss of a batch", f"{total:.6g}, the mean over targets of its halves", f"{whole:.6g}")
 
 
 def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
@@ -87,12 +89,13 @@ def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
     model = case.component.new_model(0)
     loss = case.component.loss(model(inputs), targets)
     fine = loss.ndim == 0 and bool(loss.isfinite())
-    require(fine, f"a finite loss of shape [] is required, got {loss.tolist()} of shape {list(loss.shape)}")
+    require(fine, "the loss", "a finite number of shape []", f"{loss.tolist()} of shape {list(loss.shape)}")
     loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             fine = parameter.grad is not None and bool(parameter.grad.isfinite().all())
-            require(fine, f"a finite gradient of {name} is required, got {'none' if parameter.grad is None else 'nan'}")
+            got = "none" if parameter.grad is None else "nan or inf"
+            require(fine, f"the gradient of {name}", "finite numbers", got)
 
 
 def metrics_are_means_over_all_validation_targets(case: Case[Task]) -> None:
@@ -112,20 +115,20 @@ def metrics_are_means_over_all_validation_targets(case: Case[Task]) -> None:
     metrics = case.component.evaluate(model, data, _CPU)
     mean = case.component.reported(total / count)
     fine = math.isclose(metrics.val_loss, mean, rel_tol=1e-5)
-    require(fine, f"val_loss {mean:.6g}, the mean over all targets, is required, got {metrics.val_loss:.6g}")
+    require(fine, "val_loss", f"{mean:.6g}, the mean over all targets", f"{metrics.val_loss:.6g}")
     accuracy = hits / count if case.component.reports_accuracy else None
-    require(metrics.val_accuracy == accuracy, f"val_accuracy {accuracy} is required, got {metrics.val_accuracy}")
-    require(len(names) == 1, f"the same further metrics of every validation batch are required, got {sorted(names)}")
+    require(metrics.val_accuracy == accuracy, "val_accuracy", f"{accuracy}", metrics.val_accuracy)
+    require(len(names) == 1, "names of further metrics", "the same in every validation batch", sorted(names))
     unreal = [name for name, value in metrics.others.items() if not math.isfinite(value)]
-    require(not unreal, f"finite further metrics are required, got others for {unreal}")
+    require(not unreal, "further metrics", "finite numbers", f"others for {unreal}")
 
 
 def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
     """Two evaluations of one model give the same metrics, and leave the model in training mode."""
     data, model = case.component.load(), case.component.new_model(0)
     one, two = case.component.evaluate(model, data, _CPU), case.component.evaluate(model, data, _CPU)
-    require(one == two, f"the same metrics from the same weights are required, got {one} and {two}")
-    require(model.training, "a model that trains on after evaluate() is required, got one in eval mode")
+    require(one == two, "metrics of the same weights, computed again", f"{one}", two)
+    require(model.training, "the model after evaluate()", "training mode", "evaluation mode")
 
 
 def _equal(one: Batch, two: Batch) -> bool:

@@ -25,7 +25,7 @@ from eigengraft.slots import Slot
 from .accelerator import accelerator
 from .causes import write_cause
 from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
-from .laws import Case, Law, LawError, require, require_close, the_declaration_survives
+from .laws import Case, Law, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import standard_normal
 
 PARAMETER_SHAPES = ((4, 3), (5,), (4, 2, 3))
@@ -44,13 +44,10 @@ def _drawn(place: int, seed: int, dtype: torch.dtype) -> Tensor:
 def _require_slot(name: str, slot: object, shape: tuple[int, ...]) -> None:
     """Raise a LawError unless the shape of a slot is (), or ends with the shape of its parameter."""
     if not isinstance(slot, Slot):
-        raise LawError(f"slots(): a Slot is required as '{name}', got {type(slot).__name__}")
+        raise broken(f"slots(), '{name}'", "a Slot", type(slot).__name__)
     fine = slot.shape == () or slot.shape[-len(shape) :] == shape
-    require(
-        fine,
-        f"slots(): slot '{name}' of a parameter of shape {shape} must have shape (), or end with {shape}, got "
-        f"{slot.shape}, which could not be sharded as the parameter is",
-    )
+    what, cause = f"slots(), shape of '{name}' of a parameter of shape {shape}", "it is sharded as its parameter is"
+    require(fine, what, f"(), or a shape that ends with {shape}", slot.shape, in_parentheses(cause))
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -69,12 +66,12 @@ def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: 
     """
     if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
         got = f"a list of {len(found)}" if isinstance(found, (list, tuple)) else type(found).__name__
-        raise LawError(f"{what}: a list of {len(wanted)} tensors, one for each parameter, is required, got {got}")
+        raise broken(what, f"a list of {len(wanted)} tensors, one for each parameter", got)
     for place, (own, like) in enumerate(zip(found, wanted, strict=True)):
         fine = isinstance(own, Tensor) and own.shape == like.shape and (own.dtype == like.dtype or not dtype)
         want = f"shape {tuple(like.shape)}" + (f" in {like.dtype}" if dtype else "")
         got = f"shape {tuple(own.shape)} in {own.dtype}" if isinstance(own, Tensor) else type(own).__name__
-        require(fine, f"{what}: a tensor of {want} is required for parameter {place}, got {got}")
+        require(fine, f"{what}, parameter {place}", f"a tensor of {want}", got)
 
 
 class _Bench:
@@ -156,7 +153,7 @@ def iterates_have_the_shape_of_their_parameter(case: Case[Averaging]) -> None:
         for shape in PARAMETER_SHAPES:
             for name, slot in case.component.slots(shape, low_precision).items():
                 _require_slot(name, slot, shape)
-                require(slot.role == "iterate", f"slots(): role 'iterate' is required of '{name}', got '{slot.role}'")
+                require(slot.role == "iterate", f"slots(), role of '{name}'", "'iterate'", f"'{slot.role}'")
 
 
 def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
@@ -169,11 +166,8 @@ def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
             bench.step()
             count = len(bench.applied)
             fine = count == number
-            require(
-                fine,
-                f"step(): one call of `update(tensors)` in a step is required, got {count} in {number} steps; call "
-                "`update(batch.parameters)` to train as without averaging",
-            )
+            cause = in_parentheses("call `update(batch.parameters)` to train as without averaging")
+            require(fine, f"calls of `update` in {number} steps", f"{number}, one in each step()", count, cause)
 
 
 def evaluated_iterates_are_like_their_parameters(case: Case[Averaging]) -> None:
@@ -187,11 +181,11 @@ def evaluated_iterates_are_like_their_parameters(case: Case[Averaging]) -> None:
             _require_tensors(found, bench.parameters, "evaluated()", dtype=False)
             for place, tensor in enumerate(found):
                 finite = bool(tensor.isfinite().all())
-                require(finite, f"evaluated(): finite numbers are required of parameter {place}, got nan or inf")
+                require(finite, f"evaluated(), parameter {place}", "finite numbers", "nan or inf")
             if not all(map(torch.equal, before, bench.everything())):
                 inputs = {f"a parameter or slot {i}": tensor for i, tensor in enumerate(bench.everything())}
                 cause = write_cause(case.component, inputs, partial(case.component.evaluated, bench.batch()))
-                raise LawError(f"evaluated() must not change parameters or slots, but changed them{cause}")
+                raise broken("parameters and slots after evaluated()", "the same bits as before", "others", cause)
 
 
 def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
@@ -204,8 +198,9 @@ def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
         pairs += [(case.component.evaluated(alone.batch())[0], evaluated[place], "the evaluated iterate")]
         pairs += [(tensors[0], together.slots[name][place], f"slot '{name}'") for name, tensors in alone.slots.items()]
         for one, other, what in pairs:
-            where = f"{what} of parameter {place} of 3 as alone (does step() use one number of `batch.steps` for all?)"
-            require_close(one, other, 1e-12, where)
+            where = f"{what} of parameter {place} alone and beside two others"
+            cause = in_parentheses("does step() use one number of `batch.steps` for all?")
+            require_close(one, other, 1e-12, where, partial(str, cause))
 
 
 def masked_parameters_change_nothing(case: Case[Averaging]) -> None:
@@ -219,7 +214,7 @@ def masked_parameters_change_nothing(case: Case[Averaging]) -> None:
     names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
     for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
         same = torch.equal(bench.everything()[start + 1], before[start + 1])
-        require(same, f"step(): {name} must not change where `batch.mask` is False, got other numbers")
+        require(same, f"{name} after step() where `batch.mask` is False", "the same bits as before", "others")
 
 
 def dtypes_are_kept(case: Case[Averaging]) -> None:
@@ -228,7 +223,7 @@ def dtypes_are_kept(case: Case[Averaging]) -> None:
         bench = AveragingBench(case.component, dtype)
         before = _kinds(bench.everything())
         after = _kinds(bench.run().everything())
-        require(after == before, f"parameters and slots of (dtype, shape) {before} are required, got {after}")
+        require(after == before, "(dtype, shape) of parameters and slots", f"{before}", after)
 
 
 def slots_are_all_the_memory(case: Case[Averaging]) -> None:
@@ -240,7 +235,8 @@ def slots_are_all_the_memory(case: Case[Averaging]) -> None:
     one.run(2)
     two.run(2)
     same = all(map(torch.equal, one.everything(), two.everything()))
-    require(same, "the same iterates from a copy of the slots are required, got others; is there other memory?")
+    cause = in_parentheses("is there memory beside the slots?")
+    require(same, "iterates that go on from a copy of the slots", "the same bits", "others", cause)
 
 
 def without_updates_nothing_moves(case: Case[Averaging]) -> None:
@@ -253,7 +249,7 @@ def without_updates_nothing_moves(case: Case[Averaging]) -> None:
         bench.step()
         found = case.component.evaluated(bench.batch())
         for place, before in enumerate(start):
-            where = f"of parameter {place} after {number} updates of 0, the parameter as it began,"
+            where = f"of parameter {place} after {number} updates of 0 and the parameter as it began"
             require_close(bench.parameters[place], before, 1e-6, f"the trained iterate {where}")
             require_close(found[place].to(before.dtype), before, 1e-6, f"the evaluated iterate {where}", lambda: _BEGIN)
 
@@ -275,7 +271,7 @@ def steps_of_averages_stay_on_the_device(case: Case[Averaging]) -> None:
                 case.component.step(bench.batch(lr), update)
             if number > WARM_UP_STEPS:
                 remedy = "`batch.lr` may be a tensor on the device; `batch.steps` is an array on the host"
-                require_no_waits(counts, f"in step {number}", remedy)
+                require_no_waits(counts, f"step {number}", remedy)
 
 
 AVERAGING_LAWS: tuple[Law[Case[Averaging]], ...] = (
@@ -395,7 +391,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
             for key, tensors in given.items():
                 if not all(map(torch.equal, tensors, before[key])):
                     cause = write_cause(case.component, {f"`{key}[{i}]`": x for i, x in enumerate(tensors)}, hook)
-                    raise LawError(f"{name}() must not change tensors of `{key}`, but changed them{cause}")
+                    raise broken(f"tensors of `{key}` after {name}()", "the same bits as before", "others", cause)
             if name != "begin":
                 _require_tensors(found, u, f"{name}()")
 
@@ -405,8 +401,9 @@ def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
     together = ConstraintBench(case.component).run()
     for place in _PLACES:
         alone = ConstraintBench(case.component, places=[place]).run()
-        where = f"parameter {place} of 3 as alone (does a norm or sum run over all parameters?)"
-        require_close(alone.parameters[0], together.parameters[place], 1e-12, where)
+        where = f"parameter {place} alone and beside two others"
+        cause = in_parentheses("does a norm or sum run over all parameters?")
+        require_close(alone.parameters[0], together.parameters[place], 1e-12, where, partial(str, cause))
 
 
 def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
@@ -418,7 +415,7 @@ def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
         names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
         for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
             same = torch.equal(bench.everything()[start + 1], before[start + 1])
-            require(same, f"{name} must not change where `context.mask` is False, got other numbers")
+            require(same, f"{name} where `context.mask` is False", "the same bits as before", "others")
 
 
 def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
@@ -427,7 +424,7 @@ def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
         bench = ConstraintBench(case.component, dtype)
         before = _kinds(bench.everything())
         after = _kinds(bench.run().everything())
-        require(after == before, f"parameters and slots of (dtype, shape) {before} are required, got {after}")
+        require(after == before, "(dtype, shape) of parameters and slots", f"{before}", after)
 
 
 def parameters_stay_finite(case: ConstraintCase) -> None:
@@ -439,9 +436,8 @@ def parameters_stay_finite(case: ConstraintCase) -> None:
         for place, tensor in enumerate(bench.everything()):
             finite = bool(tensor.isfinite().all())
             what = f"parameter {place}" if place < len(PARAMETER_SHAPES) else f"slot {place // len(PARAMETER_SHAPES)}"
-            hint = "`numerics.safe_ratio(a, b)` is 0 where b is 0"
-            problem = f"finite numbers are required for {name} parameters and updates, got others in {what} ({hint})"
-            require(finite, problem)
+            hint = in_parentheses("`numerics.safe_ratio(a, b)` is 0 where b is 0")
+            require(finite, f"{what} for {name} parameters and updates", "finite numbers", "nan or inf", hint)
 
 
 def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
@@ -453,7 +449,8 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
     one.run(2)
     two.run(2)
     same = all(map(torch.equal, one.everything(), two.everything()))
-    require(same, "the same parameters from a copy of the slots are required, got others; is there other memory?")
+    cause = in_parentheses("is there memory beside the slots?")
+    require(same, "parameters that go on from a copy of the slots", "the same bits", "others", cause)
 
 
 def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
@@ -470,7 +467,7 @@ def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
         run_stacks([partial(bench.run, _STEPS) for bench in benches], ids)
         for cut, bench in zip(cuts, benches, strict=True):
             for place, tensor in enumerate(bench.parameters):
-                where = f"a shard of parameter {place} as in the whole parameter"
+                where = f"a shard of parameter {place}, constrained as a shard and in the whole parameter"
                 require_close(tensor, cut(whole.parameters[place]), 1e-10, where, lambda: _OF_SHARDS)
 
 
@@ -499,7 +496,7 @@ def writes_stay_on_the_device(case: ConstraintCase) -> None:
                 adjusted = case.component.adjust(bench.slots, w, u, context)
                 case.component.retract(bench.slots, w, adjusted, w, context)
             if number > WARM_UP_STEPS:
-                require_no_waits(counts, f"in step {number}", "`context.lr` may be a tensor on the device")
+                require_no_waits(counts, f"step {number}", "`context.lr` may be a tensor on the device")
 
 
 CONSTRAINT_LAWS: tuple[Law[ConstraintCase], ...] = (
