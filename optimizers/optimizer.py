@@ -256,7 +256,7 @@ class Optimizer(Reporting):
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
         begun = None if self.released is None else self.released.finish()
-        if self._model is not None and begun is None and any(p.grad is None and p.requires_grad for p in parameters):
+        if self._model is not None and begun is None and [p for p in parameters if p.grad is None and p.requires_grad]:
             self._model.check(self.param_groups)
         hypers, taken = (self.begin_step(), None) if begun is None else begun
         if begun is not None:

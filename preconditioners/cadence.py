@@ -112,7 +112,7 @@ class Cadence(Component, ABC, family="cadence"):
             yield from [(0, len(steps), True)] if uniform == start else []
             return
         again = self.due_again(context)
-        if uniform is None or np.any(again):
+        if uniform is None or (again is not False and np.any(again)):
             yield from _spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
 
 

@@ -67,7 +67,8 @@ def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepCont
 
     found: directions `[n, *block]`.
     """
-    if context.steps.min() > CHECKED_UPDATES or not has_values(found):
+    first = context.steps.min() if context.uniform is None else context.uniform
+    if first > CHECKED_UPDATES or not has_values(found):
         return
     bad = ~found.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
     if bad.any():

@@ -569,13 +569,12 @@ def norms_by_dtype(
     dtypes: dtype of each norm; None for the dtype in which each tensor is updated.
     order: 2 for Frobenius norms, inf for the largest size of an entry.
     """
-    dtypes = [compute_dtype(x.dtype) for x in tensors] if dtypes is None else dtypes
-    kinds = dict.fromkeys(dtypes)
-    if len(kinds) == 1:
-        yield [*range(len(tensors))], torch.stack(torch._foreach_norm(list(tensors), order, dtype=dtypes[0]))
-        return
-    for dtype in kinds:
-        places = [place for place, own in enumerate(dtypes) if own == dtype]
+    if dtypes is None:
+        stored = [x.dtype for x in tensors]
+        wide = {dtype: compute_dtype(dtype) for dtype in set(stored)}
+        dtypes = [wide[dtype] for dtype in stored]
+    for dtype in dict.fromkeys(dtypes):
+        places = [place for place, own in enumerate(dtypes) if own is dtype]
         yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], order, dtype=dtype))
 
 

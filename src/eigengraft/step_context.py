@@ -101,7 +101,8 @@ class StepContext:
     @cached_property
     def uniform(self) -> int | None:
         """The step if all blocks are at the same step, else None."""
-        alike = len(self.steps) == 1 or (self.steps == self.steps[0]).all()
+        # each step equals the one before it: a comparison of bytes, several times as fast as one of small arrays
+        alike = self.steps[1:].tobytes() == self.steps[:-1].tobytes()
         return int(self.steps[0]) if alike else None
 
     @cached_property

@@ -77,14 +77,18 @@ def trace(call: Callable[[], Any]) -> Counter[str]:
     return names
 
 
-def two_layers() -> nn.Module:
+def layers(count: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
 
 
-def steps(recipe: Any) -> Counter[str]:
+def two_layers() -> nn.Module:
+    return layers(2)
+
+
+def steps(recipe: Any, count: int = 2) -> Counter[str]:
     """The fourth step of a recipe, after its first gradients and whatever is done once."""
-    model = two_layers()
+    model = layers(count)
     optimizer = eigengraft.compose(recipe, model)
 
     def backward() -> None:
@@ -118,6 +122,14 @@ def test_a_walk_enters_few_files(walk: str) -> None:
     rows = "\n".join(f"{calls:6} {path}" for path, calls in found.items())
     sys.stdout.write(f"\n{walk}: {len(found)} files, {found.total()} calls\n{rows}\n")
     assert len(found) <= BUDGET[walk]
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "soap_fitted", "shampoo", "adafactor"])
+def test_a_steady_step_calls_no_function_for_each_small_parameter(recipe: str) -> None:
+    refreshes = load_recipe(recipe).cadences()
+    steady = load_recipe(recipe, {f"{path}.refresh.steps": 10_000 for path in refreshes})
+    few, many = steps(steady, 3), steps(steady, 12)
+    assert many.total() <= few.total(), {path: (few[path], many[path]) for path in many if few[path] != many[path]}
 
 
 @pytest.mark.parametrize("walk", WALKS)

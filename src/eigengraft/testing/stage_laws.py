@@ -352,7 +352,8 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
             together = stack.measures(slice(0, 3))
             for name, values in together.items():
-                got: object = list(values.shape) if isinstance(values, Tensor) else f"{values!r}"
+                found: object = values
+                got: object = list(found.shape) if isinstance(found, Tensor) else f"{found!r}"
                 require(got == [3], f"measures() '{name}'", "a tensor of shape [N] with N = 3", got)
             for i in range(3):
                 alone = stack.measures(slice(i, i + 1))
