@@ -272,7 +272,9 @@ class ParamSet:
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
         if step.active is self._nonempty and self._all_nonempty and min(self.step_counts.tolist()) > 0:
-            self.step_counts += 1  # the common case: the step changes all parameters
+            # the common case: the step changes all parameters, and few small arrays are made
+            self.step_counts += 1
+            self._begun.fill(True)
             moved = step.active
         else:
             self.step_counts[step.active] += 1
@@ -374,7 +376,7 @@ class ParamSet:
                 self.exchange.deliver(blocks, direction)
         for blocks, context in zip(together, contexts, strict=True):
             if blocks.stack_state.failure_counts:
-                if any(context.due.values()):  # `due` has an entry for every stage with a cadence
+                if any(context.due.values()):  # `due` has an entry for every stage
                     blocks.stack_state.note_failures(self.recipe.failure.roots)
                 self._report_failed_roots(blocks.stack_state, wait=False)
 
