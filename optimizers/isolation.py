@@ -5,6 +5,7 @@ without these contexts. To ensure this, every public method that computes enters
 `isolated`. The default dtype of torch is shared by all threads and is not changed; instead, every tensor in this
 package is made with an explicit dtype and device, which a test checks in the source. Global settings of accuracy
 (`torch.set_float32_matmul_precision`, `torch.use_deterministic_algorithms`) are the user's choice and are not changed.
+The one exception are refreshes of roots and bases, whose products are never in TF32 (`full_products`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eigengraft.component import ChainOf, located
 from eigengraft.errors import ContractError
+from eigengraft.numerics import full_products
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
@@ -415,7 +416,8 @@ class Stage(Schedulable, ABC, family="stage"):
 
     def _refresh_rows(self, rows: State, x: Tensor, context: StepContext) -> None:
         """Let the refresh of some rows take effect."""
-        self._hooks(rows).refresh(rows, x, context)
+        with full_products(x.device):
+            self._hooks(rows).refresh(rows, x, context)
 
     def _begin_refreshes(self, state: State, context: StepContext) -> None:
         """Begin the refreshes that take effect in a later step."""

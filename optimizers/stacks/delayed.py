@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.errors import ContractError
-from eigengraft.numerics import active_fake_mode, never_compiled
+from eigengraft.numerics import active_fake_mode, full_products, never_compiled, products_are_rounded
 from eigengraft.preconditioners.base import store_results
 from eigengraft.slots import DelayedRefreshes, State
 
@@ -111,11 +111,17 @@ class StackRefreshes(DelayedRefreshes):
     def begin(self, state: State, seeds: NDArray[np.int64], what: str, solve: Callable[[], Results]) -> None:
         kind = self.device.type
         if active_fake_mode() is not None or (kind != "cpu" and kind not in SIDE_STREAMS):
-            store_results(state, solve())
+            with full_products(self.device):
+                store_results(state, solve())
             return
         if self._side is None:
             self._side = Streams() if kind == "cpu" else SIDE_STREAMS[kind](self.device)
-        future = _worker().submit(_computed, solve, self._side, self._side.mark())
+        if products_are_rounded(self.device):  # which would have to change for the main thread as well
+            with full_products(self.device):
+                future: Future[tuple[Results, Any]] = Future()
+                future.set_result(_computed(solve, self._side, self._side.mark()))
+        else:
+            future = _worker().submit(_computed, solve, self._side, self._side.mark())
         self._jobs.append(_Job(state, seeds, what, solve, self._side, future, os.getpid()))
 
     def finish(self, path: str, seeds: NDArray[np.int64]) -> None:

@@ -109,7 +109,7 @@ class CholeskyQR(BasisSolver):
         for number in range(self.rounds):
             x = x.double() if self.wide and number < last else x.to(dtype)
             x = _round(x, number < max(1, self.rounds - 2))
-        return x, _orthonormal(x, self.max_error)
+        return x, _orthonormal(x, self.max_error * torch.finfo(dtype).eps)
 
 
 def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
@@ -125,18 +125,18 @@ def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
     found = _unit_columns(x, q).add(q, alpha=2 * torch.finfo(x.dtype).eps).double()
     for shifted in (True, True, False, False) if x.dtype == torch.float64 else (True, False):
         found = _round(found, shifted)
-    found = found.to(x.dtype)
-    return where_blocks(_orthonormal(found, _MAX_ERROR), found, q)
+    good = _orthonormal(found, _MAX_ERROR * torch.finfo(x.dtype).eps)
+    return where_blocks(good, found.to(x.dtype), q)
 
 
 def _orthonormal(x: Tensor, max_error: float) -> Tensor:
     """Return bool `[N]`, True where the columns of x are orthonormal, False for nan.
 
-    max_error: largest entry of |X^T X - I| that is accepted, in units of machine epsilon.
+    max_error: largest entry of |X^T X - I| that is accepted.
     """
     gram = torch.bmm(x.mT, x)
     error = (gram - identity_like(gram)).abs().amax((-2, -1))
-    return error <= max_error * torch.finfo(x.dtype).eps
+    return error <= max_error
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:

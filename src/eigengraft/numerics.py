@@ -383,6 +383,29 @@ def multiplied_in_float32(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and not _cpu_has_bfloat16()
 
 
+def products_are_rounded(device: torch.device) -> bool:
+    """Return True if products of float32 on a device are computed with factors of fewer bits, such as TF32."""
+    return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision not in ("ieee", "none")
+
+
+@contextmanager
+def full_products(device: torch.device) -> Iterator[None]:
+    """Compute products of float32 on a device in float32, whatever `torch.set_float32_matmul_precision` says.
+
+    Roots and bases need this: with factors in TF32, which have 11 bits, their iterations do not converge to float32.
+    The setting belongs to the process. No other thread may compute products in the meantime.
+    """
+    if not products_are_rounded(device):
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a host tensor on a device, or the tensor itself if the device is the CPU. The host does not wait
     for the copy.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.component import validated
 from eigengraft.numerics import number_like
-from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
+from eigengraft.preconditioners import BasisSolver, Eigh, PolarSolver, PowerQR, RootSolver
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
 from eigengraft.testing.samples import definite, rotation, standard_normal
@@ -292,3 +292,34 @@ def test_an_iterative_root_stops_early_on_a_device(kind: str) -> None:
     with counting() as counts:
         solver.root(a, usual_exponent(solver))
     assert 0 < counts.waits <= 15 and counts.kernels < 2500, counts
+
+
+DECOMPOSED: dict[str, tuple[str, Any, str]] = {
+    "soap_fitted": ("eigenbasis", PowerQR, "basis_and_diagonal"),
+    "shampoo": ("graft.direction.shampoo", Eigh, "root"),
+}
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("recipe", DECOMPOSED)
+def test_products_of_refreshes_are_never_in_tf32(
+    recipe: str, delay: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other products are as the user says. On a real device no root and no basis fails."""
+    path, solver, method = DECOMPOSED[recipe]
+    seen, solve, before = set(), getattr(solver, method), torch.get_float32_matmul_precision()
+
+    def watched(*given: Any) -> Any:
+        seen.add(torch.backends.cuda.matmul.fp32_precision)
+        return solve(*given)
+
+    monkeypatch.setattr(solver, method, watched)
+    run = Run(recipe, device, changes=(f"update.{path}.refresh.delay={delay}",))
+    torch.set_float32_matmul_precision("high")
+    try:
+        run.step(*gradients(8))
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"ieee"}
+    assert not any(row["value"] for row in run.optimizer.inspect().records() if row["measure"] == "failures")
