@@ -128,7 +128,8 @@ def parts(name: str) -> set[tuple[str, str]]:
     """Return (family, kind) of every member that is written in a shipped recipe or, where it says nothing else, in its
     base.
 
-    A recipe with a base has every field set, so that a field counts as written if it has not its default.
+    A recipe with a base has every field set. In such a recipe a field counts as written if its value is not the
+    default.
     """
     recipe, base = eigengraft.load_recipe(name), base_of(name)
     if base is None:
@@ -142,7 +143,7 @@ def kinds(found: Iterable[tuple[str, Component]]) -> set[tuple[str, str]]:
 
 
 def changed_fields(component: Component) -> set[str]:
-    """Return the names of the fields of a component that have not their defaults."""
+    """Return the names of the fields of a component whose values are not the defaults."""
     fields = type(component).model_fields
     return {name for name in fields if getattr(component, name) != fields[name].default}
 
