@@ -172,7 +172,7 @@ def _inverse(lower: Tensor) -> Tensor:
     size = d // leaves
     blocks = lower.reshape(n, leaves, size, leaves, size)
     triangles = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).reshape(-1, size, size)
-    found = torch.linalg.solve_triangular(triangles, identity_like(triangles).expand_as(triangles), upper=False)
+    found: Tensor = torch.linalg.solve_triangular(triangles, identity_like(triangles).expand_as(triangles), upper=False)
     while leaves > 1:
         leaves, size = leaves // 2, 2 * size
         a, b = found.reshape(n * leaves, 2, size // 2, size // 2).unbind(1)
