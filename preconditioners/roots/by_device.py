@@ -54,7 +54,8 @@ class Timing:
     device: type of the device, as torch names it.
     card: model of the device.
     date: day of the measurement or publication, as year-month-day.
-    operation: kind of the solver whose call was timed.
+    operation: kind of the solver whose call was timed. With the suffix "_on_host": matrices on the device were copied
+        to the host, decomposed there, and copied back.
     order: order of the matrices.
     batch: number of the matrices.
     dtype: name of the dtype of the matrices.
@@ -110,6 +111,14 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
     return Estimate(row.milliseconds / row.batch * max(1.0, order / row.order) ** 3, row)
 
 
+def on_host(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
+    """Return the time for one matrix on a device that is copied to the host, decomposed there and copied back.
+
+    If the table has no such row ("<operation>_on_host"), the time on a CPU, which has no copies, takes its place.
+    """
+    return estimate(device, f"{operation}_on_host", order, dtype) or estimate("cpu", operation, order, dtype)
+
+
 class Choice(NamedTuple):
     """The chosen solver, and the reason.
 
@@ -130,7 +139,7 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
     found = []
     for one in (solver, *(other for other in equal if other is not None)):
         kind, place = str(getattr(one, "kind")), one.runs_on(device)  # noqa: B009  every member has a kind
-        known = estimate(place, kind, order, dtype)
+        known = estimate(device, kind, order, dtype) if place == device else on_host(device, kind, order, dtype)
         if known is not None:
             where = "" if place == device else " on the host"
             nearest = f" as of order {known.timing.order}" * (known.timing.order != order)
@@ -157,5 +166,5 @@ def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
     """Return True if, by the table of times, matrices on a device are decomposed faster on the host."""
     if device == "cpu":
         return False
-    here, there = (estimate(where, "eigh", order, dtype) for where in (device, "cpu"))
+    here, there = estimate(device, "eigh", order, dtype), on_host(device, "eigh", order, dtype)
     return here is not None and there is not None and there.milliseconds < here.milliseconds

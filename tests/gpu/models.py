@@ -101,10 +101,10 @@ def rounding(steps: Sequence[list[Tensor]], run: Run, recipe: str, **options: An
 
     Measured as the distance to the same run in float64. Where a statistic is singular, its null space has no basis of
     its own, so that rounding alone may change a step by a tenth. Where products are in bfloat16, both runs round them
-    alike, and the distance is an eighth of a unit of bfloat16 at least, as a share of the way that parameters went.
+    alike, and the distance is a quarter of a unit of bfloat16 at least, as a share of the way that parameters went.
     """
     exact, start = Run(recipe, dtype=torch.float64, **options), Run(recipe, **options)
     low = "bfloat16" in start.optimizer.recipe.model_dump_json()
-    way = largest_difference(run, start) * 2**-11 if low else 0.0
+    way = largest_difference(run, start) * 2**-10 if low else 0.0
     exact.step(*steps)
     return max(way, largest_difference(run, exact))

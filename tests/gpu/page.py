@@ -12,6 +12,7 @@ GROUPS = (("step", "tf32", "compiled", "slow", "heavyball"), ("decomposition", "
 """Parts whose rows are in one table."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 RESULTS = Path(__file__).with_name("results.jsonl")
+"""Rows of the last run of each part. The key `note` of a row is a remark that was written by hand."""
 NOT_RUN = "Not run."
 NOBODY = "No run on a GPU is recorded. [Limits](limits.md) says what was run in its place."
 HEAD = """# On a GPU
@@ -25,14 +26,26 @@ make gpu ARGS=--simulated   # the same code on a simulated accelerator, with tin
 
 `make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers
 in `preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
+ADVICE = """\
+- **AdamW.** Keep the defaults. The step uses torch's fused kernel, and the host waits once, for the check of
+  the gradients. `failure.detect: device` waits for nothing, but its masks take several times as long on the device.
+- **Muon.** Set `graph: true` if the host is the bottleneck. The step then takes the host a quarter of the time.
+- **SOAP.** Set `refresh: {delay: 2}` for the stage `eigenbasis`. New bases are then computed on a second stream,
+  beside the steps. [A page](../papers/late_refreshes/README.md) says what late bases cost in loss.
+- **SOAP, Shampoo.** Set `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and bases
+  are computed in float32 in any case, because their iterations need all bits.
+- **Shampoo.** Most of the time is spent in roots. A longer interval between refreshes saves the most."""
 STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
 
 - *total*: until the device has finished; *host*: until `step` returns; *device*: between CUDA events around the step.
-- *kernels*: of a steady step, and the milliseconds in which they run, without the gaps between them.
-- *waits*: times that the host waits for the device, by torch's synchronization debug mode, in a steady step and in the
-  step with the most."""
-MEMORY = """Megabytes (10^6 bytes): the state on the device; the state by `eigengraft plan`, with 8 bytes on the host
-for the steps of each parameter; the most that a step allocates beyond the state."""
+- *kernels*: of the step with the fewest of three, and the milliseconds in which they run, without the gaps between
+  them. SOAP and Shampoo refresh some of their blocks in every step.
+- *waits*: times that the host waits for the device, by torch's synchronization debug mode, in the step with the fewest
+  and in the step with the most."""
+MEMORY = """Megabytes (10^6 bytes): the memory that the state takes on the device, with what torch and cuBLAS keep
+(32 MB for workspaces, and whole blocks of 2 MB); the state by `eigengraft plan`, with 8 bytes on the host
+for the steps of each parameter; the most that a step allocates beyond the state. A graph keeps the memory of its
+intermediate results, and refreshes under way keep copies of their inputs. The plan counts neither."""
 CAPTURE = """Steps with `graph: true`, refreshes every 10 steps, while the learning rate changes in every step.
 
 - *replays*: steps that a graph made, of all pieces of a recipe; *differing*: tensors of parameters and state that have
@@ -50,6 +63,7 @@ def page(rows: Sequence[Row]) -> str:
     steps, decompositions, captured = ([row for row in rows if row["part"] in own] for own in GROUPS)
     done, times = ([row for row in own if "problem" not in row] for own in (steps, decompositions))
     sections = {
+        "What to set": ADVICE if done else "",
         "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
         "torch's optimizer tests": _section(TORCH, "".join(_torch(row) for row in rows if row["part"] == "torch")),
         "Steps": _section(STEPS, _steps(done)) + _notes(steps),
@@ -84,7 +98,8 @@ def _laws(row: Row) -> str:
     wrong = f" Failed: {', '.join(f'`{name}`' for name in row['failed'])}." if row["failed"] else ""
     return (
         f"{row['tests']} tests in {row['seconds']:.0f} s: {len(row['failed'])} failed, {row['skipped']} skipped.{wrong}"
-    )
+        f" {row.get('note', '')}"
+    ).strip()
 
 
 def _torch(row: Row) -> str:
@@ -137,8 +152,11 @@ def _number(x: float | None) -> str:
 
 def _notes(rows: Sequence[Row]) -> str:
     named = [(row.get("candidate") or f"{row['operation']} of order {row['order']}", row) for row in rows]
-    notes = [f"{name}: {row['problem']}" for name, row in named if "problem" in row]
-    notes += [f"{name} waits at {', '.join(f'`{x}`' for x in row['waits'])}" for name, row in named if row.get("waits")]
+    notes = [f"{name}: {row[key]}" for name, row in named for key in ("problem", "note") if key in row]
+    places = dict.fromkeys(place for row in rows for place in row.get("waits", ()))
+    for place in places:
+        waiting = [name for name, row in named if place in row.get("waits", ())]
+        notes.append(f"waits at `{place}`: {'; '.join(waiting)}")
     return "".join(["\n", *(f"\n- {note}" for note in notes)]) if notes else ""
 
 

@@ -367,13 +367,14 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 def renew(table: Path, rows: list[Row]) -> None:
     """Write times of solvers into a table, in place of older ones of the same device and solver."""
-    solvers = {*RootSolver.members, *BasisSolver.members}
+    solvers = {*RootSolver.members, *BasisSolver.members, "eigh_on_host"}
     good = [row for row in rows if row.get("operation") in solvers and "problem" not in row]
     new = [{key: row[key] for key in row if key != "part"} for row in good]
     renewed = {(row["device"], row["operation"]) for row in new}
     known = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else []
     kept = [row for row in known if (row["device"], row["operation"]) not in renewed]
-    table.write_text("[\n" + ",\n".join(map(json.dumps, (*kept, *new))) + "\n]\n", encoding="utf-8")
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in (*kept, *new))
+    table.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def machine() -> Row:

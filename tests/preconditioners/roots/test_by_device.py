@@ -51,7 +51,9 @@ def row(device: str, operation: str, order: int, milliseconds: float, **others: 
 def test_each_number_of_the_table_has_a_source() -> None:
     kinds = {*BasisSolver.members, *RootSolver.members}
     for one in timings():
-        assert one.operation in kinds and one.milliseconds > 0 and one.order > 0 and one.batch > 0
+        assert (
+            one.operation.removesuffix("_on_host") in kinds and one.milliseconds > 0 and one.order > 0 and one.batch > 0
+        )
         assert hasattr(torch, one.dtype) and torch.device(one.device).index is None
         assert one.source.split(":")[0] in ("measured", "read, not measured", "estimated")
     keys = [(one.device, one.card, one.operation, one.order, one.batch, one.dtype) for one in timings()]
@@ -89,7 +91,8 @@ def test_measured_times_count_before_others(rows: list[Timing]) -> None:
             CholeskyQR(steps=2, rounds=3, wide=True, bootstrap=False),
         ),
         (Eigh(**RIDGE, by_device=True), 32, Eigh(**RIDGE, by_device=True)),
-        (Eigh(by_device=True), 1024, Eigh(on_host=True)),
+        (Eigh(by_device=True), 512, Eigh(on_host=True)),
+        (Eigh(by_device=True), 1024, Eigh(by_device=True)),
         (Eigh(**RIDGE, deficiency="floor", by_device=True), 64, Eigh(**RIDGE, deficiency="floor", on_host=True)),
     ],
 )
@@ -210,7 +213,7 @@ def test_a_decomposition_on_the_host_waits_once_and_marks_bad_matrices(solver: E
 
 
 def test_a_root_on_a_device_is_an_iteration_with_the_same_ridge() -> None:
-    solver, a = Eigh(**RIDGE, by_device=True), definite(3, ORDER, F64)
+    solver, a = Eigh(**RIDGE, by_device=True), definite(3, 128, F64)
     for exponent in (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)):
         expected = solver.root(a, exponent)
         with accelerator("cuda") as run:
