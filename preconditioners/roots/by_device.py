@@ -111,7 +111,7 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
     return Estimate(row.milliseconds / row.batch * max(1.0, order / row.order) ** 3, row)
 
 
-def on_host(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
+def estimate_on_host(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
     """Return the time for one matrix on a device that is copied to the host, decomposed there and copied back.
 
     If the table has no such row ("<operation>_on_host"), the time on a CPU, which has no copies, takes its place.
@@ -139,7 +139,9 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
     found = []
     for one in (solver, *(other for other in equal if other is not None)):
         kind, place = str(getattr(one, "kind")), one.runs_on(device)  # noqa: B009  every member has a kind
-        known = estimate(device, kind, order, dtype) if place == device else on_host(device, kind, order, dtype)
+        known = (
+            estimate(device, kind, order, dtype) if place == device else estimate_on_host(device, kind, order, dtype)
+        )
         if known is not None:
             where = "" if place == device else " on the host"
             nearest = f" as of order {known.timing.order}" * (known.timing.order != order)
@@ -166,5 +168,5 @@ def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
     """Return True if, by the table of times, matrices on a device are decomposed faster on the host."""
     if device == "cpu":
         return False
-    here, there = estimate(device, "eigh", order, dtype), on_host(device, "eigh", order, dtype)
+    here, there = estimate(device, "eigh", order, dtype), estimate_on_host(device, "eigh", order, dtype)
     return here is not None and there is not None and there.milliseconds < here.milliseconds
