@@ -24,11 +24,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eigengraft.errors import RecipeError, counted
+from eigengraft.errors import RecipeError, counted, name_some
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
-from .reports.records import METRICS, Run
+from .reports.records import METRICS, Run, error_line
 from .run_log import ends_lost, is_lost, rows_with
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
@@ -154,7 +154,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "gradients; in an imported log, leave missing values empty",
     ),
     "error": Explanation(
-        "the code of the task, the model or a callback raised the error",
+        "the code of the task, the model, a callback or a stage raised the error",
         "read the message; `eigengraft --debug train` prints where it was raised",
     ),
     "exploding layer": Explanation(
@@ -514,7 +514,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
     if record.run.result.get("diverged") and record.fault is None:  # older versions recorded no fault
         yield Finding("learning rate", record.run.result["steps"], "", record.run.result["diagnosis"])
     elif record.run.error and not record.run.result and record.fault is None:
-        yield Finding("error", None, "", record.run.error.strip().splitlines()[-1])
+        yield Finding("error", None, "", error_line(record.run.error))
     elif record.run.result.get("diverged") or record.ended_by_fault:
         return
     elif worse := _rise(record):
@@ -688,13 +688,33 @@ def _dead(record: Record) -> Iterator[Finding]:
         found = {row["gradient_norm_smallest_layer"] for row in rows if row["gradient_norm_smallest"] == 0}
         dead = sorted(found) if len(found) == 1 and all(row["gradient_norm_smallest"] == 0 for row in rows) else []
     if dead and measured >= 2:
-        others = f" and {counted(len(dead) - 1, 'more parameter')}" if len(dead) > 1 else ""
-        text = f"{dead[0]}{others} had no gradient other than 0 in any measured step ({measured} rows)"
+        first, names = _dead_layers(list(record.run.layers.get("zero_gradients", dead)), dead)
+        text = f"{names} had no gradient other than 0 in any measured step ({measured} rows)"
         norms = record.run.layers.get("weight_norm", {})
-        if norms.get(dead[0]) == 0:
-            zeros = sum(norms.get(name) == 0 for name in dead)
-            text += f"; {f'{zeros} of them have' if zeros > 1 else 'it has'} only entries that are 0"
-        yield Finding("dead layer", None, dead[0], text)
+        if zeros := sum(norms.get(name) == 0 for name in dead):
+            text += f"; {zeros} of {counted(len(dead), 'parameter')} without a gradient have only entries that are 0"
+        yield Finding("dead layer", None, first, text)
+
+
+def _dead_layers(parameters: list[str], dead: list[str]) -> tuple[str, str]:
+    """Return the parameter without a gradient that a finding is about, and the names of all layers without a gradient.
+
+    A layer whose outputs are always 0 stops the gradients of its own parameters and of all layers before it. In the
+    layer after it only the weight has no gradient, because its inputs are 0. So the finding is about the layer before
+    such a layer or, without such a layer, about the first layer without a gradient.
+
+    parameters: names of all parameters, in the order of the model.
+    dead: names of the parameters without a gradient.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in parameters:
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    silent = [layer for layer, own in layers.items() if set(own) <= set(dead)]
+    partly = [name for layer, own in layers.items() if layer not in silent for name in own if name in dead]
+    stops = [layer for layer, after in pairwise(layers) if layer in silent and set(layers[after]) & set(partly)]
+    first = layers[[*stops, *silent][0]][0] if silent else partly[0]
+    parts = [f"all parameters of {name_some(silent, 8)}"] if silent else []
+    return first, ", and ".join([*parts, *([name_some(partly, 8)] if partly else [])])
 
 
 def _is_stalled(record: Record) -> bool:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from traceback import walk_tb
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, final
 
 from pydantic import Field, model_validator
@@ -389,6 +390,9 @@ class Stage(Schedulable, ABC, family="stage"):
             if state.path in str(error):  # the message already names this stage, or a stage inside it
                 raise
             raise ContractError(f"{state.path}: {error}") from None
+        except Exception as error:
+            name_stage(error, self, state.path)
+            raise
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
@@ -398,11 +402,15 @@ class Stage(Schedulable, ABC, family="stage"):
         `apply` of this stage is called if there are lagged stages inside, because it passes the gradient on to them.
         The direction that `apply` returns, and the state of this stage that it writes, are dropped.
         """
-        if self.cached_traits().lagged:
-            self._observe_and_refresh(state, gradient, direction, context)
-        if any(first_lagged(inner.chain) for inner in self.inner(state.block).values()):
-            own = state.unwritten()
-            self._hooks(own).apply(own, gradient, direction, context)
+        try:
+            if self.cached_traits().lagged:
+                self._observe_and_refresh(state, gradient, direction, context)
+            if any(first_lagged(inner.chain) for inner in self.inner(state.block).values()):
+                own = state.unwritten()
+                self._hooks(own).apply(own, gradient, direction, context)
+        except Exception as error:
+            name_stage(error, self, state.path)
+            raise
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
@@ -511,6 +519,25 @@ def store_results(rows: State, found: Mapping[str, Tensor]) -> None:
     """
     for name, value in found.items():
         rows[name] = value
+
+
+def name_stage(error: Exception, stage: Stage, path: str) -> None:
+    """Add a note to an error that a hook of a stage raised: the class and the path of the stage, and file and line.
+
+    The line is the last one that was reached in code of neither this library nor torch, or the last one at all. No note
+    is added if the message has the path, or if a stage inside this one has added a note.
+    """
+    begin = "raised in the stage "
+    if path in str(error) or any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
+        return
+    reached = list(walk_tb(error.__traceback__))
+    others = [(f, line) for f, line in reached if f.f_globals["__name__"].partition(".")[0] not in _PACKAGES] or reached
+    frame, line = others[-1]
+    error.add_note(f"{begin}{path}, {type(stage).__name__} ({frame.f_code.co_filename}:{line})")
+
+
+_PACKAGES = ("eigengraft", "torch")
+"""Packages whose lines are not given as the place of an error in a stage, if a line of other code was reached."""
 
 
 Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain"), Field(examples=[["momentum", "rms"]])]

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import eigengraft
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, with_notes
 
 from ..files import short_name
 from . import bench, catalog, exports, papers, plan, study
@@ -53,7 +53,7 @@ class Commands(TyperGroup):
                 raise typer.Exit(2) from None
             if ctx.params.get("debug") or not _is_for_users(error):
                 raise
-            print_error("error", str(error))
+            print_error("error", with_notes(error))
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:

@@ -216,7 +216,7 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
     """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
-    from ..reports.records import read_tuned
+    from ..reports.records import error_line, read_tuned
     from ..studies.running import complete_study
 
     console = Console(stderr=True)
@@ -241,8 +241,7 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
             console.print(f"{escape(one.cell)}: {notice}", highlight=False, soft_wrap=True)
     if failed:
         for run, reason in failed.items():
-            last = reason.strip().splitlines()[-1]
-            console.print(f"[red]failed[/red] {escape(run)}: {escape(last)}", highlight=False, soft_wrap=True)
+            console.print(f"[red]failed[/red] {escape(run)}: {escape(error_line(reason))}", highlight=False, soft_wrap=True)
         where = escape(str(directory))
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)

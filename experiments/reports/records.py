@@ -255,6 +255,14 @@ def fault_file(run: Path) -> Path:
     return run.with_name(f"{run.name}.error.txt")
 
 
+def error_line(text: str) -> str:
+    """Return the error at the end of a traceback, with its notes, as one line. Of any other text, return the last line."""
+    _, frame, end = text.strip().rpartition('\n  File "')
+    lines = end.splitlines()
+    own = [line for line in lines[1:] if not line.startswith("    ")] if frame else []
+    return "; ".join(own) or lines[-1]
+
+
 def _number(value: object, metric: Metric) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else metric.worst
 

@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
 
 from ..files import short_name
-from ..reports.records import METRICS, Metric, is_rate, metric_of
+from ..reports.records import METRICS, Metric, error_line, is_rate, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
 from ..training.experiment import Experiment, load_experiment, read_experiment, with_imports
@@ -185,7 +185,7 @@ class Study(Component):
         place = Path("runs") / short_name(self.name) if directory is None else Path(directory)
         failed = running.complete_study(self, place, workers)
         if failed:
-            lines = [f"{run}: {reason.strip().splitlines()[-1]}" for run, reason in failed.items()]
+            lines = [f"{run}: {error_line(reason)}" for run, reason in failed.items()]
             raise RuntimeError("\n".join([f"{place}: {counted(len(failed), 'run')} failed", *first_lines(lines)]))
         return Report(place)
 

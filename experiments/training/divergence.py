@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
+from eigengraft.errors import with_notes
 from eigengraft.numerics import local
 from eigengraft.optimizers.state.shown_state import own_state
 from eigengraft.slots import StateKey
@@ -69,7 +70,8 @@ class Fault:
     @classmethod
     def of_error(cls, error: Exception, step: int) -> Fault:
         """Return the fault for an error that no detected value explains."""
-        return cls("error", "error", step, "", f"{type(error).__name__}: {error}")
+        text = "; ".join(with_notes(error).splitlines())
+        return cls("error", "error", step, "", f"{type(error).__name__}: {text}")
 
 
 @dataclass(frozen=True)

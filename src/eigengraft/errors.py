@@ -16,6 +16,11 @@ class ContractError(ValueError):
     """A stage that breaks its contract. The message begins with the path of the stage."""
 
 
+def with_notes(error: BaseException) -> str:
+    """Return the message of an error, with a line for each of its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def first_lines(lines: Sequence[str]) -> list[str]:
     """Return at most eight lines of an error or warning, and one more that counts the lines left out."""
     return [*lines[:8], *([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])]

@@ -4,6 +4,7 @@ Checked mode says the same in a real run.
 """
 
 import copy
+import traceback
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from eigengraft.testing import LawError, check_quantizer, check_solver, check_st
 from eigengraft.testing.laws import Case, in_parentheses, require_close
 from eigengraft.testing.task_laws import TASK_LAWS
 
-from ..refusals import check_said, refused
+from ..refusals import check_said, lacking, refused
 from ..trajectories import normal
 from .outsider.adopt import Adopt
 
@@ -276,6 +277,16 @@ def test_an_exception_is_told_where_it_happened() -> None:
         run("an exception", checked=True)
     notes = raised.value.__notes__
     assert notes[0] == "in update.chain.stages.broken_for_test: apply() at step 1, on a stack of shape [2, 3, 2]"
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_an_exception_of_a_stage_names_its_path_its_class_and_its_line(checked: bool) -> None:
+    """The line is that of the code outside of the library, also where the stage is inside another one."""
+    with pytest.raises(RuntimeError) as raised:
+        run("an exception", checked)
+    (note,) = [note for note in raised.value.__notes__ if "raised" in note]
+    frames = [frame for frame in traceback.extract_tb(raised.value.__traceback__) if frame.filename == __file__]
+    assert lacking(note, "update.chain.stages.broken_for_test", "Broken", f"({__file__}:{frames[-1].lineno})") == []
 
 
 def test_checked_mode_accepts_gradients_that_are_not_finite() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from eigengraft import RecipeError
+from eigengraft import RecipeError, Stage, State, StepContext
 from eigengraft.experiments import Experiment, RunLog, Tick, train
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose
 from eigengraft.experiments.files import read_object
+from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.callbacks import Callback, RunView
 
-from ..refusals import refused
+from ..refusals import lacking, refused
 
 Sickness = Literal[
     "none",
@@ -29,6 +31,7 @@ Sickness = Literal[
     "init",
     "nan init",
     "dead",
+    "dead middle",
     "overflow",
     "labels",
     "noise",
@@ -91,6 +94,8 @@ class Patient(Task):
                     parameter.zero_()
             if self.sickness == "dead":
                 model[0].bias.fill_(-100)
+            if self.sickness == "dead middle":
+                model[2].bias.fill_(-100)
         return model
 
 
@@ -131,8 +136,9 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient(recipe="sgd", lr=1e6), "learning rate", range(1, 9), None, ("times the norm",)),
         (patient(recipe="signum", lr=10.0), "learning rate", [None], "", ("rose from", "times the norm")),
         (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
-        (patient("dead"), "dead layer", [None], "0.weight", ("12 rows",)),
-        (patient("zero"), "dead layer", [None], "0.weight", ("and 4 more parameters", "5 of them have only entries")),
+        (patient("dead"), "dead layer", [None], "0.weight", ("all parameters of 0, and 2.weight", "12 rows")),
+        (patient("dead middle"), "dead layer", [None], "2.weight", ("all parameters of 0, 2, and 4.weight",)),
+        (patient("zero"), "dead layer", [None], "2.weight", ("all parameters of 0, 2", "5 of 5 parameters")),
         (patient("scale"), "inputs", [1], "", ("column 3 has numbers up to", "e+05", "quarter of the columns")),
         (patient("init"), "initialization", [1], "", ("uniform guess among 4",)),
         (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
@@ -389,6 +395,31 @@ def test_an_error_of_the_task_is_said(where: type, name: str, tmp_path: Path, mo
     monkeypatch.setattr(where, name, fails)
     (found,) = treated(patient(), tmp_path).findings
     assert (found.kind, found.step, found.text) == ("error", 1, "ValueError: the scanner is off")
+
+
+def test_an_error_of_a_stage_is_said_with_its_path_and_its_line(tmp_path: Path) -> None:
+    class Odd(Stage):
+        kind: Literal["odd_for_test"] = "odd_for_test"
+
+        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+            raise KeyError("beta")
+
+    with pytest.raises(KeyError):
+        train(patient(recipe={"update": [{"kind": "odd_for_test"}]}), tmp_path)
+    (found,) = diagnose(tmp_path).findings
+    line = Odd.apply.__code__.co_firstlineno + 1
+    assert (found.kind, found.step) == ("error", 1)
+    assert lacking(found.text, "KeyError: 'beta'", "update.odd_for_test", "Odd", f"{__file__}:{line}") == []
+
+
+def test_the_line_of_a_traceback_is_the_error_with_its_notes() -> None:
+    error = KeyError("beta")
+    error.add_note("raised in a stage")
+    try:
+        raise error
+    except KeyError:
+        assert error_line(traceback.format_exc()) == "KeyError: 'beta'; raised in a stage"
+    assert error_line("its process\nended\n") == "ended"
 
 
 @pytest.mark.parametrize("method", ["load", "build"])
