@@ -12,12 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..reports import figures
-from ..reports.figures import INK, LIGHT, MARKERS, log_ticks, save_figure, style_axes
+from ..reports.figures import INK, LIGHT, log_ticks, save_figure, style_axes
 from ..reports.report import templates
 from .bench import Bench
 from .view import BenchRows, Line, Panel, Row, lay_out, lines_of
 
-_DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 _LONGEST = 56
 """Largest number of letters of a name in the legend. Longer names are cut."""
 _LETTERS = 150
@@ -98,14 +97,6 @@ def _draw(axes: Axes, panel: Panel, title: str, lines: Sequence[Line]) -> None:
 def _line(axes: Axes, line: Line) -> list[tuple[float, float]]:
     """Draw a line and return its points, without points that logarithmic axes cannot show."""
     drawn = [(x, y) for x, y in zip(line.x, line.y, strict=True) if min(x, y) > 0 and math.isfinite(x + y)]
-    axes.plot(
-        [x for x, _ in drawn],
-        [y for _, y in drawn],
-        color=LIGHT[line.style % len(LIGHT)],
-        linewidth=1.6,
-        linestyle=_DASHES[line.style // len(LIGHT) % len(_DASHES)],
-        marker=MARKERS[(line.style + line.style // len(LIGHT)) % len(MARKERS)],
-        markersize=4.5,
-        label=line.label,
-    )
+    x, y = [x for x, _ in drawn], [y for _, y in drawn]
+    axes.plot(x, y, **figures.stroke(line.style), linewidth=1.6, markersize=4.5, label=line.label)
     return drawn

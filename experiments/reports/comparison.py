@@ -14,7 +14,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from .figures import Curve, LostRun
+from .figures import Curve, LostRun, styles_of
 from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, label_number
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
@@ -25,7 +25,7 @@ class ComparisonRow:
 
     label: label on the compared axis, followed by the variant if runs with equal labels differ in configuration or
         provenance.
-    style: number of the colour and the marker in all figures.
+    style: number of colour, dashes and marker, see `stroke`.
     runs: one run for each seed.
     baseline: row to compare with; None for the baseline itself.
     """
@@ -270,11 +270,18 @@ def compare(records: Records) -> list[ComparisonPanel]:
     for run in records.runs:
         others = tuple((axis, label) for axis, label in run.labels.items() if axis != records.compare)
         groups.setdefault(others, []).append(run)
-    # The baseline has the first colour, at whatever position it is listed.
-    first = [_row_label(run, records) for run in records.runs if run.labels[records.compare] == records.baseline]
-    labels = dict.fromkeys([*first, *(_row_label(run, records) for run in records.runs)])
-    styles = {label: i for i, label in enumerate(labels)}
+    styles = _styles({_row_label(run, records): run.labels[records.compare] for run in records.runs}, records)
     return [_panel(others, runs, styles, records) for others, runs in groups.items()]
+
+
+def _styles(names: Mapping[str, str], records: Records) -> dict[str, int]:
+    """Return the style of each label: that of its method (see `styles_of`) or, if all are numbers, its place.
+
+    names: label of an axis, by label of a row or curve.
+    """
+    if all(math.isfinite(label_number(name)) for name in names.values()):
+        return {label: place for place, label in enumerate(names)}
+    return styles_of({label: records.originals.get(name, name) for label, name in names.items()})
 
 
 def _panel(
@@ -345,16 +352,16 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
     """
     panels = compare(records)
     numbers = _numbers(panels)
-    styles: dict[str, int] = {}
+    styles = _styles({last: last for last in (_last(panel, records) for panel in panels)}, records)
     found: dict[str, list[Curve]] = {}
     for panel in panels if numbers else ():
-        outer, last = panel.headings[:-1], (panel.labels or (records.name,))[-1]
+        outer, last = panel.headings[:-1], _last(panel, records)
         ended = sorted(((numbers[r.label], r) for r in panel.rows if r.finals), key=lambda pair: pair[0])
         values = [[v if math.isfinite(v) else math.nan for v in row.finals.values()] for _, row in ended]
         lost = tuple(LostRun((), (), number) for number, row in ended if row.diverged)
         curve = Curve(
             label=last,
-            style=styles.setdefault(last, len(styles)),
+            style=styles[last],
             lost=lost,
             lost_label=f"{last}: a run diverged" if lost else "",
             x=[number for number, _ in ended],
@@ -365,6 +372,11 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
         if ended:
             found.setdefault(", ".join(outer) or records.name, []).append(curve)
     return found
+
+
+def _last(panel: ComparisonPanel, records: Records) -> str:
+    """Return the label of a panel on its last axis, the axis of methods; the name of the study if there is no axis."""
+    return (panel.labels or (records.name,))[-1]
 
 
 def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
@@ -396,11 +408,12 @@ def at_their_best(records: Records) -> list[ComparisonPanel]:
     found = []
     for outer, group in _by_conditions(records):
         rows: list[ComparisonRow] = []
+        styles = _styles({panel.labels[-1]: panel.labels[-1] for panel in group}, records)
         for panel in group:
             if (best := panel.best) is not None:
-                label, baseline = f"{panel.labels[-1]}, {named(records.compare, best.label)}", rows[0] if rows else None
-                edge = _edge(panel, best)
-                rows.append(ComparisonRow(label, len(rows), best.runs, records.metric, baseline, edge=edge))
+                method, baseline = panel.labels[-1], rows[0] if rows else None
+                label, edge = f"{method}, {named(records.compare, best.label)}", _edge(panel, best)
+                rows.append(ComparisonRow(label, styles[method], best.runs, records.metric, baseline, edge=edge))
         if len(rows) > 1:
             title, axis = [*outer, f"each at its own best {records.compare}"], _methods(records, rows[0].runs[0])
             labels = group[0].labels[:-1]
@@ -454,14 +467,14 @@ def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
     stopped early are left out. A field without three positive numbers has no curve.
     """
     cells = {cell_name(run.labels): run.labels for run in records.runs}
-    styles: dict[str, int] = {}
+    tuned = {one.cell: cells.get(one.cell, {}).get(records.compare, one.cell) for one in records.tuned}
+    styles = _styles({named(records.compare, label): label for label in tuned.values()}, records)
     found: dict[tuple[str, str], list[Curve]] = {}
     for one in records.tuned:
-        labels = cells.get(one.cell, {})
-        label = named(records.compare, labels.get(records.compare, one.cell))
+        labels, label = cells.get(one.cell, {}), named(records.compare, tuned[one.cell])
         title = ", ".join(heading(axis, text) for axis, text in labels.items() if axis != records.compare)
         for path in one.values:
-            curve = _tuning_curve(one, path, records.metric.sign, label, styles.setdefault(label, len(styles)))
+            curve = _tuning_curve(one, path, records.metric.sign, label, styles[label])
             if curve is not None:
                 found.setdefault((path, title or records.name), []).append(curve)
     return found

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .comparison import ComparisonPanel
-from .figures import INK, LIGHT, MARKERS, POWERS, Curve, Look, draw_line, log_ticks, style_axes
+from .figures import INK, LIGHT, POWERS, Curve, Look, draw_line, log_ticks, stroke, style_axes
 from .seed_statistics import Paired
 
 
@@ -42,10 +42,8 @@ def difference_dots(panel: ComparisonPanel, width: float = Look.width) -> Figure
 
 
 def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
-    look = LIGHT[style % len(LIGHT)], MARKERS[style % len(MARKERS)]
-    axes.errorbar(
-        [found.mean], [height], xerr=_bar(found), color=look[0], marker=look[1], markersize=5, linewidth=1.5, capsize=3
-    )
+    own = {**stroke(style), "linestyle": "-", "markersize": 5, "linewidth": 1.5, "capsize": 3}
+    axes.errorbar([found.mean], [height], xerr=_bar(found), **own)
 
 
 def _bar(found: Paired) -> list[float] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -22,6 +23,9 @@ from ..files import replacing
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
+DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.2)))
+_COLOURED = ("adamw", "shampoo", "soap_fitted", "soap", "muon", "adam", "lion", "sgd")
+"""Methods with a colour of their own, in the order of the palette. The names of all others select a colour by a hash."""
 _HANDLE, _CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
@@ -46,7 +50,7 @@ class Curve:
     Runs that diverged are drawn as dotted lines. A cross at the upper edge of the figure marks where such a run ends.
 
     label: text in the legend.
-    style: number of the colour and the marker in all figures.
+    style: number of colour, dashes and marker, see `stroke`.
     x: abscissas.
     mean, low, high: mean, smallest and largest value over seeds.
     lost: runs that diverged.
@@ -81,10 +85,42 @@ class Look:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line to compare the curves with."""
+    """A horizontal line to compare the curves with, in the colour of a style."""
 
     value: float
     label: str
+    style: int
+
+
+def stroke(style: int) -> dict[str, Any]:
+    """Return colour, dashes and marker of a style as arguments of matplotlib. Each of 24 styles differs from all others.
+
+    Styles 0 to 7 are solid and have the colours of the palette. Each further turn of the palette has other dashes.
+    """
+    turn, colour = divmod(style, len(LIGHT))
+    marker = MARKERS[(colour + turn) % len(MARKERS)]
+    return {"color": LIGHT[colour], "linestyle": DASHES[turn % len(DASHES)], "marker": marker}
+
+
+def styles_of(names: Mapping[str, str]) -> dict[str, int]:
+    """Return a style for each label of a figure. A method has the same style in all figures, unless two want one.
+
+    Then the first of the two keeps it: methods with a colour of their own are first, all others follow by name. The
+    second has the next colour that is free.
+
+    names: name of the method, by label.
+    """
+    found: dict[str, int] = {}
+    place = {name: index for index, name in enumerate(_COLOURED)}
+    for label in sorted(names, key=lambda label: (place.get(names[label], len(place)), names[label], label)):
+        first = place.get(names[label], 1 + zlib.crc32(names[label].encode()) % (len(LIGHT) - 1))
+        begin = len(found) // len(LIGHT) * len(LIGHT)
+        found[label] = next(
+            style
+            for shift in range(len(LIGHT))
+            if (style := begin + (first + shift) % len(LIGHT)) not in found.values()
+        )
+    return {label: found[label] for label in names}
 
 
 def draw_curves(
@@ -111,7 +147,8 @@ def draw_curves(
     for curve in curves:
         draw_line(axes, curve)
     if level is not None:
-        axes.axhline(level.value, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
+        colour = stroke(level.style)["color"]
+        axes.axhline(level.value, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     log = "auto" if swept else look.log
@@ -129,20 +166,12 @@ def draw_curves(
 
 def draw_line(axes: Axes, curve: Curve) -> None:
     """Draw the band, the line and the lost runs of a curve in its style."""
-    colour = LIGHT[curve.style % len(LIGHT)]
+    own = stroke(curve.style)
+    colour = own["color"]
     if curve.x:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
-        axes.plot(
-            curve.x,
-            curve.mean,
-            color=colour,
-            linewidth=1.7,
-            linestyle="-" if curve.style < len(LIGHT) else (0, (5, 1.5)),
-            marker=MARKERS[curve.style % len(MARKERS)],
-            markersize=4,
-            markevery=max(1, len(curve.x) // 6),
-            label=curve.label,
-        )
+        marked = {"markersize": 4, "markevery": max(1, len(curve.x) // 6)}
+        axes.plot(curve.x, curve.mean, **own, **marked, linewidth=1.7, label=curve.label)
     height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
     for index, run in enumerate(curve.lost):
         axes.plot(run.x, run.y, color=colour, linewidth=1.0, linestyle=":")

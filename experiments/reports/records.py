@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -350,6 +350,7 @@ class Records:
     tuned: results of searches.
     target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
     equal: "steps" if all runs have the steps of their configuration, "seconds" if they train as long as the baseline.
+    originals: label in the study, by the text that replaces it in the report.
     """
 
     name: str
@@ -361,6 +362,7 @@ class Records:
     tuned: tuple[TunedCell, ...] = ()
     target: Target | None = None
     equal: str = "steps"
+    originals: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notices(self) -> list[str]:
@@ -523,6 +525,7 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
         records,
         runs=tuple(replace(run, labels=own) for run, own in zip(records.runs, renamed, strict=True)),
         baseline=texts.get(records.baseline, records.baseline),
+        originals={text: label for label, text in texts.items()},
         tuned=tuple(replace(one, cell=cells.get(one.cell, one.cell)) for one in records.tuned),
     )
 

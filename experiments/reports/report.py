@@ -216,7 +216,7 @@ class Report:
         curves = [curve for row in panel.rows if (curve := row.curve(along, metric)) is not None]
         base, level, compared = panel.baseline, None, metric is panel.metric
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
-            level = figures.Level(base.final.mean, f"{base.title}, final")
+            level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
         look = Look(self.width, self.log)
         return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, look=look)
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import read_yaml
 
-from ..reports.figures import INK, LIGHT, save_figure, style_axes
+from ..reports.figures import INK, save_figure, stroke, style_axes, styles_of
 from ..reports.tables import format_rate, markdown_table
 from ..reproduction.pages import renewed
 from .cost import COUNTED_MODELS, H100, TOKENS, optimizer_ms, step_costs
@@ -207,13 +207,12 @@ def draw_profiles(now: Standing) -> Figure:
     }
     for place, (label, apart) in enumerate(labels.items(), start=1):
         axes = figure.add_subplot(1, len(labels), place)
-        for style, name in enumerate(shown):
+        for down, (name, style) in enumerate(styles_of({name: name for name in shown}).items()):
             at = sorted({1.0, WORST_RATIO, *(one for one in apart[name].values() if one < WORST_RATIO)})
-            dash = "-" if style < len(LIGHT) else (0, (5, 1.5))
             # Each line is a little lower than the one before, so that lines that coincide stay visible.
-            shares = [share - 0.006 * style for share in profile(apart[name], at)]
-            colour = LIGHT[style % len(LIGHT)]
-            axes.plot(at, shares, drawstyle="steps-post", color=colour, linewidth=1.7, linestyle=dash, label=name)
+            shares = [share - 0.006 * down for share in profile(apart[name], at)]
+            own = {**stroke(style), "marker": None}
+            axes.plot(at, shares, **own, drawstyle="steps-post", linewidth=1.7, label=name)
         axes.set_xlabel(label)
         axes.set_ylabel("share of tasks")
         axes.set_xlim(1, WORST_RATIO)

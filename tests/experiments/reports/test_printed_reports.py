@@ -17,7 +17,7 @@ from eigengraft.experiments.reports.comparison import (
     named,
     swept,
 )
-from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves
+from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves, stroke, styles_of
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
 from eigengraft.experiments.reports.report import Report, axis_name
 from eigengraft.experiments.reports.tables import format_difference, grid_of, latex, markdown, sentences, write_tables
@@ -189,6 +189,18 @@ def test_runs_that_diverged_are_drawn_and_named(grid, tmp_path):
     assert "lr 1: 1 of 3 diverged" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+def test_a_method_has_one_style_in_all_figures_and_no_two_have_the_same():
+    names = [f"method {i}" for i in range(12)] + ["muon", "adamw", "soap_fitted"]
+    whole = styles_of({name: name for name in names})
+    assert whole == styles_of({name: name for name in reversed(names)})  # the order of labels does not matter
+    assert len({tuple(map(str, stroke(style).values())) for style in range(24)}) == 24
+    assert len(set(whole.values())) == len(names)
+    assert len({stroke(style)["color"] for style in styles_of({n: n for n in names[-8:]}).values()}) == 8
+    for some in (["muon", "soap_fitted"], ["soap_fitted", "another", "muon"], ["adamw", "muon", "soap_fitted"]):
+        found = styles_of({f"{name}, lr 0.1": name for name in some})
+        assert all(found[f"{name}, lr 0.1"] == whole[name] for name in some if name in whole)
+
+
 def test_no_legend_covers_a_curve():
     """Whatever there is to say: legends end below the axes."""
     some = [
@@ -196,7 +208,7 @@ def test_no_legend_covers_a_curve():
         for i in range(7)
     ]
     for is_swept in (False, True):
-        figure = draw_curves(some, "x", "y", level=Level(1.0, "level"), swept=is_swept)
+        figure = draw_curves(some, "x", "y", level=Level(1.0, "level", 0), swept=is_swept)
         FigureCanvasAgg(figure).draw()
         (axes,), (legend,) = figure.axes, figure.legends
         assert axes.get_legend() is None

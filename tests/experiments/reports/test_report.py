@@ -126,6 +126,17 @@ def test_comparison_by_hand(study):
     assert (curve.low, curve.high) == ([3.0, 1.0, 0.8], [3.0, 2.0, 1.0])
 
 
+@pytest.mark.parametrize("baseline", ["adamw", "soap"])
+@pytest.mark.parametrize("labels", [{}, {"soap": "SOAP of 2024"}])
+def test_a_method_keeps_its_colour_whatever_it_is_compared_with(study, baseline, labels):
+    (panel,) = compare(read_records(study, baseline, labels=labels))
+    assert [row.style for row in panel.rows] == [0, 3]
+    write_study(study, [("soap", 0, None), ("muon", 0, None), ("adamw", 0, None)])
+    write_run(study / "method=muon" / "seed-0", ADAM, [4.0, 3.0])
+    (panel,) = compare(read_records(study, baseline, labels=labels))
+    assert [row.style for row in panel.rows] == [3, 4, 0]
+
+
 def test_page_says_the_numbers(study):
     page = Page(Report(study).write().read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
@@ -763,7 +774,7 @@ def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decim
     curves = tuning_curves(read_records(tmp_path))
     assert list(curves) == [("lr", "task = digits"), ("lr", "task = bytes")]
     adamw, soap = curves["lr", "task = digits"]
-    assert (adamw.label, soap.label, adamw.style, soap.style) == ("adamw", "soap", 0, 1)
+    assert (adamw.label, soap.label, adamw.style, soap.style) == ("adamw", "soap", 0, 3)
     assert adamw.x == [0.0025, 0.005, 0.01, 0.02]
     assert adamw.mean == pytest.approx([1.2833, 1.2464, 1.2341, 1.2464])
     assert [one.end for one in adamw.lost] == [0.04]
