@@ -216,7 +216,7 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
     """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
-    from ..reports.records import error_line, read_tuned
+    from ..reports.records import error_line, read_records, read_tuned
     from ..studies.running import complete_study
 
     console = Console(stderr=True)
@@ -239,6 +239,8 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
     for one in read_tuned(directory):
         for notice in one.notices:
             console.print(f"{escape(one.cell)}: {notice}", highlight=False, soft_wrap=True)
+    if not failed and (untuned := read_records(directory).untuned):
+        console.print(f"{escape(untuned)}.", highlight=False, soft_wrap=True)
     if failed:
         for run, reason in failed.items():
             console.print(f"[red]failed[/red] {escape(run)}: {escape(error_line(reason))}", highlight=False, soft_wrap=True)

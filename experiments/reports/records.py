@@ -5,6 +5,7 @@ Unfinished, failed and missing runs are included.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -16,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from eigengraft.errors import counted
+from eigengraft.errors import counted, name_some
 
 from ..files import read_object, read_rows
 from ..provenance import provenance_of, variants
@@ -351,6 +352,7 @@ class Records:
     target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
     equal: "steps" if all runs have the steps of their configuration, "seconds" if they train as long as the baseline.
     originals: label in the study, by the text that replaces it in the report.
+    tuned_in: where the learning rates were tuned, if the study says so.
     """
 
     name: str
@@ -363,19 +365,47 @@ class Records:
     target: Target | None = None
     equal: str = "steps"
     originals: Mapping[str, str] = field(default_factory=dict)
+    tuned_in: str = ""
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each cell whose runs differ in configuration, code or data. Such runs are not averaged."""
+        """Sentences about learning rates that were not tuned, and about each cell whose runs differ in configuration,
+        code or data. Such runs are not averaged.
+        """
         found: dict[str, Counter[str]] = {}
         for run in self.runs:
             if run.variant:
                 found.setdefault(", ".join(run.labels.values()), Counter())[run.variant] += 1
-        return [
+        apart = [
             f"The runs of {cell} were made differently and are kept apart: "
             + "; ".join(f"{variant} ({counted(count, 'run')})" for variant, count in counts.items())
             for cell, counts in found.items()
         ]
+        return [*filter(None, [self.untuned]), *apart]
+
+    @property
+    def untuned(self) -> str:
+        """A sentence about methods with runs at a single learning rate that no search has found. Empty if there are
+        none, if all runs have one recipe, or if the study says where its learning rates were tuned.
+        """
+        searched = any(path.split(".")[-1] == "lr" for one in self.tuned for path in one.values)
+        if searched or self.tuned_in:
+            return ""
+        tried: dict[str, dict[tuple[str, ...], set[float | None]]] = {}
+        labels: dict[str, dict[str, None]] = {}
+        for run in (run for run in self.runs if run.config):
+            recipe = json.dumps({key: value for key, value in run.config["recipe"].items() if key != "lr"})
+            cell = tuple(text for axis, text in run.labels.items() if axis not in (self.compare, self.rates))
+            tried.setdefault(recipe, {}).setdefault(cell, set()).add(learning_rate(run.config))
+            labels.setdefault(recipe, {}).setdefault(run.labels[self.compare])
+        single = [recipe for recipe, cells in tried.items() if any(len(rates) < 2 for rates in cells.values())]
+        if len(tried) < 2 or not single:
+            return ""
+        names = name_some(list(dict.fromkeys(label for recipe in single for label in labels[recipe])), 8)
+        return (
+            f"The learning rate was not tuned for {names}: there are runs at one rate only, and other rates may change "
+            "the comparison; a study tries other rates with `tune` or an axis `lr`, and `tuned_in` says where it was done"
+        )
 
     @cached_property
     def rates(self) -> str:
@@ -541,8 +571,9 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     name, description = manifest["name"], manifest["description"]
     given = manifest.get("study", {}).get("target")
     target = None if given is None else Target(**given)
-    compared = (manifest["compare"], manifest["baseline"])
-    return Records(name, description, metric, *compared, runs, tuned, target, manifest.get("equal", "steps"))
+    compared, equal = (manifest["compare"], manifest["baseline"]), manifest.get("equal", "steps")
+    tuned_in = manifest.get("study", {}).get("tuned_in", "")
+    return Records(name, description, metric, *compared, runs, tuned, target, equal, tuned_in=tuned_in)
 
 
 def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:

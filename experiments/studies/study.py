@@ -82,6 +82,12 @@ class Study(Component):
         None,
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
     )
+    tuned_in: str = Field(
+        "",
+        examples=["tuning.yaml"],
+        description="where the learning rates were tuned, if not in this study; reports name it, in place of a notice "
+        "that learning rates were not tuned",
+    )
     metric: MetricName = Field(
         "val_loss", description="final metric to compare: val_loss, val_accuracy, or val.NAME, one of the task's own"
     )
@@ -139,6 +145,11 @@ class Study(Component):
             )
         if self.tune is not None:
             self.tune.require_apart(self.seeds, self.axes)
+            if self.tuned_in and "lr" in self.tune.fields:
+                raise ValueError(
+                    f"tuned_in: '{self.tuned_in}' cannot be combined with `tune`, which searches lr here; remove one of "
+                    "the two"
+                )
             if self.equal == "seconds" and "steps" in self.tune.fields:
                 raise ValueError(
                     "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps; remove one "

@@ -27,7 +27,7 @@ from eigengraft.experiments.reports.tables import (
     write_parquet,
 )
 
-from ...refusals import refused
+from ...refusals import lacking, refused
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +38,10 @@ SOAP = {
 }
 
 
-def write_run(path, recipe, values, seed=0, task="bytes", ended=True):
+def write_run(path, recipe, values, seed=0, task="bytes", ended=True, lr=0.01):
     """A run with an evaluation every 10 steps, 0.1 s apart; None is a loss that is not finite."""
     path.mkdir(parents=True)
-    config = {"task": {"kind": task}, "recipe": recipe, "lr": 0.01, "steps": 10 * len(values), "seed": seed}
+    config = {"task": {"kind": task}, "recipe": recipe, "lr": lr, "steps": 10 * len(values), "seed": seed}
     (path / "config.json").write_text(json.dumps(config))
     (path / "env.json").write_text(json.dumps({"python": "3.11.2", "data": {"sha256": "abc"}, "git": None}))
     rows = [
@@ -135,6 +135,33 @@ def test_a_method_keeps_its_colour_whatever_it_is_compared_with(study, baseline,
     write_run(study / "method=muon" / "seed-0", ADAM, [4.0, 3.0])
     (panel,) = compare(read_records(study, baseline, labels=labels))
     assert [row.style for row in panel.rows] == [3, 4, 0]
+
+
+TRIED = [{"values": {"lr": 0.01}, "mean": 3.0, "stopped": None}]
+SEARCHED = {"values": {"lr": 0.01}, "edges": {}, "tried": TRIED, "rule": "Descent."}
+
+
+@pytest.mark.parametrize("done", ["one rate", "one rate of one", "an axis", "searched", "elsewhere", "one recipe"])
+def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path):
+    runs = [("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0]})]
+    runs.append(("soap", 0, {"recipe": ADAM if done == "one recipe" else SOAP, "values": [4.0, 3.0]}))
+    fields = {"elsewhere": {"study": {"tuned_in": "grid.yaml"}}, "searched": {"tuned": {"method=adamw": SEARCHED}}}
+    write_study(tmp_path, runs, **fields.get(done, {}))
+    manifest = json.loads((tmp_path / "study.json").read_text())
+    for run in manifest["runs"] if done in ("an axis", "one rate of one") else []:
+        run["labels"]["lr"] = "0.01"
+    more = {"an axis": ("adamw", "soap"), "one rate of one": ("soap",)}.get(done, ())
+    for method in more:
+        place, recipe = f"{method}-high/seed-0", {"adamw": ADAM, "soap": SOAP}[method]
+        manifest["runs"].append({"directory": place, "labels": {"method": method, "lr": "0.1"}, "seed": 0})
+        write_run(tmp_path / place, recipe, [4.0, 3.0], lr=0.1)
+    (tmp_path / "study.json").write_text(json.dumps(manifest))
+    names = {"one rate": ("adamw, soap",), "one rate of one": ("adamw",)}.get(done, ())
+    found = Report(tmp_path).records.notices
+    assert len(found) == len(names) and all(lacking(*pair) == [] for pair in zip(found, names, strict=True))
+    page, said = Report(tmp_path).page(), CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert all(notice in page and notice in said.stderr for notice in found)
+    assert ("grid.yaml" in page) == (done == "elsewhere")
 
 
 def test_page_says_the_numbers(study):
@@ -570,7 +597,8 @@ def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names
     assert [row.final.mean for row in panel.rows[1:]] == [0.8, 1.0]
     assert panel.rows[0].difference is None and panel.rows[1].difference.n == 1
     assert (panel.rows[2].difference is None) == ("data" in entries)  # the others say nothing of adamw's runs
-    (notice,) = records.notices
+    untuned, notice = records.notices
+    assert untuned == records.untuned
     assert "The runs of soap were made differently" in notice
     assert notice in Page(Report(study).write().read_text(encoding="utf-8")).text
     assert (study / "runs.csv").read_text(encoding="utf-8").startswith("axis.method,seed,variant,status,")
