@@ -160,7 +160,8 @@ class Optimizer(Reporting):
             ValueError: the group has an option of the recipe or of torch's optimizers, or does not fit the recipe. The
                 optimizer does not change.
         """
-        group, index = own_keys(param_group, self.param_sets.recipe_text), len(self.param_groups)
+        own, relative = self.param_sets, self.param_sets.follows_peak is not None
+        group, index = own_keys(param_group, own.recipe_text, relative), len(self.param_groups)
         self._asks_fused = self._asks_fused or bool(param_group.get("fused"))
         without_dynamo(super().add_param_group)(group)
         try:

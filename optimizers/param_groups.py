@@ -141,10 +141,12 @@ class Defaults(dict[str, Any]):
         return super().__contains__(key)
 
 
-def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool = False) -> dict[str, Any]:
     """Return a param group with the user's own keys, but without options such as `foreach` and `fused`.
 
     recipe: JSON text of the optimizer's recipe.
+    follows_peak: True if the recipe depends on the peak of the learning rate, which is `max_lr` if this is larger than
+        `lr`.
 
     Raises:
         ValueError: the group has a different recipe, or a key that the user expects to have an effect: an option of
@@ -156,7 +158,7 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     options = {key: group[key] for key in (*_HOW, *_OFF) if key in group}
     check_options(options, "param group")
     for key in group:
-        if key in _KEYS or key in options:
+        if key in _KEYS or key in options or (follows_peak and key == "max_lr"):
             continue
         known = [name for name in _MEANT if name not in key]  # weight_decay_mult is the user's own key
         hint = did_you_mean(key, known, 0.75, [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ())
@@ -165,7 +167,8 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
                 f"param group: '{key}' is no key of a group{hint} (the keys are params, lr and weight_decay; the "
                 "recipe declares all else)"
             )
-        warn_user(f"param group: '{key}' stays in the group, but has no effect on steps")
+        why = ": no part of the recipe depends on the peak of the learning rate" if key == "max_lr" else ""
+        warn_user(f"param group: '{key}' stays in the group, but has no effect on steps{why}")
     if "params" not in group:
         raise ValueError(f"param group: 'params' is missing, got the keys {[*group]}")
     if group.get("recipe", recipe) != recipe:

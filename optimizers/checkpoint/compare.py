@@ -225,8 +225,9 @@ def compare_groups(
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
             raise ValueError(
-                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer; state "
-                "of another optimizer cannot be loaded, so begin with fresh state"
+                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer; the "
+                "moments of torch.optim.AdamW can be copied, see docs/from-torch.md, 'Continuing a run of torch's "
+                "AdamW'; after any other optimizer, begin with fresh state"
             )
         missing = [key for key in ("lr", "weight_decay") if key not in other]
         if missing:

@@ -245,7 +245,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[object, ...]]] = {
     "names of others": (edit("param_groups", 0, "param_names", to=["b", "w"]), ("w", 0, "(3, 2)")),
     "no groups": (edit("param_groups", drop=True), ("state_dict", "param_groups")),
     "no state": (edit("state", drop=True), ("state_dict",)),
-    "torch": (lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(), ("recipe",)),
+    "torch": (
+        lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(),
+        ("recipe", "torch.optim.AdamW", "docs/from-torch.md"),
+    ),
     "list": (lambda _: [], ("state_dict",)),
     "other keys": (lambda _: {"a": 1}, ("state_dict", "'a'")),
     "empty": (lambda _: {}, ("state_dict",)),

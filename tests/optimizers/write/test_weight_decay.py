@@ -11,7 +11,7 @@ import eigengraft
 from eigengraft import Optimizer
 from eigengraft.optimizers.write.write import WeightDecay
 
-from ...refusals import refused
+from ...refusals import refused, warned
 
 PEAK, RATE = 0.5, 0.2
 
@@ -277,6 +277,18 @@ def test_a_lower_max_lr_does_not_replace_the_peak(kind: str) -> None:
     w = start() * (1 - 0.1 * RATE * (0.1 if kind == "corrected" else 1.0) / PEAK)
     torch.testing.assert_close(weight.detach(), w, atol=1e-12, rtol=0)
     assert optimizer.param_groups[0]["peak_lr"] == PEAK
+
+
+@pytest.mark.parametrize("kind", [*RELATIVE, "decoupled"])
+def test_a_max_lr_in_a_group_is_the_peak_or_a_warning_says_that_it_has_no_effect(kind: str) -> None:
+    group, recipe = {"params": [nn.Parameter(start())], "lr": 0.1, "max_lr": PEAK}, plain({"kind": kind})
+    if kind == "decoupled":
+        with warned(UserWarning, "param group", "'max_lr'"):
+            Optimizer([group], recipe)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Optimizer([group], recipe).param_groups[0]["peak_lr"] == PEAK
 
 
 def test_only_what_depends_on_a_peak_warns_of_it() -> None:
