@@ -243,7 +243,9 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
         console.print(f"{escape(untuned)}.", highlight=False, soft_wrap=True)
     if failed:
         for run, reason in failed.items():
-            console.print(f"[red]failed[/red] {escape(run)}: {escape(error_line(reason))}", highlight=False, soft_wrap=True)
+            console.print(
+                f"[red]failed[/red] {escape(run)}: {escape(error_line(reason))}", highlight=False, soft_wrap=True
+            )
         where = escape(str(directory))
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)

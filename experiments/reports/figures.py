@@ -25,7 +25,7 @@ DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.2)))
 _COLOURED = ("adamw", "shampoo", "soap_fitted", "soap", "muon", "adam", "lion", "sgd")
-"""Methods with a colour of their own, in the order of the palette. The names of all others select a colour by a hash."""
+"""Methods with a colour of their own, in the order of the palette. All other names select a colour by a hash."""
 _HANDLE, _CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
@@ -93,7 +93,7 @@ class Level:
 
 
 def stroke(style: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of a style as arguments of matplotlib. Each of 24 styles differs from all others.
+    """Return colour, dashes and marker of a style as arguments of matplotlib. The first 24 styles are all different.
 
     Styles 0 to 7 are solid and have the colours of the palette. Each further turn of the palette has other dashes.
     """

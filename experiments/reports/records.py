@@ -257,7 +257,7 @@ def fault_file(run: Path) -> Path:
 
 
 def error_line(text: str) -> str:
-    """Return the error at the end of a traceback, with its notes, as one line. Of any other text, return the last line."""
+    """Return the error at the end of a traceback, with its notes, in one line. Of other text, return the last line."""
     _, frame, end = text.strip().rpartition('\n  File "')
     lines = end.splitlines()
     own = [line for line in lines[1:] if not line.startswith("    ")] if frame else []
@@ -403,8 +403,8 @@ class Records:
             return ""
         names = name_some(list(dict.fromkeys(label for recipe in single for label in labels[recipe])), 8)
         return (
-            f"The learning rate was not tuned for {names}: there are runs at one rate only, and other rates may change "
-            "the comparison; a study tries other rates with `tune` or an axis `lr`, and `tuned_in` says where it was done"
+            f"The learning rate was not tuned for {names}: there are runs at one rate only, and others may change the "
+            "comparison; a study tries other rates with `tune` or an axis `lr`, and `tuned_in` says where it was done"
         )
 
     @cached_property

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eigengraft.errors import RecipeError, counted
 
@@ -65,11 +66,22 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         yield f"{best.title} reaches {base.title}'s final value {when}."
 
 
-CellTable = tuple[str, list[str], list[tuple[str, list[tuple[str, bool]]]]]
-"""A table of all cells: its caption, titles of columns, and the label of each row with (text, True for bold type)."""
+class TextTable(NamedTuple):
+    """A table of texts.
+
+    title: what the table is of.
+    note: sentences about its contents; "" for none.
+    heads: titles of the columns.
+    rows: cells of each row, as (text, True for bold type).
+    """
+
+    title: str
+    note: str
+    heads: list[str]
+    rows: list[list[tuple[str, bool]]]
 
 
-def grid_of(records: Records) -> CellTable | None:
+def grid_of(records: Records) -> TextTable | None:
     """Return the final metrics of all cells of a study, None unless exactly two of its axes have several labels.
 
     A row is a label of the compared axis, a column a label of the other axis. The best mean and means that are not
@@ -95,9 +107,10 @@ def grid_of(records: Records) -> CellTable | None:
             row = own.get(label)
             text = _NONE if row is None else format_summary(row.final) + (" *" if id(row) in best else "")
             cells.append((text, row is not None and row.tested and id(row) in equal))
-    titles = [panel.rows[0].runs[0].labels[column] for panel in panels]
-    caption = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns)"
-    return f"{caption}. {marks(groups, 'all cells' if together else 'each column')}", titles, list(rows.items())
+    heads = [records.compare, *(panel.rows[0].runs[0].labels[column] for panel in panels)]
+    note = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns). "
+    note += marks(groups, "all cells" if together else "each column")
+    return TextTable(records.name, note, heads, [[(label, False), *cells] for label, cells in rows.items()])
 
 
 def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
@@ -242,6 +255,7 @@ _LATEX = {
     "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "\u00a0": "~",
     "\u2212": "$-$",
     "\u00b1": r"$\pm$",
     "\u2013": "--",
@@ -253,33 +267,17 @@ _LATEX = {
 def write_tables(records: Records, folder: Path) -> None:
     """Write tables.md and tables.tex with a table for each panel that has started. LaTeX needs the package booktabs."""
     panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
-    grid, forms = grid_of(records), {"tables.md": (markdown, _markdown_grid), "tables.tex": (latex, _latex_grid)}
-    for name, (form, grid_form) in forms.items():
-        tables = [] if grid is None else [grid_form(grid, records)]
-        write_text(folder / name, "\n\n".join([*tables, *(form(panel, records) for panel in panels)]) + "\n")
+    grid = grid_of(records)
+    tables = [*([] if grid is None else [grid]), *(panel_table(panel, records) for panel in panels)]
+    for name, form in (("tables.md", markdown), ("tables.tex", latex)):
+        write_text(folder / name, "\n\n".join(map(form, tables)) + "\n")
 
 
-def _markdown_grid(grid: CellTable, records: Records) -> str:
-    caption, titles, rows = grid
-    body = [[_plain(label), *(f"**{_plain(x)}**" if best else _plain(x) for x, best in cells)] for label, cells in rows]
-    heads = [_plain(one) for one in (records.compare, *titles)]
-    return f"**{_plain(records.name)}.** {_plain(caption)}\n\n{markdown_table(heads, body)}".rstrip("\n")
-
-
-def _latex_grid(grid: CellTable, records: Records) -> str:
-    caption, titles, rows = grid
-    body = [
-        [_escaped(label), *(rf"\textbf{{{_escaped(text)}}}" if best else _escaped(text) for text, best in cells)]
-        for label, cells in rows
-    ]
-    heads = [_escaped(one) for one in (records.compare, *titles)]
-    return _latex_table(_escaped(f"{records.name}: {caption}"), heads, body)
-
-
-def markdown(panel: ComparisonPanel, records: Records) -> str:
-    """Return one panel as a table of GitHub's Markdown with its title above."""
-    heads, *rows = ([_plain(cell) for cell in cells] for cells in cells_of(panel, records))
-    return f"**{_plain(_caption(panel, records))}**\n\n{markdown_table(heads, rows)}".rstrip("\n")
+def markdown(table: TextTable) -> str:
+    """Return a table of GitHub's Markdown with its title above."""
+    note = f" {_plain(table.note)}" if table.note else ""
+    rows = [[f"**{_plain(text)}**" if bold else _plain(text) for text, bold in cells] for cells in table.rows]
+    return f"**{_plain(table.title)}.**{note}\n\n{markdown_table(list(map(_plain, table.heads)), rows)}".rstrip("\n")
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -288,63 +286,101 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def latex(panel: ComparisonPanel, records: Records) -> str:
-    """Return one panel as a LaTeX table with its caption."""
-    heads, *rows = (list(map(_escaped, cells)) for cells in cells_of(panel, records))
-    return _latex_table(_escaped(_caption(panel, records)), heads, rows)
+_LINE = 86
+"""Largest width of a LaTeX table, in characters with two for each column. In the size of `latex` this is about 310 pt,
+and a page of the class `article` has 345 pt.
+"""
+_HEAD = 10
+"""Least width in characters to which the title of a column is broken into lines."""
 
 
-def _latex_table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a LaTeX table of cells that are LaTeX already."""
-    head, *body = [" & ".join(cells) + r" \\" for cells in (heads, *rows)]
-    columns = "l" + "r" * (len(heads) - 1)
-    begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\begin{{tabular}}{{{columns}}}"]
-    return "\n".join([*begin, "\\toprule", head, "\\midrule", *body, "\\bottomrule", "\\end{tabular}", "\\end{table}"])
+def latex(table: TextTable) -> str:
+    """Return a LaTeX table with its caption. Columns that do not fit on a page follow below, after the first column."""
+    columns = []
+    for place, head in enumerate(table.heads):
+        cells = [row[place] for row in table.rows]
+        lines = wrap(
+            head.replace(" %", "\u00a0%"), max(_HEAD, *(len(text) for text, _ in cells)), break_long_words=False
+        ) or [""]
+        columns.append((2 + max(map(len, [*lines, *(text for text, _ in cells)])), lines, cells))
+    first, *others = columns
+    blocks, width = [[first]], first[0]
+    for column in others:
+        if len(blocks[-1]) > 1 and width + column[0] > _LINE:
+            blocks.append([first])
+            width = first[0]
+        blocks[-1].append(column)
+        width += column[0]
+    caption = _escaped(f"{table.title}. {table.note}".strip())
+    begin = ["\\begin{table}", "\\centering", "\\footnotesize\\setlength{\\tabcolsep}{4pt}", f"\\caption{{{caption}}}"]
+    parts = "\n\\par\\medskip\n".join(_tabular([(lines, cells) for _, lines, cells in block]) for block in blocks)
+    return "\n".join([*begin, parts, "\\end{table}"])
 
 
-def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
-    """Yield the head and the rows of a panel's table."""
-    base = panel.baseline
-    p = "p (Holm)" if len(panel.corrected) > 1 else "p"
-    differences = ["seeds", f"minus {base.title} [95 % interval]", p] if base else ["seeds"]
-    costs = [f"steps to {records.target.value:g}"] if records.target else []
-    costs += ["steps", f"seconds{busy_sign(panel)}"] if records.equal == "seconds" else []
-    costs += [f"step, ms{busy_sign(panel)}", "state, bytes per parameter"]
-    finals = [f"final {panel.metric.title}", *(["best evaluation"] if panel.risen else [])]
-    finals += ["accuracy"] if panel.reports_accuracy else []
-    yield [panel.axis, "learning rate", *finals, *panel.further, *differences, *costs]
-    for row in panel.rows:
-        edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
-        edge = edge or (row.edge if records.rates else "")
-        rate = format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
-        shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
-        middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]
-        numbers = [str(row.first(records.target) or "never")] if records.target else []
-        if records.equal == "seconds":
-            numbers += format_length(row)
-        numbers += [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
-        further = [format_number(row.mean(column), 3) for column in panel.further]
-        best = [" ".join(format_best(row))] if panel.risen else []
-        best += [format_number(row.mean("val_accuracy"), 3)] if panel.reports_accuracy else []
-        yield [row.title, rate, shown, *best, *further, *middle, *numbers]
+def _tabular(columns: Sequence[tuple[list[str], list[tuple[str, bool]]]]) -> str:
+    """Return columns as a LaTeX tabular. A column is given by the lines of its title and by its cells."""
+    stacked = [r"\\".join(map(_escaped, lines)) for lines, _ in columns]
+    heads = [
+        rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{head}\end{{tabular}}" if len(lines) > 1 else head
+        for head, (lines, _) in zip(stacked, columns, strict=True)
+    ]
+    rows = zip(*(cells for _, cells in columns), strict=True)
+    body = [[rf"\textbf{{{_escaped(text)}}}" if bold else _escaped(text) for text, bold in row] for row in rows]
+    head, *lines = [" & ".join(cells) + r" \\" for cells in (heads, *body)]
+    begin = rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}"
+    return "\n".join([begin, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}"])
+
+
+def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
+    """Return the table of a panel, with a row for each of its labels."""
+    columns: list[tuple[str, Callable[[ComparisonRow], str]]] = [
+        (panel.axis, lambda row: row.title),
+        ("learning rate", lambda row: _rate(row, panel, records)),
+        (f"final {panel.metric.title}", _final),
+    ]
+    if panel.baseline is not None:
+        interval = f"minus {panel.baseline.title} [95 % interval]"
+        columns.append((interval, lambda row: format_difference(row, panel)[0] if row.baseline else ""))
+        columns.append(("p (Holm)" if len(panel.corrected) > 1 else "p", lambda row: _corrected(row, panel)))
+    if panel.risen:
+        columns.append(("best evaluation", lambda row: " ".join(format_best(row))))
+    if panel.reports_accuracy:
+        columns.append(("accuracy", lambda row: format_number(row.mean("val_accuracy"), 3)))
+    for name in panel.further:
+        columns.append((name, lambda row, name=name: format_number(row.mean(name), 3)))  # type: ignore[misc]
+    columns.append(("seeds", lambda row: str(len(row.finals))))
+    if (target := records.target) is not None:
+        columns.append((f"steps to {target.value:g}", lambda row: str(row.first(target) or "never")))
+    if records.equal == "seconds":
+        columns.append(("steps", lambda row: format_length(row)[0]))
+        columns.append((f"seconds{busy_sign(panel)}", lambda row: format_length(row)[1]))
+    columns.append((f"step, ms{busy_sign(panel)}", lambda row: format_number(row.mean("step_ms"))))
+    state = "state, bytes per parameter"
+    columns.append((state, lambda row: format_number(row.mean("state_bytes_per_parameter"))))
+    title = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
+    note = "\u2020 The machine had other load, so that times of methods cannot be compared." if panel.busy else ""
+    rows = [[(text(row), False) for _, text in columns] for row in panel.rows]
+    return TextTable(title, note, [head for head, _ in columns], rows)
+
+
+def _rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:
+    edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
+    edge = edge or (row.edge if records.rates else "")
+    return format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
+
+
+def _final(row: ComparisonRow) -> str:
+    return format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
+
+
+def _corrected(row: ComparisonRow, panel: ComparisonPanel) -> str:
+    p = panel.corrected.get(row.label)
+    return "" if p is None else f"{p:.2g}"
 
 
 def busy_sign(panel: ComparisonPanel) -> str:
     """Return the sign of columns of times that are not comparable, as the machine had other load; else ""."""
     return " \u2020" if panel.busy else ""
-
-
-def _caption(panel: ComparisonPanel, records: Records) -> str:
-    caption = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
-    note = "\u2020 The machine had other load, so that times of methods cannot be compared."
-    return f"{caption}. {note}" if panel.busy else caption
-
-
-def _difference(row: ComparisonRow, panel: ComparisonPanel) -> list[str]:
-    if row.baseline is None:
-        return ["", ""]
-    p = panel.corrected.get(row.label)
-    return [format_difference(row, panel)[0], "" if p is None else f"{p:.2g}"]
 
 
 def _plain(text: str) -> str:

@@ -147,8 +147,7 @@ class Study(Component):
             self.tune.require_apart(self.seeds, self.axes)
             if self.tuned_in and "lr" in self.tune.fields:
                 raise ValueError(
-                    f"tuned_in: '{self.tuned_in}' cannot be combined with `tune`, which searches lr here; remove one of "
-                    "the two"
+                    f"tuned_in: '{self.tuned_in}' cannot be combined with `tune`, which searches lr here; remove one"
                 )
             if self.equal == "seconds" and "steps" in self.tune.fields:
                 raise ValueError(

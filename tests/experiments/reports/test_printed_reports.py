@@ -4,9 +4,13 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
 from eigengraft.experiments.reports import figures
 from eigengraft.experiments.reports.comparison import (
@@ -20,7 +24,16 @@ from eigengraft.experiments.reports.comparison import (
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves, stroke, styles_of
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
 from eigengraft.experiments.reports.report import Report, axis_name
-from eigengraft.experiments.reports.tables import format_difference, grid_of, latex, markdown, sentences, write_tables
+from eigengraft.experiments.reports.tables import (
+    TextTable,
+    format_difference,
+    grid_of,
+    latex,
+    markdown,
+    panel_table,
+    sentences,
+    write_tables,
+)
 
 from ...refusals import refused
 from .test_report import ADAM, SOAP, Page, write_run, write_study
@@ -81,7 +94,7 @@ def test_a_table_of_best_rates_is_headed_by_the_axis_of_methods(grid, name):
         records = read_records(grid)
         best, *others = Report(grid).panels
         assert best.axis == "method" and {panel.axis for panel in others} == {axis}
-        assert markdown(best, records).splitlines()[2].startswith("| method | learning rate | ")
+        assert markdown(panel_table(best, records)).splitlines()[2].startswith("| method | learning rate | ")
         page = Report(grid).page()
         assert page.count("<th>method</th>") == (1 if axis == name else 5)  # the table of all cells is one
         assert page.count("<th>learning rate</th>") == len(others) + 1
@@ -95,7 +108,8 @@ def test_two_learning_rates_suffice_and_a_best_rate_at_an_end_is_named(grid):
     records = read_records(grid)
     (panel,) = at_their_best(records)
     assert [(row.label, row.edge) for row in panel.rows] == [("adam, lr 0.1", "largest"), ("soap, lr 0.01", "least")]
-    assert "(largest tried)" in markdown(panel, records) and "0.01 (least tried)" in markdown(panel, records)
+    text = markdown(panel_table(panel, records))
+    assert "(largest tried)" in text and "0.01 (least tried)" in text
     (text,) = [text for text in sentences(panel, records) if "largest" in text]
     assert "adam, lr 0.1" in text and "soap, lr 0.01 (least)" in text
 
@@ -253,9 +267,11 @@ def test_all_cells_of_two_axes_are_one_table(grid):
 
     By Holm's rule p of the first is multiplied by the number of tests that have not a smaller p.
     """
-    caption, columns, rows = grid_of(read_records(grid))
-    assert columns == ["adam", "soap"] and [label for label, _ in rows] == ["0.01", "0.1", "1"]
-    cells = {(label, column): cell for label, own in rows for column, cell in zip(columns, own, strict=True)}
+    _, caption, heads, rows = grid_of(read_records(grid))
+    assert heads == ["lr", "adam", "soap"] and [cells[0] for cells in rows] == [
+        (x, False) for x in ("0.01", "0.1", "1")
+    ]
+    cells = {(own[0][0], column): cell for own in rows for column, cell in zip(heads[1:], own[1:], strict=True)}
     assert cells["0.01", "soap"] == ("1.633 \u00b1 0.153 *", True) and cells["0.1", "adam"][0] == "2.100 \u00b1 0.100"
     assert cells["1", "adam"] == ("diverged", False) and "of each lr (rows) and method (columns)" in caption
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
@@ -300,15 +316,38 @@ def test_tables_have_accuracy_and_mark_times_of_a_busy_machine(tmp_path):
 def test_tables_in_markdown_and_latex(grid):
     records = read_records(grid)
     (panel,) = at_their_best(records)
-    head, rule, *rows = markdown(panel, records).splitlines()[2:]
+    head, rule, *rows = markdown(panel_table(panel, records)).splitlines()[2:]
     assert head.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 2
-    assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | 1.633 \u00b1 0.153 | 3 | \u22120.467 [")
-    text = latex(panel, records)
-    assert text.count("&") == 7 * 3 and text.count(r"\\") == 3 and "$-$0.467" in text and r"95 \% interval" in text
+    assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | 1.633 \u00b1 0.153 | \u22120.467 [")
+    text = latex(panel_table(panel, records))
+    assert text.count("&") == (4 + 3) * 3 and text.count(" \\\\\n") == 2 * 3 and "$-$0.467" in text and r"95~\%" in text
     assert not re.search(r"(?<!\\)[%#_]", text)
     write_tables(records, grid)
     assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * (3 + 2)
-    assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\begin{tabular}") == 1 + 3
+    assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\toprule") == 1 + 3 * 2
+
+
+@pytest.mark.parametrize("columns", [2, 9, 30])
+def test_a_latex_table_fits_on_a_page(columns):
+    """Measured in Computer Modern: columns that do not fit are below the others, again with the names of the rows."""
+    head, cell = "final validation loss of it", "\u22120.467 [\u22120.547, \u22120.386]"
+    names = [[("soap_fitted-every-step", False)], [("adamw", False)]]
+    rows = [[*name, *[(f"{cell} {place}", True) for place in range(columns)]] for name in names]
+    text = latex(TextTable("study", "", ["method", *[f"{head} {place}" for place in range(columns)]], rows))
+    font = FontProperties(fname=str(Path(matplotlib.get_data_path(), "fonts", "ttf", "cmr10.ttf")))
+    shown = dict.fromkeys(range(columns), 0)
+    for part in text.split(r"\toprule")[1:]:
+        own = [line.removesuffix(r" \\").split(" & ") for line in part.splitlines() if " & " in line]
+        cells = [[re.sub(r"\\textbf|[{}$]", "", text).replace(r"\_", "_") for text in row] for row in own[1:]]
+        assert [row[0] for row in cells] == ["soap_fitted-every-step", "adamw"]
+        widths = [
+            max(TextPath((0, 0), row[place], 8, prop=font).get_extents().width for row in cells)
+            for place in range(len(cells[0]))
+        ]
+        assert sum(widths) + 8 * len(widths) < 345
+        for text in cells[0][1:]:
+            shown[int(text.split()[-1])] += 1
+    assert set(shown.values()) == {1}
 
 
 def test_exported_figures_say_what_they_show(grid, tmp_path, monkeypatch):

@@ -38,11 +38,11 @@ SOAP = {
 }
 
 
-def write_run(path, recipe, values, seed=0, task="bytes", ended=True, lr=0.01):
+def write_run(path, recipe, values, seed=0, task="bytes", ended=True, **fields):
     """A run with an evaluation every 10 steps, 0.1 s apart; None is a loss that is not finite."""
     path.mkdir(parents=True)
-    config = {"task": {"kind": task}, "recipe": recipe, "lr": lr, "steps": 10 * len(values), "seed": seed}
-    (path / "config.json").write_text(json.dumps(config))
+    config = {"task": {"kind": task}, "recipe": recipe, "lr": 0.01, "steps": 10 * len(values), "seed": seed}
+    (path / "config.json").write_text(json.dumps(config | fields))
     (path / "env.json").write_text(json.dumps({"python": "3.11.2", "data": {"sha256": "abc"}, "git": None}))
     rows = [
         {"step": 10 * i, "loss": 1.0, "val_loss": v, "val_accuracy": None, "lr": 0.01, "seconds": i / 10, "step_ms": 10}
