@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import eigengraft
-from eigengraft.experiments.cli.purposes import GOALS
-from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms
+from eigengraft.experiments.cli.purposes import NUMBERS, RecipeNumbers, goals
+from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms, step_costs
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
 from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track
 from eigengraft.optimizers.plan.plan import plan
@@ -20,10 +21,6 @@ SHAPE = (1024, 1024)
 """Shape of the weight whose bytes of state are shown."""
 COUNTED = next(iter(COUNTED_MODELS))
 """Model at which optimizers' steps are counted."""
-NEAR_BEST = 0.8
-"""Least profile of recipes that count as fast. AdamW has 0.40, and the best recipe 0.95."""
-SHOWN = 3
-"""Number of recipes that are named for a goal."""
 
 
 @cache
@@ -103,41 +100,24 @@ def section(name: str, up: str) -> str:
     return f"{counted}\n\n{profiles}\n\n{table(head, rows)}"
 
 
-@cache
-def goals() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Return goal -> (name, numbers) of the recipes that the track chooses, the best first, as `purposes.GOALS` has."""
-    run = [name for name in eigengraft.shipped_recipes() if task_scores(name)]
-    near = [name for name in run if profile_of(name) >= NEAR_BEST]
-    least = [name for name in run if profile_of(name) >= profile_of(BASELINE)]
-    all_reached = [name for name in run if all(one.steps < math.inf for one in task_scores(name).values())]
-
-    def first(names: Sequence[str], key: Callable[[str], float], text: str) -> tuple[tuple[str, str], ...]:
-        chosen = sorted(names, key=lambda name: (key(name), -profile_of(name), name))[:SHOWN]
-        return tuple((name, _numbers(name, text)) for name in chosen)
-
-    return {
-        "few steps and little time": first(
-            run, lambda name: -min(profile_of(name), profile_of(name, COUNTED)), "{steps:.2f}, {time:.2f}"
-        ),
-        "fewest steps": first(run, lambda name: -profile_of(name), "{steps:.2f}"),
-        "least time": first(run, lambda name: -profile_of(name, COUNTED), "{time:.2f}"),
-        "few steps and little memory": first(near, state_bytes, "{steps:.2f}, {state:.2f} bytes"),
-        "least memory": first(least, state_bytes, "{steps:.2f}, {state:.2f} bytes"),
-        "no tuning": first(all_reached, spread_of_rates, "{steps:.2f}, factor {rates:.3g}"),
-        "to compare with": ((BASELINE, _numbers(BASELINE, "{steps:.2f}, {time:.2f}, {state:.2f} bytes")),),
-    }
+def numbers() -> dict[str, RecipeNumbers]:
+    """Return the numbers of all shipped recipes, rounded as `purposes.NUMBERS` has them."""
+    costs, found = step_costs({name: {"base": name} for name in eigengraft.shipped_recipes()}, COUNTED), {}
+    for name, cost in costs.items():
+        own, run = task_scores(name), list[float | None]()
+        if own:
+            rates = [one.lr for one in own.values()]
+            reached = all(one.steps < math.inf for one in own.values())
+            run = [profile_of(name), profile_of(name, COUNTED), max(rates) / min(rates) if reached else None]
+        rounded = (None if one is None else float(f"{one:.4g}") for one in (state_bytes(name), cost, *run))
+        found[name] = RecipeNumbers(*rounded)  # type: ignore[arg-type]
+    return found
 
 
-def _numbers(name: str, text: str) -> str:
-    """Return a text with the profiles, the bytes of state and the spread of learning rates of a recipe."""
-    numbers = {"steps": profile_of(name), "time": profile_of(name, COUNTED), "state": state_bytes(name)}
-    return text.format(**numbers, rates=spread_of_rates(name))
-
-
-def spread_of_rates(name: str) -> float:
-    """Return the largest over the smallest of the best learning rates of the tasks."""
-    rates = [one.lr for one in task_scores(name).values()]
-    return max(rates) / min(rates)
+def numbers_text() -> str:
+    """Return the numbers of all shipped recipes as JSON, a line for each recipe."""
+    lines = (f"{json.dumps(name)}: {json.dumps(list(own))}" for name, own in numbers().items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def goals_table(link: Callable[[str], str]) -> str:
@@ -146,7 +126,11 @@ def goals_table(link: Callable[[str], str]) -> str:
     link: function that returns the target of the link to a recipe.
     """
     rows = []
-    for goal in GOALS:
+    for goal in goals():
         recipes = [f"[`{name}`]({link(name)})" + (f" ({numbers})" if numbers else "") for name, numbers in goal.recipes]
         rows.append([goal.title, ", ".join(recipes), goal.rule])
     return table(["goal", "recipes (measured)", "chosen by"], rows)
+
+
+if __name__ == "__main__":
+    NUMBERS.write_text(numbers_text(), encoding="utf-8")

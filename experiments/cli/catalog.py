@@ -5,10 +5,13 @@ The commands `list`, `show` and `diff` print it.
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -20,7 +23,8 @@ from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
-from .purposes import FAMILIES, GOALS, STAGES, Purpose, by_purpose
+from .purposes import FAMILIES, STAGES, Purpose, by_purpose, goals, recipe_numbers
+from .purposes import RECIPES as by_method
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -29,10 +33,16 @@ RECIPES, BY_GOAL = "recipes", "goals"
 """Two arguments of `list` that are no families: the first lists the shipped recipes, the second recipes by goal."""
 _NOTES = {
     BY_GOAL: """\
-A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or the least time, on
-every task. Without a special goal, start with `soap_fitted`. `eigengraft list recipes` lists all recipes, and
+A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or
+the least time, on every task. Without a special goal, start with `soap_fitted`. `eigengraft list
+recipes` lists all recipes, and `eigengraft show RECIPE` prints one.""",
+    RECIPES: """\
+lr       the recipe's own learning rate; tune it first
+state    bytes per parameter of a 1024 x 1024 weight in float32
+cost     time of a step of GPT-2 small on one H100, counted, as a multiple of that with AdamW
+profile  score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
+`eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.""",
-    RECIPES: "`eigengraft list goals` says which to use for few steps, little time, little memory or no tuning.",
 }
 """Text that `list` prints below each of these lists."""
 
@@ -45,7 +55,7 @@ def list_command(
     imports: Imports = None,
 ) -> None:
     """List recipes by goal, all recipes, families of parts, or the members of a family; or search in all of them."""
-    from eigengraft.optimizers.recipe.loading import raw_recipe, shipped_recipes
+    from eigengraft.optimizers.recipe.loading import shipped_recipes
 
     registered = _registered(imports or ())
     if what is None:
@@ -55,16 +65,16 @@ def list_command(
             **{name: _about(family) for name, family in sorted(registered.items())},
         }
         _print_entries(("family", "members"), about.items(), FAMILIES)
-        typer.echo("`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.")
+        typer.echo("\n`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.")
         typer.echo("`eigengraft show KIND` prints a member, `eigengraft show FAMILY` what one of your own defines.")
         return
     by_goal: list[tuple[str, ...]] = [
         (goal.title, "\n".join(f"{name} ({numbers})" if numbers else name for name, numbers in goal.recipes), goal.rule)
-        for goal in GOALS
+        for goal in goals()
     ]
     lists: dict[str, list[tuple[str, ...]]] = {
         BY_GOAL: by_goal,
-        RECIPES: [(name, str(raw_recipe(name).get("about") or "")) for name in shipped_recipes()],
+        RECIPES: [_recipe_row(name) for name in shipped_recipes()],
         **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
     }
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
@@ -73,21 +83,44 @@ def list_command(
     for name, rows in chosen.items():
         texts = {row: " ".join((*row, *(_goals_of(row[0]) if what == RECIPES else ()))).lower() for row in rows}
         found[name] = [row for row, text in texts.items() if all(word in text for word in sought)]
+    if RECIPES in found and not sought:
+        found[RECIPES] = [(name, _shortened(about), *numbers) for name, about, *numbers in found[RECIPES]]
     if not any(found.values()):
         missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
         hint = "" if what in lists else did_you_mean(what, lists)
         raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)})")
     for name, rows in found.items():
         if rows:
-            heads = {BY_GOAL: ("goal", "recipes (measured)", "chosen by"), RECIPES: ("recipe", "about")}
-            _print_entries(heads.get(name, (name, "about")), rows, STAGES if name == "stage" else ())
+            heads = {BY_GOAL: ("goal", "recipes (measured)", "chosen by"), RECIPES: _RECIPE_HEADS}
+            _print_entries(heads.get(name, (name, "about")), rows, {"stage": STAGES, RECIPES: by_method}.get(name, ()))
     if what in _NOTES:
-        typer.echo(_NOTES[what])
+        typer.echo(f"\n{_NOTES[what]}")
+
+
+_SHORT = 68
+"""Largest number of characters of the text about a recipe in the list of all recipes: two lines of it."""
+_RECIPE_HEADS = ("recipe", "about", "lr", "state", "cost", "profile")
+
+
+def _recipe_row(name: str) -> tuple[str, ...]:
+    """Return the row of a shipped recipe, with the columns `_RECIPE_HEADS`."""
+    from eigengraft.optimizers.recipe.loading import raw_recipe
+
+    recipe, own = raw_recipe(name), recipe_numbers()[name]
+    profile = "-" if own.steps is None else f"{own.steps:.2f}"
+    about, lr = recipe.get("about") or "", recipe.get("lr")
+    return name, str(about), "-" if lr is None else f"{lr:g}", f"{own.state:.2f}", f"{own.cost:.2f}", profile
+
+
+def _shortened(about: str) -> str:
+    """Return a text about a recipe without its papers, which have a year in parentheses, cut to `_SHORT` letters."""
+    return textwrap.shorten(re.sub(r" \([^()]*\b20\d\d\b[^()]*\)", "", about), _SHORT, placeholder=" \u2026")
 
 
 def _goals_of(recipe: str) -> list[str]:
-    """Return the titles of the goals for which a recipe is named."""
-    return [goal.title for goal in GOALS if recipe in dict(goal.recipes)]
+    """Return the titles of the goals and methods under which a recipe is named."""
+    methods = [purpose.title for purpose in by_method if recipe in purpose.members]
+    return [*methods, *(goal.title for goal in goals() if recipe in dict(goal.recipes))]
 
 
 def diff_command(
@@ -199,24 +232,40 @@ def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
 
 
 def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
-    """Print a table of rows, each of which begins with a name. If purposes are given, group the rows by purpose."""
-    table, by_name = _table(*head), {row[0]: row for row in rows}
+    """Print a table of rows, each of which begins with a name. If there are purposes, print a table for each."""
+    by_name = {row[0]: row for row in rows}
     for purpose, names in by_purpose(purposes, by_name):
         if purposes:
-            table.add_section()
-            table.add_row(Text(purpose.title, style="bold"), Text(purpose.when, style="italic"))
+            _console().print(Text.assemble("\n", (purpose.title, "bold"), "  ", (purpose.when, "italic")))
+        table = _table(*head)
+        table.expand = bool(purposes)  # so that columns of numbers are at the same place in all tables
         for name in names:
             first, *others = by_name[name]
             table.add_row(Text(f"  {first}" if purposes else first), *map(Text, others))
-    _print(table)
+        _print(table)
 
 
 def _table(*head: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    """Return a table without rows. Its first two columns are texts, all others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for place, title in enumerate(head):
-        table.add_column(title, overflow="fold", no_wrap=place == 0)
+        numbers = place > 1 and head == _RECIPE_HEADS
+        justify: Literal["left", "right"] = "right" if numbers else "left"
+        width = _DIGITS if numbers else None
+        table.add_column(title, overflow="fold", no_wrap=place == 0 or numbers, justify=justify, width=width)
     return table
 
 
 def _print(table: Table) -> None:
-    Console().print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Return the console of the standard output, `_WIDTH` characters wide in a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
+
+
+_WIDTH = 100
+"""Width of a table in characters if the width of the terminal is not known."""
+_DIGITS = 7
+"""Width of a column of numbers in characters."""

@@ -1,12 +1,16 @@
-"""Families and stages by purpose, each group with a line on when one is needed, and recipes by goal.
+"""Families, stages and recipes by purpose, each group with a line on when one is needed, and recipes by goal.
 
 `eigengraft list` prints them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Purpose(NamedTuple):
@@ -94,6 +98,96 @@ STAGES = (
 """Kinds of stages by purpose."""
 
 
+RECIPES = (
+    Purpose(
+        "Adam and its variants",
+        "to compare with, to fine-tune, and for embeddings, heads and vectors",
+        (
+            *("adamw", "adam", "adamw_8bit", "adamw_4bit", "adam_mini", "ademamix", "mars", "adopt", "laprop"),
+            *("adam_atan2", "grams", "adam_h", "sophia"),
+        ),
+    ),
+    Purpose("Momentum and signs", "with one moment for each weight, or less", ("sgd", "signum", "lion")),
+    Purpose(
+        "Averaged iterates, learned rates",
+        "where the length or the rate of a run is not known",
+        ("schedule_free_adamw", "gpa_adamw", "soap_schedule_free", "prodigy"),
+    ),
+    Purpose(
+        "Factored moments and subspaces",
+        "where the state of Adam does not fit into memory",
+        ("adafactor", "galore", "fira", "apollo", "apollo_mini"),
+    ),
+    Purpose(
+        "SOAP: moments in an eigenbasis",
+        "fewest steps, with the memory of two factors for each matrix",
+        (
+            *("soap_fitted", "soap", "soap_int8", "soap_4bit", "soap_factorized", "adafactor_in_basis", "eshampoo"),
+            *("soap_kl", "soap_h", "soap_kl_h", "splus", "cosmos", "aro", "soap_muon", "sinksoap"),
+        ),
+    ),
+    Purpose(
+        "Shampoo: roots of factors",
+        "as SOAP; in 4 or 8 bits where memory is short",
+        (
+            *("shampoo", "shampoo_kl", "okls", "foam", "one_sided_shampoo", "caspr", "shampoo_int8", "shampoo_4bit"),
+            *("shampoo_4bit_naive", "shampoo_4bit_eigen_only", "shampoo_cq", "shampoo_cq_ef"),
+        ),
+    ),
+    Purpose(
+        "Learned factors", "as Shampoo, without decompositions of matrices", ("psgd_kron", "jorge", "sirf", "singd")
+    ),
+    Purpose(
+        "Muon: polar factors",
+        "little time and memory, for matrices of hidden layers",
+        (
+            *("muon", "muon_8bit", "polar_express", "turbo_muon", "mud", "normuon", "adamuon", "muoneq", "muown"),
+            *("muon_squared", "muon_h", "bimaxwell_muon", "kmaxwell_muon", "kmaxwell_muon_h", "isomuon", "newton_muon"),
+            *("muonclip", "polargrad", "spel", "dion", "dion2", "scion", "modular_norm", "rmnp", "swan"),
+        ),
+    ),
+    Purpose("LoRA", "for pairs of factors", ("lora_rite", "lora_muon")),
+    Purpose("Stacks of speedruns", "to reproduce records of modded-nanogpt", ("anvil", "track3", "track3_kfac")),
+    Purpose(
+        "Other code, step by step",
+        "to compare with the optimizers of other packages",
+        (
+            *("reference/muon", "reference/soap", "reference/distributed_shampoo", "reference/spectral_descent"),
+            *("reference/eigenvalue_corrected_shampoo", "reference/distributed_shampoo_jax", "dalle_mini_quantized"),
+            "dalle_mini_quantized_but_diagonal",
+        ),
+    ),
+)
+"""Shipped recipes by method."""
+
+
+class RecipeNumbers(NamedTuple):
+    """Measured and counted numbers of a shipped recipe. Profiles and rates are None if it was not run on the track.
+
+    state: bytes of state per parameter of a 1024 x 1024 weight in float32.
+    cost: counted time of a step of GPT-2 small on one H100, divided by that with adamw.
+    steps: profile of steps on the laptop track, from 0 to 1 for the fewest on every task.
+    time: profile of counted time.
+    rates: largest over smallest of the best learning rates of the tasks; None also if a target was not reached.
+    """
+
+    state: float
+    cost: float
+    steps: float | None = None
+    time: float | None = None
+    rates: float | None = None
+
+
+NUMBERS = Path(__file__).with_name("recipes.json")
+"""File of the numbers of all shipped recipes. `python docs/hooks/measured.py` writes it."""
+
+
+@cache
+def recipe_numbers() -> dict[str, RecipeNumbers]:
+    """Return the numbers of all shipped recipes, by name."""
+    return {name: RecipeNumbers(*own) for name, own in json.loads(NUMBERS.read_text(encoding="utf-8")).items()}
+
+
 class Goal(NamedTuple):
     """Recipes for one goal.
 
@@ -107,49 +201,69 @@ class Goal(NamedTuple):
     rule: str
 
 
-GOALS = (
-    Goal(
-        "few steps and little time",
-        (("bimaxwell_muon", "0.86, 0.88"), ("muown", "0.86, 0.89"), ("soap_int8", "0.88, 0.86")),
-        "both profiles are large: the lower one of steps and time is compared",
-    ),
-    Goal(
-        "fewest steps",
-        (("sinksoap", "0.95"), ("reference/distributed_shampoo", "0.94"), ("okls", "0.93")),
-        "largest profile of steps",
-    ),
-    Goal(
-        "least time",
-        (("muown", "0.89"), ("bimaxwell_muon", "0.88"), ("turbo_muon", "0.88")),
-        "largest profile of time, counted for GPT-2 small with 65,536 tokens a step on one H100 SXM",
-    ),
-    Goal(
-        "few steps and little memory",
-        (("muon_8bit", "0.84, 1.00 bytes"), ("polar_express", "0.85, 4.00 bytes"), ("turbo_muon", "0.85, 4.00 bytes")),
-        "fewest bytes of state per parameter with a profile of steps of 0.8 or more",
-    ),
-    Goal(
-        "least memory",
-        (("swan", "0.61, 0.00 bytes"), ("adafactor", "0.57, 0.01 bytes"), ("apollo_mini", "0.40, 0.01 bytes")),
-        "fewest bytes of state per parameter with AdamW's profile of steps or more",
-    ),
-    Goal(
-        "no tuning",
-        (("polar_express", "0.85, factor 2"), ("shampoo_kl", "0.84, factor 2"), ("eshampoo", "0.72, factor 2")),
-        "least factor between the best learning rates of the tasks, all targets reached; then the profile of steps",
-    ),
-    Goal(
-        "fine-tuning",
-        (("adamw", ""), ("lora_rite", "LoRA"), ("lora_muon", "LoRA")),
-        "not measured: the method that the model was trained with, or one for pairs of factors",
-    ),
-    Goal(
-        "to compare with",
-        (("adamw", "0.40, 0.48, 8.00 bytes"),),
-        "profile of steps, profile of time, bytes of state per parameter",
-    ),
-)
-"""Recipes by goal. A test compares them with the entries of the laptop track in papers/."""
+_NEAR_BEST = 0.8
+"""Least profile of steps of recipes that count as fast. AdamW has 0.40, and the best recipe 0.95."""
+_SHOWN = 3
+"""Number of recipes that are named for a goal."""
+
+
+@cache
+def goals() -> tuple[Goal, ...]:
+    """Return the recipes for each goal, chosen by the numbers of the laptop track."""
+    run = {name: own for name, own in recipe_numbers().items() if own.steps is not None}
+    usual = run["adamw"].steps
+
+    def first(title: str, key: Callable[[Any], float], text: str, rule: str, least: float = 0.0) -> Goal:
+        found = sorted((key(own), -own.steps, name) for name, own in run.items() if own.steps >= least)
+        shown = [(name, text.format(**run[name]._asdict())) for value, _, name in found[:_SHOWN] if value < math.inf]
+        return Goal(title, tuple(shown), rule)
+
+    return (
+        first(
+            "few steps and little time",
+            lambda own: -min(own.steps, own.time),
+            "{steps:.2f}, {time:.2f}",
+            "both profiles are large: the lower one of steps and time is compared",
+        ),
+        first("fewest steps", lambda own: -own.steps, "{steps:.2f}", "largest profile of steps"),
+        first(
+            "least time",
+            lambda own: -own.time,
+            "{time:.2f}",
+            "largest profile of time, counted for GPT-2 small with 65,536 tokens a step on one H100 SXM",
+        ),
+        first(
+            "few steps and little memory",
+            lambda own: own.state,
+            "{steps:.2f}, {state:.2f} bytes",
+            f"fewest bytes of state per parameter with a profile of steps of {_NEAR_BEST:g} or more",
+            _NEAR_BEST,
+        ),
+        first(
+            "least memory",
+            lambda own: own.state,
+            "{steps:.2f}, {state:.2f} bytes",
+            "fewest bytes of state per parameter with AdamW's profile of steps or more",
+            usual,
+        ),
+        first(
+            "no tuning",
+            lambda own: own.rates or math.inf,
+            "{steps:.2f}, factor {rates:.3g}",
+            "least factor between the best learning rates of the tasks, all targets reached; then the profile of steps",
+        ),
+        Goal(
+            "fine-tuning",
+            (("adamw", ""), ("lora_rite", "LoRA"), ("lora_muon", "LoRA")),
+            "not measured: the method that the model was trained with, or one for pairs of factors",
+        ),
+        Goal(
+            "to compare with",
+            (("adamw", "{steps:.2f}, {time:.2f}, {state:.2f} bytes".format(**run["adamw"]._asdict())),),
+            "profile of steps, profile of time, bytes of state per parameter",
+        ),
+    )
+
 
 REST = Purpose("Others", "defined outside of the groups above", ())
 """Group of the members that no purpose names, such as members that imported files define."""

@@ -25,7 +25,7 @@ from eigengraft.experiments.cli import study as study_commands
 from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.plan import amount
-from eigengraft.experiments.cli.purposes import FAMILIES, GOALS, STAGES, by_purpose
+from eigengraft.experiments.cli.purposes import FAMILIES, RECIPES, STAGES, by_purpose, goals, recipe_numbers
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, fork_what_is_spawned, start
@@ -281,10 +281,10 @@ class TestList:
 
     def test_recipes_by_goal_are_listed_and_exist(self) -> None:
         every, memory = succeeds("list", "goals"), succeeds("list", "goals", "memory")
-        for goal in GOALS:
+        for goal in goals():
             assert {name for name, _ in goal.recipes} <= set(eigengraft.shipped_recipes())
             check_said(every, goal.title, *(word for recipe in goal.recipes for word in recipe))
-            assert (f"  {goal.title}  " in memory) == ("memory" in goal.title)
+            assert (f"\n{goal.title}  " in memory) == ("memory" in goal.title)
 
     def test_every_recipe_and_every_kind_is_listed(self) -> None:
         for what, names in (("recipes", eigengraft.shipped_recipes()), ("stage", eigengraft.Stage.members)):
@@ -295,6 +295,7 @@ class TestList:
         for arguments, purposes, names in (
             ((), FAMILIES, {"goals", "recipes", *families()}),
             (("stage",), STAGES, set(eigengraft.Stage.members)),
+            (("recipes",), RECIPES, set(eigengraft.shipped_recipes())),
         ):
             members = [name for purpose in purposes for name in purpose.members]
             assert len(members) == len(set(members)) and set(members) <= names
@@ -304,6 +305,17 @@ class TestList:
                 assert purpose.when.split()[0] in lines[at]
                 following = [line.split()[0] for line in lines[at + 1 :] if line]
                 assert [name for name in following if name in purpose.members] == list(purpose.members)
+
+    def test_every_recipe_has_a_row_of_numbers_in_100_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("COLUMNS")
+        lines = succeeds("list", "recipes").splitlines()
+        assert max(map(len, lines)) <= 100
+        rows = {line.split()[0]: line.split()[-4:] for line in lines if line.startswith("  ") and line[2:3].strip()}
+        assert rows.keys() == set(eigengraft.shipped_recipes()) == recipe_numbers().keys()
+        for name, own in recipe_numbers().items():
+            lr, profile = eigengraft.load_recipe(name).lr, "-" if own.steps is None else f"{own.steps:.2f}"
+            assert rows[name] == [f"{lr:g}", f"{own.state:.2f}", f"{own.cost:.2f}", profile]
+        assert all(max(map(len, succeeds("list", *what).splitlines())) <= 100 for what in ((), ("stage",), ("goals",)))
 
     def test_an_own_stage_is_in_the_last_group(self) -> None:
         assert [(p.title, n) for p, n in by_purpose(STAGES, ["mine", "rms"])] == [

@@ -68,7 +68,7 @@ def data_files() -> set[str]:
     folder = ROOT / "optimizers" / "recipe"
     recipes = [*(folder / "shipped").rglob("*.yaml"), folder / "shipped" / "shipped.json"]
     patterns = ("*.yaml", "*.jinja", "*.npz")
-    recipes.append(ROOT / "preconditioners" / "roots" / "timings.json")
+    recipes += [ROOT / "preconditioners" / "roots" / "timings.json", ROOT / "experiments" / "cli" / "recipes.json"]
     rest = [path for pattern in patterns for path in (ROOT / "experiments").rglob(pattern)]
     return {f"eigengraft/{path.relative_to(ROOT).as_posix()}" for path in recipes + rest} | {"eigengraft/py.typed"}
 
