@@ -24,8 +24,8 @@ LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.2)))
-_COLOURED = ("adamw", "shampoo", "soap_fitted", "soap", "muon", "adam", "lion", "sgd")
-"""Methods with a colour of their own, in the order of the palette. All other names select a colour by a hash."""
+_RESERVED = {"adamw": 0, "shampoo": 1, "soap_fitted": 2, "muon": 4}
+"""Colours of the methods that most reports have. The names of all others select one of the other colours by a hash."""
 _HANDLE, _CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
@@ -105,21 +105,19 @@ def stroke(style: int) -> dict[str, Any]:
 def styles_of(names: Mapping[str, str]) -> dict[str, int]:
     """Return a style for each label of a figure. A method has the same style in all figures, unless two want one.
 
-    Then the first of the two keeps it: methods with a colour of their own are first, all others follow by name. The
-    second has the next colour that is free.
+    Then the first of the two by name keeps it, and the second has another colour that is free. Methods with reserved
+    colours always have these.
 
     names: name of the method, by label.
     """
     found: dict[str, int] = {}
-    place = {name: index for index, name in enumerate(_COLOURED)}
-    for label in sorted(names, key=lambda label: (place.get(names[label], len(place)), names[label], label)):
-        first = place.get(names[label], 1 + zlib.crc32(names[label].encode()) % (len(LIGHT) - 1))
-        begin = len(found) // len(LIGHT) * len(LIGHT)
-        found[label] = next(
-            style
-            for shift in range(len(LIGHT))
-            if (style := begin + (first + shift) % len(LIGHT)) not in found.values()
-        )
+    others = [colour for colour in range(len(LIGHT)) if colour not in _RESERVED.values()]
+    for label in sorted(names, key=lambda label: (names[label] not in _RESERVED, names[label], label)):
+        first = zlib.crc32(names[label].encode()) % len(others)
+        own = [_RESERVED[names[label]]] if names[label] in _RESERVED else []
+        wanted = [*own, *others[first:], *others[:first], *_RESERVED.values()]
+        turn = len(found) // len(LIGHT) * len(LIGHT)
+        found[label] = next(turn + colour for colour in wanted if turn + colour not in found.values())
     return {label: found[label] for label in names}
 
 
