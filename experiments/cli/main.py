@@ -72,7 +72,7 @@ class Commands(TyperGroup):
             error.message = f"there is no option {name}; settings have no dashes, as in {str(name).lstrip('-')}=VALUE"
 
 
-_OPTIONAL = ("matplotlib", "jinja2", "scipy")
+_OPTIONAL = ("matplotlib", "jinja2", "pandas", "scipy")
 """Packages that some commands import. If one is missing, the command ends with the line that installs it."""
 
 

@@ -96,7 +96,7 @@ class Report:
         return [*at_their_best(swept(self.records)), *compare(self.records)]
 
     def runs(self) -> DataFrame:
-        """Return a data frame with a row for each run, with the columns of `load_runs`. Needs pandas."""
+        """Return a data frame with a row for each run, with the columns of `load_runs`."""
         return runs_frame(self.records)
 
     def figures(self) -> dict[str, Figure]:

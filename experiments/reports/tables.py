@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -394,12 +393,8 @@ def _escaped(text: str) -> str:
 
 def write_runs_csv(records: Records, path: Path) -> None:
     """Write a row for each run (see `run_row`), numbers with six digits. Cells of missing numbers are empty."""
-    rows = [run_row(run, records) for run in records.runs]
-    columns = _columns(rows)
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    with replacing(path) as temporary:
+        runs_frame(records).to_csv(temporary, index=False, float_format="%.6g", lineterminator="\n")
 
 
 def write_parquet(records: Records, folder: Path) -> list[Path]:
@@ -409,24 +404,18 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
     RecipeError if pyarrow is not installed.
     """
     try:
-        from pyarrow import Table
-        from pyarrow.parquet import write_table
+        import pyarrow  # noqa: F401
     except ImportError:
         raise RecipeError("--parquet: pyarrow is not installed; run `pip install pyarrow`") from None
-    runs, metrics, written = [], [], []
-    for run in records.runs:
-        runs.append(run_row(run, records))
-        metrics += [{**_identity(run, records), **row} for row in run.rows]
-    for name, rows in (("runs", runs), ("metrics", metrics)):
-        written.append(folder / f"{name}.parquet")
-        table = Table.from_pydict({column: [row.get(column) for row in rows] for column in _columns(rows)})
-        with replacing(written[-1]) as temporary:
-            write_table(table, temporary)
-    return written
+    frames = {"runs.parquet": runs_frame(records), "metrics.parquet": _metrics_frame(records)}
+    for name, frame in frames.items():
+        with replacing(folder / name) as temporary:
+            frame.to_parquet(temporary, index=False)
+    return [folder / name for name in frames]
 
 
 def load_runs(directory: str | Path) -> DataFrame:
-    """Return a data frame with a row for each run of a directory. Needs pandas.
+    """Return a data frame with a row for each run of a directory.
 
     Args:
         directory: directory of a study, or of studies and single runs, finished or not.
@@ -437,19 +426,13 @@ def load_runs(directory: str | Path) -> DataFrame:
         NaN.
 
     Raises:
-        RecipeError: pandas is not installed.
         ValueError: no run has started.
     """
     return runs_frame(read_records(Path(directory)))
 
 
-def runs_frame(records: Records) -> DataFrame:
-    """Return a data frame with a row for each run, see `load_runs`."""
-    return _frame([run_row(run, records) for run in records.runs])
-
-
 def load_metrics(directory: str | Path) -> DataFrame:
-    """Return a data frame with a row for each row of metrics of all runs of a directory. Needs pandas.
+    """Return a data frame with a row for each row of metrics of all runs of a directory.
 
     Args:
         directory: directory of a study, or of studies and single runs, finished or not.
@@ -458,19 +441,22 @@ def load_metrics(directory: str | Path) -> DataFrame:
         A frame with the columns `axis.NAME` (the labels), `seed` and `status` of the run, and those of metrics.jsonl.
 
     Raises:
-        RecipeError: pandas is not installed.
         ValueError: no run has started.
     """
-    records = read_records(Path(directory))
-    return _frame([{**_identity(run, records), **row} for run in records.runs for row in run.rows])
+    return _metrics_frame(read_records(Path(directory)))
 
 
-def _frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        raise RecipeError("load_runs: pandas is not installed; run `pip install pandas`") from None
-    return DataFrame(list(rows), columns=_columns(rows))
+def runs_frame(records: Records) -> DataFrame:
+    """Return a data frame with a row for each run, see `load_runs`."""
+    from pandas import DataFrame
+
+    return DataFrame([run_row(run, records) for run in records.runs])
+
+
+def _metrics_frame(records: Records) -> DataFrame:
+    from pandas import DataFrame
+
+    return DataFrame([{**_identity(run, records), **row} for run in records.runs for row in run.rows])
 
 
 def run_row(run: Run, records: Records) -> dict[str, Any]:
@@ -492,11 +478,3 @@ def _identity(run: Run, records: Records) -> dict[str, Any]:
     apart = {"variant": run.variant} if any(one.variant for one in records.runs) else {}
     labels = {f"axis.{axis}": run.labels.get(axis) for axis in axes}
     return {**labels, "seed": run.seed, **apart, "status": run.status(records.metric)}
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row))
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

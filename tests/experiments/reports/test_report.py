@@ -375,7 +375,6 @@ def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
 
 
 def test_data_frames_have_every_number_of_every_run(study):
-    pytest.importorskip("pandas", reason="pandas is not installed")
     records = read_records(study)
     runs, metrics = load_runs(study), load_metrics(str(study))
     assert runs["axis.method"].tolist() == [run.labels["method"] for run in records.runs]
@@ -385,12 +384,6 @@ def test_data_frames_have_every_number_of_every_run(study):
     assert set(zip(metrics["axis.method"], metrics["seed"], strict=True)) == {
         (run.labels["method"], run.seed) for run in records.runs if run.rows
     }
-
-
-def test_data_frames_name_what_is_missing(study, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with refused(RecipeError, "pip install pandas"):
-        load_runs(study)
 
 
 def test_parquet_names_what_is_missing(study, monkeypatch):
