@@ -125,7 +125,7 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
         raise RecipeError("--pdf: has no effect without --figures FOLDER; add it, or remove --pdf")
     texts = dict(_split_label(text) for text in labels or ())
     report = Report(directory, baseline, only or (), texts, tuple(x or Report.x), width, log)  # type: ignore[arg-type]
-    for notice in [*report.records.notices, *filter(None, [report.records.coarse])]:
+    for notice in report.records.notices:
         typer.echo(f"{notice}.", err=True)
     tables = write_parquet(report.records, directory) if parquet else []
     typer.echo(report.write())

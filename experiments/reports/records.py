@@ -369,19 +369,21 @@ class Records:
 
     @property
     def notices(self) -> list[str]:
-        """Sentences about learning rates that were not tuned, and about each cell whose runs differ in configuration,
-        code or data. Such runs are not averaged.
-        """
+        """Everything that readers of a report must know about these runs, a sentence each."""
+        return [*self.apart, *filter(None, [self.untuned, self.coarse])]
+
+    @property
+    def apart(self) -> list[str]:
+        """A sentence for each cell whose runs differ in configuration, code or data. Such runs are not averaged."""
         found: dict[str, Counter[str]] = {}
         for run in self.runs:
             if run.variant:
                 found.setdefault(", ".join(run.labels.values()), Counter())[run.variant] += 1
-        apart = [
+        return [
             f"The runs of {cell} were made differently and are kept apart: "
             + "; ".join(f"{variant} ({counted(count, 'run')})" for variant, count in counts.items())
             for cell, counts in found.items()
         ]
-        return [*filter(None, [self.untuned]), *apart]
 
     @property
     def untuned(self) -> str:

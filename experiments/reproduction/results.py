@@ -68,10 +68,8 @@ def collect_results(directory: Path) -> dict[str, Any]:
     Raises ValueError if a run is not finished, or if runs of one cell differ in configuration, code or data.
     """
     records = read_records(directory)
-    if records.notices:
-        raise ValueError(
-            f"results: {records.notices[0]}; keep runs of one kind in {directory}, and run the study again"
-        )
+    if records.apart:
+        raise ValueError(f"results: {records.apart[0]}; keep runs of one kind in {directory}, and run the study again")
     rows = [_row(run, records.rate_edge(run.labels)) for run in records.runs]
     last = max((run.directory / "result.json").stat().st_mtime for run in records.runs)
     seen = [run.environment for run in records.runs]

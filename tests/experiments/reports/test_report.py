@@ -26,6 +26,7 @@ from eigengraft.experiments.reports.tables import (
     worst_layers,
     write_parquet,
 )
+from eigengraft.experiments.reproduction.results import collect_results
 
 from ...refusals import lacking, refused
 
@@ -158,11 +159,12 @@ def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path):
         write_run(tmp_path / place, recipe, [4.0, 3.0], lr=0.1)
     (tmp_path / "study.json").write_text(json.dumps(manifest))
     names = {"one rate": ("adamw, soap",), "one rate of one": ("adamw",)}.get(done, ())
-    found = Report(tmp_path).records.notices
+    found = [*filter(None, [Report(tmp_path).records.untuned])]
     assert len(found) == len(names) and all(lacking(*pair) == [] for pair in zip(found, names, strict=True))
     page, said = Report(tmp_path).page(), CliRunner().invoke(app, ["report", str(tmp_path)])
     assert all(notice in page and notice in said.stderr for notice in found)
     assert ("grid.yaml" in page) == (done == "elsewhere")
+    assert len(collect_results(tmp_path)["rows"]) == len(manifest["runs"])  # such runs may be kept as results
 
 
 def test_page_says_the_numbers(study):
@@ -591,8 +593,8 @@ def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names
     assert [row.final.mean for row in panel.rows[1:]] == [0.8, 1.0]
     assert panel.rows[0].difference is None and panel.rows[1].difference.n == 1
     assert (panel.rows[2].difference is None) == ("data" in entries)  # the others say nothing of adamw's runs
-    untuned, notice = records.notices
-    assert untuned == records.untuned
+    (notice,) = records.apart
+    assert records.notices[0] == notice
     assert "The runs of soap were made differently" in notice
     assert notice in Page(Report(study).write().read_text(encoding="utf-8")).text
     assert (study / "runs.csv").read_text(encoding="utf-8").startswith("axis.method,seed,variant,status,")
