@@ -210,7 +210,7 @@ _SHOWN = 3
 @cache
 def goals() -> tuple[Goal, ...]:
     """Return the recipes for each goal, chosen by the numbers of the laptop track."""
-    run = {name: own for name, own in recipe_numbers().items() if own.steps is not None}
+    run: dict[str, Any] = {name: own for name, own in recipe_numbers().items() if own.steps is not None}
     usual = run["adamw"].steps
 
     def first(title: str, key: Callable[[Any], float], text: str, rule: str, least: float = 0.0) -> Goal:

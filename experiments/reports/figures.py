@@ -168,7 +168,7 @@ def draw_line(axes: Axes, curve: Curve) -> None:
     colour = own["color"]
     if curve.x:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
-        marked = {"markersize": 4, "markevery": max(1, len(curve.x) // 6)}
+        marked: dict[str, Any] = {"markersize": 4, "markevery": max(1, len(curve.x) // 6)}
         axes.plot(curve.x, curve.mean, **own, **marked, linewidth=1.7, label=curve.label)
     height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
     for index, run in enumerate(curve.lost):
