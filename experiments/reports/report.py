@@ -21,20 +21,14 @@ from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, 
 from .drawings import beside_curves
 from .figures import LogAxes, Look
 from .recipe_diff import diff_recipes
-from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, learning_rate, read_records
+from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
     busy_sign,
-    format_best,
-    format_difference,
-    format_length,
     format_metric,
-    format_number,
-    format_ratio,
-    format_reached,
-    format_summary,
     grid_of,
     marks,
+    panel_table,
     rise_notice,
     runs_frame,
     sentences,
@@ -136,14 +130,7 @@ class Report:
     def page(self) -> str:
         """Return the page as text. All labels, paths and messages are escaped."""
         environment = templates()
-        environment.filters |= {
-            "summary": format_summary,
-            "difference": format_difference,
-            "number": format_number,
-            "metric": format_metric,
-            "length_of_run": format_length,
-            "ratio": format_ratio,
-        }
+        environment.filters["metric"] = format_metric
         records, grids = self.records, self._of_grids()
         panels = compare(records)
         return environment.get_template("report.html.jinja").render(
@@ -154,19 +141,16 @@ class Report:
                     _drawn(self._of_panel(panel), f"panel-{index}", panel.title),
                     sentences(panel, records),
                     worst_layers(panel),
+                    panel_table(panel, records),
                 )
                 for index, panel in enumerate(self.panels)
             ],
             sweeps=_drawn([one for one in grids if not one[1].startswith("Tuning")], "sweep"),
             tuning=_drawn([one for one in grids if one[1].startswith("Tuning")], "tuning"),
             swept=swept(records).compare,
-            reached=format_reached,
-            best=format_best,
-            busy_sign=busy_sign,
             grid=grid_of(records),
             marks=marks,
             rise_notice=rise_notice,
-            learning_rate=learning_rate,
             chosen=len(self.panels) > len(panels),
             status=Counter(run.status(records.metric) for run in records.runs),
             failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],

@@ -14,7 +14,7 @@ from eigengraft.errors import RecipeError, counted
 from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, leaders, swept
 from .records import Records, Run, learning_rate, read_records
-from .seed_statistics import Summary
+from .seed_statistics import Summary, Target
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -65,19 +65,27 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         yield f"{best.title} reaches {base.title}'s final value {when}."
 
 
+class TableCell(NamedTuple):
+    """A cell of a table: its text, a second line that only the page shows, and True for bold type."""
+
+    text: str
+    more: str = ""
+    bold: bool = False
+
+
 class TextTable(NamedTuple):
     """A table of texts.
 
     title: what the table is of.
     note: sentences about its contents; "" for none.
     heads: titles of the columns.
-    rows: cells of each row, as (text, True for bold type).
+    rows: cells of each row.
     """
 
     title: str
     note: str
     heads: list[str]
-    rows: list[list[tuple[str, bool]]]
+    rows: list[list[TableCell]]
 
 
 def grid_of(records: Records) -> TextTable | None:
@@ -99,17 +107,17 @@ def grid_of(records: Records) -> TextTable | None:
     groups = [[row for panel in panels for row in panel.rows]] if together else [list(panel.rows) for panel in panels]
     found = [leaders(group, records.metric) for group in groups]
     best, equal = {id(some[0]) for some in found if some}, {id(row) for some in found for row in some}
-    rows: dict[str, list[tuple[str, bool]]] = {row.label: [] for panel in panels for row in panel.rows}
+    rows: dict[str, list[TableCell]] = {row.label: [] for panel in panels for row in panel.rows}
     for panel in panels:
         own = {row.label: row for row in panel.rows}
         for label, cells in rows.items():
             row = own.get(label)
             text = _NONE if row is None else format_summary(row.final) + (" *" if id(row) in best else "")
-            cells.append((text, row is not None and row.tested and id(row) in equal))
+            cells.append(TableCell(text, bold=row is not None and row.tested and id(row) in equal))
     heads = [records.compare, *(panel.rows[0].runs[0].labels[column] for panel in panels)]
     note = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns). "
     note += marks(groups, "all cells" if together else "each column")
-    return TextTable(records.name, note, heads, [[(label, False), *cells] for label, cells in rows.items()])
+    return TextTable(records.name, note, heads, [[TableCell(label), *cells] for label, cells in rows.items()])
 
 
 def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
@@ -205,7 +213,7 @@ def format_summary(summary: Summary | None) -> str:
 def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, str]:
     """Return the mean difference with its 95 % interval, and a text about its test.
 
-    The text has t, p and the p corrected for all rows of the panel, and a bootstrap interval if there are enough pairs.
+    The text has t, the p that is not corrected for other rows, and a bootstrap interval if there are enough pairs.
     """
     difference = row.difference
     if difference is None:
@@ -214,12 +222,11 @@ def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, 
     if difference.t is None or difference.half is None:
         return mean, ""
     ends = [signed(difference.mean + side * difference.half) for side in (-1, 1)]
-    tests = f", Holm {panel.corrected[row.label]:.2g}" if len(panel.corrected) > 1 else ""
     t = f"{difference.t:.1f}".replace("-", _MINUS)
     drawn = ""
     if difference.bootstrap is not None:
         drawn = f"\nbootstrap [{', '.join(map(signed, difference.bootstrap))}]"
-    return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{tests}{drawn}"
+    return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{drawn}"
 
 
 def signed(value: float) -> str:
@@ -275,7 +282,7 @@ def write_tables(records: Records, folder: Path) -> None:
 def markdown(table: TextTable) -> str:
     """Return a table of GitHub's Markdown with its title above."""
     note = f" {_plain(table.note)}" if table.note else ""
-    rows = [[f"**{_plain(text)}**" if bold else _plain(text) for text, bold in cells] for cells in table.rows]
+    rows = [[f"**{_plain(text)}**" if bold else _plain(text) for text, _, bold in cells] for cells in table.rows]
     return f"**{_plain(table.title)}.**{note}\n\n{markdown_table(list(map(_plain, table.heads)), rows)}".rstrip("\n")
 
 
@@ -298,10 +305,9 @@ def latex(table: TextTable) -> str:
     columns = []
     for place, head in enumerate(table.heads):
         cells = [row[place] for row in table.rows]
-        lines = wrap(
-            head.replace(" %", "\u00a0%"), max(_HEAD, *(len(text) for text, _ in cells)), break_long_words=False
-        ) or [""]
-        columns.append((2 + max(map(len, [*lines, *(text for text, _ in cells)])), lines, cells))
+        widths = [len(cell.text) for cell in cells]
+        lines = wrap(head.replace(" %", "\u00a0%"), max(_HEAD, *widths), break_long_words=False) or [""]
+        columns.append((2 + max(*map(len, lines), *widths), lines, cells))
     first, *others = columns
     blocks, width = [[first]], first[0]
     for column in others:
@@ -316,7 +322,7 @@ def latex(table: TextTable) -> str:
     return "\n".join([*begin, parts, "\\end{table}"])
 
 
-def _tabular(columns: Sequence[tuple[list[str], list[tuple[str, bool]]]]) -> str:
+def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:
     """Return columns as a LaTeX tabular. A column is given by the lines of its title and by its cells."""
     stacked = [r"\\".join(map(_escaped, lines)) for lines, _ in columns]
     heads = [
@@ -324,7 +330,7 @@ def _tabular(columns: Sequence[tuple[list[str], list[tuple[str, bool]]]]) -> str
         for head, (lines, _) in zip(stacked, columns, strict=True)
     ]
     rows = zip(*(cells for _, cells in columns), strict=True)
-    body = [[rf"\textbf{{{_escaped(text)}}}" if bold else _escaped(text) for text, bold in row] for row in rows]
+    body = [[rf"\textbf{{{_escaped(text)}}}" if bold else _escaped(text) for text, _, bold in row] for row in rows]
     head, *lines = [" & ".join(cells) + r" \\" for cells in (heads, *body)]
     begin = rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}"
     return "\n".join([begin, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}"])
@@ -332,34 +338,46 @@ def _tabular(columns: Sequence[tuple[list[str], list[tuple[str, bool]]]]) -> str
 
 def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     """Return the table of a panel, with a row for each of its labels."""
-    columns: list[tuple[str, Callable[[ComparisonRow], str]]] = [
-        (panel.axis, lambda row: row.title),
-        ("learning rate", lambda row: _rate(row, panel, records)),
-        (f"final {panel.metric.title}", _final),
+    base, target, sign = panel.baseline, records.target, busy_sign(panel)
+    columns: list[tuple[str, Callable[[ComparisonRow], tuple[Any, ...]]]] = [
+        (panel.axis, lambda row: (row.title,)),
+        ("learning rate", lambda row: (_rate(row, panel, records),)),
+        (f"final {panel.metric.title}", lambda row: _final(row, panel)),
     ]
-    if panel.baseline is not None:
-        interval = f"minus {panel.baseline.title} [95 % interval]"
-        columns.append((interval, lambda row: format_difference(row, panel)[0] if row.baseline else ""))
-        columns.append(("p (Holm)" if len(panel.corrected) > 1 else "p", lambda row: _corrected(row, panel)))
+    if base is not None:
+        interval = f"minus {base.title} [95 % interval]"
+        columns.append((interval, lambda row: format_difference(row, panel) if row.baseline else ("",)))
+        columns.append(("p (Holm)" if len(panel.corrected) > 1 else "p", lambda row: (_corrected(row, panel),)))
     if panel.risen:
-        columns.append(("best evaluation", lambda row: " ".join(format_best(row))))
+        columns.append(("best evaluation", lambda row: (" ".join(format_best(row)),)))
     if panel.reports_accuracy:
-        columns.append(("accuracy", lambda row: format_number(row.mean("val_accuracy"), 3)))
+        columns.append(("accuracy", lambda row: (format_number(row.mean("val_accuracy"), 3),)))
     for name in panel.further:
-        columns.append((name, lambda row, name=name: format_number(row.mean(name), 3)))  # type: ignore[misc]
-    columns.append(("seeds", lambda row: str(len(row.finals))))
-    if (target := records.target) is not None:
-        columns.append((f"steps to {target.value:g}", lambda row: str(row.first(target) or "never")))
+        columns.append((name, lambda row, name=name: (format_number(row.mean(name), 3),)))  # type: ignore[misc]
+    columns.append(("seeds", lambda row: (_seeds(row),)))
+    if base is not None and not base.rises:
+        columns.append((f"steps to {base.title}\u2019s final", lambda row: format_reached(row, 0)))
+        columns.append((f"seconds to it{sign}", lambda row: format_reached(row, 1)))
+    if target is not None:
+        columns.append((f"steps to {target.value:g}", lambda row: _to_target(row, target)))
     if records.equal == "seconds":
-        columns.append(("steps", lambda row: format_length(row)[0]))
-        columns.append((f"seconds{busy_sign(panel)}", lambda row: format_length(row)[1]))
-    columns.append((f"step, ms{busy_sign(panel)}", lambda row: format_number(row.mean("step_ms"))))
+        columns.append(("steps", lambda row: format_length(row)[:1]))
+        columns.append((f"seconds{sign}", lambda row: format_length(row)[1:]))
+    columns.append((f"step, ms{sign}", _step_ms))
+    columns.append((f"optimizer, ms{sign}", lambda row: (format_number(row.mean("optimizer_ms")),)))
     state = "state, bytes per parameter"
-    columns.append((state, lambda row: format_number(row.mean("state_bytes_per_parameter"))))
+    columns.append((state, lambda row: (format_number(row.mean("state_bytes_per_parameter")),)))
     title = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
-    note = "\u2020 The machine had other load, so that times of methods cannot be compared." if panel.busy else ""
-    rows = [[(text(row), False) for _, text in columns] for row in panel.rows]
-    return TextTable(title, note, [head for head, _ in columns], rows)
+    notes = [marks([panel.rows], "the table")] if panel.best else []
+    notes += ["\u2020 The machine had other load, so that times of methods cannot be compared."] if panel.busy else []
+    rows = [[TableCell(*cell(row)) for _, cell in columns] for row in panel.rows]
+    return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)
+
+
+def _final(row: ComparisonRow, panel: ComparisonPanel) -> TableCell:
+    diverged = f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else ""
+    text = format_summary(row.final) + (" *" if row is panel.best else "") + diverged
+    return TableCell(text, bold=row.tested and row in panel.leaders)
 
 
 def _rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:
@@ -368,13 +386,25 @@ def _rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:
     return format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
 
 
-def _final(row: ComparisonRow) -> str:
-    return format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
-
-
 def _corrected(row: ComparisonRow, panel: ComparisonPanel) -> str:
     p = panel.corrected.get(row.label)
     return "" if p is None else f"{p:.2g}"
+
+
+def _seeds(row: ComparisonRow) -> str:
+    """Return the number of runs that have ended, and of how many if some have not."""
+    ended, runs = len(row.finals), len(row.runs)
+    return str(ended) if ended == runs else f"{ended} of {runs}"
+
+
+def _to_target(row: ComparisonRow, target: Target) -> tuple[str, str]:
+    steps = row.first(target)
+    return str(steps or "never"), format_ratio(steps, row.baseline.first(target) if row.baseline else None)
+
+
+def _step_ms(row: ComparisonRow) -> tuple[str, str]:
+    own = row.mean("step_ms")
+    return format_number(own), format_ratio(own, row.baseline.mean("step_ms") if row.baseline else None)
 
 
 def busy_sign(panel: ComparisonPanel) -> str:

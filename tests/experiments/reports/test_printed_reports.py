@@ -25,6 +25,7 @@ from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_c
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
 from eigengraft.experiments.reports.report import Report, axis_name
 from eigengraft.experiments.reports.tables import (
+    TableCell,
     TextTable,
     format_difference,
     grid_of,
@@ -151,7 +152,12 @@ def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
     assert panel.corrected == pytest.approx({"other": 2 * p["other"], "soap": max(p["soap"], 2 * p["other"])})
     row = next(row for row in panel.rows if row.label == "other")
     text = " ".join(format_difference(row, panel))
-    assert f"Holm {panel.corrected['other']:.2g}" in text
+    table = panel_table(panel, read_records(tmp_path))
+    place = table.heads.index("p (Holm)")
+    assert [cells[place].text for cells in table.rows] == [
+        "",
+        *(f"{panel.corrected[x]:.2g}" for x in ("soap", "other")),
+    ]
     low, high = row.difference.mean - row.difference.half, row.difference.mean + row.difference.half
     assert f"[{low:+.3f}, {high:+.3f}]".replace("-", "\u2212") in text
 
@@ -268,12 +274,11 @@ def test_all_cells_of_two_axes_are_one_table(grid):
     By Holm's rule p of the first is multiplied by the number of tests that have not a smaller p.
     """
     _, caption, heads, rows = grid_of(read_records(grid))
-    assert heads == ["lr", "adam", "soap"] and [cells[0] for cells in rows] == [
-        (x, False) for x in ("0.01", "0.1", "1")
-    ]
-    cells = {(own[0][0], column): cell for own in rows for column, cell in zip(heads[1:], own[1:], strict=True)}
-    assert cells["0.01", "soap"] == ("1.633 \u00b1 0.153 *", True) and cells["0.1", "adam"][0] == "2.100 \u00b1 0.100"
-    assert cells["1", "adam"] == ("diverged", False) and "of each lr (rows) and method (columns)" in caption
+    assert heads == ["lr", "adam", "soap"] and [cells[0].text for cells in rows] == ["0.01", "0.1", "1"]
+    cells = {(own[0].text, column): cell for own in rows for column, cell in zip(heads[1:], own[1:], strict=True)}
+    assert cells["0.01", "soap"] == TableCell("1.633 \u00b1 0.153 *", bold=True)
+    assert cells["0.1", "adam"].text == "2.100 \u00b1 0.100" and cells["1", "adam"] == TableCell("diverged")
+    assert "of each lr (rows) and method (columns)" in caption
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
     assert f"All cells {caption} lr" in text
     for name, best in (("tables.md", "**1.633 \u00b1 0.153 \\***"), ("tables.tex", r"\textbf{1.633 $\pm$ 0.153 *}")):
@@ -318,12 +323,12 @@ def test_tables_in_markdown_and_latex(grid):
     (panel,) = at_their_best(records)
     head, rule, *rows = markdown(panel_table(panel, records)).splitlines()[2:]
     assert head.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 2
-    assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | 1.633 \u00b1 0.153 | \u22120.467 [")
+    assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | **1.633 \u00b1 0.153 \\*** | \u22120.467 [")
     text = latex(panel_table(panel, records))
-    assert text.count("&") == (4 + 3) * 3 and text.count(" \\\\\n") == 2 * 3 and "$-$0.467" in text and r"95~\%" in text
+    assert text.count("&") == (4 + 6) * 3 and text.count(" \\\\\n") == 2 * 3 and "$-$0.467" in text and r"95~\%" in text
     assert not re.search(r"(?<!\\)[%#_]", text)
     write_tables(records, grid)
-    assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * (3 + 2)
+    assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * (4 + 4)  # titles, best means
     assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\toprule") == 1 + 3 * 2
 
 
@@ -331,8 +336,8 @@ def test_tables_in_markdown_and_latex(grid):
 def test_a_latex_table_fits_on_a_page(columns):
     """Measured in Computer Modern: columns that do not fit are below the others, again with the names of the rows."""
     head, cell = "final validation loss of it", "\u22120.467 [\u22120.547, \u22120.386]"
-    names = [[("soap_fitted-every-step", False)], [("adamw", False)]]
-    rows = [[*name, *[(f"{cell} {place}", True) for place in range(columns)]] for name in names]
+    names = ["soap_fitted-every-step", "adamw"]
+    rows = [[TableCell(name), *[TableCell(f"{cell} {n}", bold=True) for n in range(columns)]] for name in names]
     text = latex(TextTable("study", "", ["method", *[f"{head} {place}" for place in range(columns)]], rows))
     font = FontProperties(fname=str(Path(matplotlib.get_data_path(), "fonts", "ttf", "cmr10.ttf")))
     shown = dict.fromkeys(range(columns), 0)
