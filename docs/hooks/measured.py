@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import eigengraft
-from eigengraft.experiments.cli.purposes import NUMBERS, RecipeNumbers, goals
+from eigengraft.experiments.cli.purposes import NUMBERS_FILE, RecipeNumbers, goals
 from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms, step_costs
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
 from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track
@@ -101,7 +101,7 @@ def section(name: str, up: str) -> str:
 
 
 def numbers() -> dict[str, RecipeNumbers]:
-    """Return the numbers of all shipped recipes, rounded as `purposes.NUMBERS` has them."""
+    """Return the numbers of all shipped recipes, rounded as `purposes.NUMBERS_FILE` has them."""
     costs, found = step_costs({name: {"base": name} for name in eigengraft.shipped_recipes()}, COUNTED), {}
     for name, cost in costs.items():
         own, run = task_scores(name), list[float | None]()
@@ -133,4 +133,4 @@ def goals_table(link: Callable[[str], str]) -> str:
 
 
 if __name__ == "__main__":
-    NUMBERS.write_text(numbers_text(), encoding="utf-8")
+    NUMBERS_FILE.write_text(numbers_text(), encoding="utf-8")

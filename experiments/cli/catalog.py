@@ -23,8 +23,7 @@ from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
-from .purposes import FAMILIES, STAGES, Purpose, by_purpose, goals, recipe_numbers
-from .purposes import RECIPES as by_method
+from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, recipe_numbers
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -61,7 +60,7 @@ def list_command(
     if what is None:
         about = {
             BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
-            RECIPES: "all shipped recipes, by their papers",
+            RECIPES: "all shipped recipes by method, with learning rate, memory, time and profile",
             **{name: _about(family) for name, family in sorted(registered.items())},
         }
         _print_entries(("family", "members"), about.items(), FAMILIES)
@@ -92,7 +91,9 @@ def list_command(
     for name, rows in found.items():
         if rows:
             heads = {BY_GOAL: ("goal", "recipes (measured)", "chosen by"), RECIPES: _RECIPE_HEADS}
-            _print_entries(heads.get(name, (name, "about")), rows, {"stage": STAGES, RECIPES: by_method}.get(name, ()))
+            _print_entries(
+                heads.get(name, (name, "about")), rows, {"stage": STAGES, RECIPES: RECIPE_GROUPS}.get(name, ())
+            )
     if what in _NOTES:
         typer.echo(f"\n{_NOTES[what]}")
 
@@ -119,7 +120,7 @@ def _shortened(about: str) -> str:
 
 def _goals_of(recipe: str) -> list[str]:
     """Return the titles of the goals and methods under which a recipe is named."""
-    methods = [purpose.title for purpose in by_method if recipe in purpose.members]
+    methods = [purpose.title for purpose in RECIPE_GROUPS if recipe in purpose.members]
     return [*methods, *(goal.title for goal in goals() if recipe in dict(goal.recipes))]
 
 

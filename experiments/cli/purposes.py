@@ -98,7 +98,7 @@ STAGES = (
 """Kinds of stages by purpose."""
 
 
-RECIPES = (
+RECIPE_GROUPS = (
     Purpose(
         "Adam and its variants",
         "to compare with, to fine-tune, and for embeddings, heads and vectors",
@@ -178,14 +178,14 @@ class RecipeNumbers(NamedTuple):
     rates: float | None = None
 
 
-NUMBERS = Path(__file__).with_name("recipes.json")
+NUMBERS_FILE = Path(__file__).with_name("recipes.json")
 """File of the numbers of all shipped recipes. `python docs/hooks/measured.py` writes it."""
 
 
 @cache
 def recipe_numbers() -> dict[str, RecipeNumbers]:
     """Return the numbers of all shipped recipes, by name."""
-    return {name: RecipeNumbers(*own) for name, own in json.loads(NUMBERS.read_text(encoding="utf-8")).items()}
+    return {name: RecipeNumbers(*own) for name, own in json.loads(NUMBERS_FILE.read_text(encoding="utf-8")).items()}
 
 
 class Goal(NamedTuple):

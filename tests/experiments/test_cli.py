@@ -25,7 +25,7 @@ from eigengraft.experiments.cli import study as study_commands
 from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.plan import amount
-from eigengraft.experiments.cli.purposes import FAMILIES, RECIPES, STAGES, by_purpose, goals, recipe_numbers
+from eigengraft.experiments.cli.purposes import FAMILIES, RECIPE_GROUPS, STAGES, by_purpose, goals, recipe_numbers
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, fork_what_is_spawned, start
@@ -295,7 +295,7 @@ class TestList:
         for arguments, purposes, names in (
             ((), FAMILIES, {"goals", "recipes", *families()}),
             (("stage",), STAGES, set(eigengraft.Stage.members)),
-            (("recipes",), RECIPES, set(eigengraft.shipped_recipes())),
+            (("recipes",), RECIPE_GROUPS, set(eigengraft.shipped_recipes())),
         ):
             members = [name for purpose in purposes for name in purpose.members]
             assert len(members) == len(set(members)) and set(members) <= names

@@ -23,7 +23,7 @@ import eigengraft.testing
 from eigengraft.component import families, validated
 from eigengraft.experiments.cli.catalog import find_kinds
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.cli.purposes import NUMBERS, goals
+from eigengraft.experiments.cli.purposes import NUMBERS_FILE, goals
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.experiment import load_experiment
@@ -200,7 +200,7 @@ def recipe_pages() -> dict[str, str]:
 def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, str]) -> None:
     measured = hook("measured")
 
-    assert NUMBERS.read_text(encoding="utf-8") == measured.numbers_text(), "run docs/hooks/measured.py"
+    assert NUMBERS_FILE.read_text(encoding="utf-8") == measured.numbers_text(), "run docs/hooks/measured.py"
     chosen, now = {goal.title: goal.recipes for goal in goals()}, measured.track()
     assert measured.goals_table("optimizers/recipe/shipped/{}.yaml".format) in text("README.md")
     run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
