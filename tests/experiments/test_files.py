@@ -2,11 +2,6 @@
 
 import errno
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +19,7 @@ from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning.rounds import plan_tuning
 from eigengraft.experiments.training.train import train
 
+from ..processes import run as run_process
 from ..refusals import refused
 
 FULL = Path("/dev/full")
@@ -80,18 +76,17 @@ def test_a_run_whose_disk_fills_up_ends_in_a_sentence_and_goes_on_later(tmp_path
     """A limit of the size of files stands for the disk: metrics fit, the checkpoint does not."""
     path = tmp_path / "exp.yaml"
     YAML(typ="safe").dump({**TINY, "checkpoint_every": 2, "task": {**TINY["task"], "width": 64}}, path)
-    command = [sys.executable, "-m", "eigengraft", "train", str(path), "--out", str(tmp_path / "run")]
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
-
-    full = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    limit = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails, as on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+"""
+    full = command(tmp_path, "train", path, "--out", tmp_path / "run", before=limit)
     said = full.stderr.replace("\n", "").replace("│", "").replace(" ", "")
     assert full.returncode == 2 and "checkpoint.pt" in said and "toolarge" in said and "Traceback" not in full.stderr
     assert not list((tmp_path / "run").glob("*checkpoint*")) and not list((tmp_path / "run").glob(".*"))
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 0
+    again = command(tmp_path, "train", path, "--out", tmp_path / "run")
+    assert again.returncode == 0, again.stderr
     expected = train(load_experiment(path), tmp_path / "other")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["val_loss"] == expected.val_loss
 
@@ -161,19 +156,32 @@ def test_a_study_with_long_labels_plans_runs_that_can_be_made(tmp_path):
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_recipe_is_shown_so_that_it_reads_back_equal_where_output_is_not_utf8(encoding, tmp_path):
     (tmp_path / "r.yaml").write_text("base: soap_fitted\nabout: Größe μ → 0, 名前\n", encoding="utf-8")
-    done = command(encoding, tmp_path, "show", "r.yaml")
-    assert done.returncode == 0, done.stderr
-    shown = load_recipe(YAML(typ="safe").load(done.stdout.decode(encoding)))
+    code, output, errors = encoded(encoding, tmp_path, "show", "r.yaml")
+    assert code == 0, errors
+    shown = load_recipe(YAML(typ="safe").load(output.decode(encoding)))
     assert shown.to_json() == load_recipe(tmp_path / "r.yaml").to_json() and shown.about == "Größe μ → 0, 名前"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "line"), [(0, ["bench", "roots", "--quick", "sizes=[8]"]), (2, ["ablate", "ü.yaml"])])
 def test_output_that_is_not_utf8_ends_no_command(code, line, tmp_path):
-    done = command("ascii", tmp_path, *line)
-    assert done.returncode == code and b"Unicode" not in done.stderr
+    found, _, errors = encoded("ascii", tmp_path, *line)
+    assert found == code and b"Unicode" not in errors
 
 
-def command(encoding, folder, *line):
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    return subprocess.run([sys.executable, "-m", "eigengraft", *line], capture_output=True, env=environment, cwd=folder)
+def command(folder, *line, before=""):
+    """What became of the command line in a process that has run some code before."""
+    code = f"import runpy, sys\n{before}\nsys.argv[0] = 'eigengraft'\nrunpy.run_module('eigengraft', run_name='__main__')"
+    return run_process("-c", code, *line, folder=folder)
+
+
+def encoded(encoding, folder, *line):
+    """Exit code and bytes of both streams of the command line, whose streams are as with PYTHONIOENCODING."""
+    redirect = f"""
+import os
+for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+    os.dup2(os.open(f"stream{{number}}", os.O_WRONLY | os.O_CREAT), number)
+    stream.reconfigure(encoding="{encoding}", errors=("strict", "backslashreplace")[number - 1])
+"""
+    done = command(folder, *line, before=redirect)
+    return done.returncode, *((folder / f"stream{number}").read_bytes() for number in (1, 2))
