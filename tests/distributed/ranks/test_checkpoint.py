@@ -3,6 +3,7 @@
 Every pair of layouts is in `test_state_dicts.py`.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.slow
 SOURCES = ("plain2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain3", "fsdp1", "fsdp2", "hsdp4")
 NAMES = ("adamw", "averaged", "queue", "quantized", "delayed")
-HOSTED = ("plain2", "fsdp2", "hsdp4")
+HOSTED = {"plain2": NAMES, "fsdp2": NAMES, "hsdp4": ("adamw", "quantized")}
+"""The cases by place. State of two copies of shards is put where that of one is: there, a case of each sort of update."""
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES = {name: TRAJECTORIES[name] for name in NAMES}
 for _name in ("quantized", "delayed"):
@@ -28,10 +30,14 @@ latter saved asynchronously; gathered by torch, or by `full_state_dict`."""
 
 
 def wanted(source: str, target: str) -> list[tuple[str, str]]:
-    """(case, kind) of what is loaded."""
+    """(case, kind) of what is loaded: half of the cases in turn, so that each source and each target has them all.
+
+    Every pair of layouts, and every kind of each, is in `test_state_dicts.py`."""
     few = [("quantized", FEW[target])] if source == "fsdp3" and target in FEW else []
     queue = "full" if target == "fsdp2" else "tree"
-    return [("adamw", "tree"), ("averaged", "flat"), ("queue", queue), ("delayed", queue), *few]
+    cases = [("adamw", "tree"), ("averaged", "flat"), ("queue", queue), ("delayed", queue)]
+    turn = SOURCES.index(source) + TARGETS.index(target)
+    return [cases[turn % 4], cases[(turn + 2) % 4], *few]
 
 
 def case(name: str, place: str, **more: Any) -> dict[str, Any]:
@@ -65,10 +71,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     for place in ("plain2", "fsdp2"):
         job = case("quantized", place, folder=folder("fsdp3", "quantized"))
         loads.append(Run(f"spoil {place}", "snapshots:spoil", 2, job))
-    for place in HOSTED:
-        job = {name: case(name, place) for name in NAMES}
+    for place, names in HOSTED.items():
+        job = {name: case(name, place) for name in names}
         loads.append(Run(f"host {place}", "snapshots:host", int(place[-1]), job, 60.0))
     return found | launch(sorted(loads, key=lambda run: run.world), tmp_path_factory.mktemp("loads"), limit=300)
+
+
+def test_every_case_is_saved_by_each_source_and_loaded_by_each_target() -> None:
+    found = [(s, t, name) for s in SOURCES for t in TARGETS for name, _ in wanted(s, t) if name != "quantized"]
+    for side, places in ((0, SOURCES), (1, TARGETS)):
+        assert {(cell[side], cell[2]) for cell in found} == set(itertools.product(places, set(NAMES) - {"quantized"}))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -117,4 +129,4 @@ def test_what_does_not_fit_is_named_on_every_rank(outcomes: dict[str, list[Outco
 def test_what_hosts_do_with_state_is_done_on_all_ranks(outcomes: dict[str, list[Outcome]], place: str) -> None:
     """Moved, reset, taken out, entries of hosts, and a checkpoint of fewer parameters, as in one process."""
     for rank in outcomes[f"host {place}"]:
-        assert rank.result == dict.fromkeys(NAMES, "")
+        assert rank.result == dict.fromkeys(HOSTED[place], "")
