@@ -95,6 +95,29 @@ BEYOND = beyond(ALONE, COVER)
 """Recipes that are asked for every option beside the cover. Storage, which many of the others differ in, is no reason:
 parameters of these tests are too small to be coded, and tests of storage ask every quantizer."""
 
+
+def kinds(declaration: Any) -> frozenset[str]:
+    """The kinds of all components in a declaration: stages, statistics, solvers, formats, averagings and others."""
+    if isinstance(declaration, dict):
+        own = {declaration["kind"]} if "kind" in declaration else set()
+        return frozenset(own.union(*map(kinds, declaration.values())))
+    return frozenset().union(*map(kinds, declaration)) if isinstance(declaration, list) else frozenset()
+
+
+def with_all_kinds(names: Iterable[str], cover: Iterable[str]) -> tuple[str, ...]:
+    """The cover, and each recipe that has a component of a kind that none before it has."""
+    found, seen = [*cover], set[str]()
+    for name in (*cover, *(name for name in names if name not in found)):
+        own = kinds(loaded(name).model_dump(mode="json"))
+        if name not in found and own - seen:
+            found.append(name)
+        seen |= own
+    return tuple(found)
+
+
+ALL_KINDS = with_all_kinds(ALONE, (*COVER, *BEYOND))
+"""Recipes that have every component that any recipe has: the others run the same code with other numbers."""
+
 EVERY = [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
 """Every shipped recipe; those outside of the cover are slow."""
 

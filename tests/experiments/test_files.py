@@ -171,7 +171,9 @@ def test_output_that_is_not_utf8_ends_no_command(code, line, tmp_path):
 
 def command(folder, *line, before=""):
     """What became of the command line in a process that has run some code before."""
-    code = f"import runpy, sys\n{before}\nsys.argv[0] = 'eigengraft'\nrunpy.run_module('eigengraft', run_name='__main__')"
+    code = (
+        f"import runpy, sys\n{before}\nsys.argv[0] = 'eigengraft'\nrunpy.run_module('eigengraft', run_name='__main__')"
+    )
     return run_process("-c", code, *line, folder=folder)
 
 

@@ -17,12 +17,12 @@ from eigengraft import Optimizer, compose
 from eigengraft.optimizers import convert_storage
 
 from ..processes import run
-from ..recipes import ALONE, COVER
+from ..recipes import ALL_KINDS, COVER
 from ..refusals import refused
 
 Surroundings = Callable[[], AbstractContextManager[Any]]
-QUICK = ("adamw", "psgd_kron", "shampoo_4bit", "soap_h")
-EVERY_ALONE = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALONE]
+QUICK = ("adam_h", "psgd_kron", "shampoo_4bit", "soap_muon")
+EVERY_KIND = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL_KINDS]
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def trajectory(recipe: str, inside: Surroundings) -> list[Tensor]:
     return [*parameters, *(x for state in optimizer.state.values() for x in state.values())]
 
 
-@pytest.mark.parametrize("recipe", EVERY_ALONE)
+@pytest.mark.parametrize("recipe", EVERY_KIND)
 def test_everything_is_the_same_in_any_surroundings(recipe: str) -> None:
     """The quick recipes in each of the surroundings, the others in those that stages could see, together."""
     usual = trajectory(recipe, nullcontext)
@@ -237,7 +237,7 @@ class TestFakeTensors:
         assert all(type(x).__name__ == "FakeTensor" for state in optimizer.state.values() for x in state.values())
         return optimizer
 
-    @pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "adamw" else pytest.mark.slow) for r in ALONE])
+    @pytest.mark.parametrize("recipe", ALL_KINDS)
     def test_every_recipe_steps_and_has_its_state(self, recipe: str) -> None:
         fake, real = self.stepped(recipe, True), compose(recipe, Net())
         assert fake.state_bytes() == real.state_bytes()

@@ -18,7 +18,7 @@ SOURCES = ("plain2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain3", "fsdp1", "fsdp2", "hsdp4")
 NAMES = ("adamw", "averaged", "queue", "quantized", "delayed")
 HOSTED = {"plain2": NAMES, "fsdp2": NAMES, "hsdp4": ("adamw", "quantized")}
-"""The cases by place. State of two copies of shards is put where that of one is: there, a case of each sort of update."""
+"""The cases by place. Two copies of shards are put where one is: there, one case of each sort of update."""
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES = {name: TRAJECTORIES[name] for name in NAMES}
 for _name in ("quantized", "delayed"):

