@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError
 from eigengraft.experiments import RunLog
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.reports import figures
 from eigengraft.experiments.reports.comparison import compare, sweeps, tuning_curves
 from eigengraft.experiments.reports.drawings import difference_dots, internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
@@ -83,6 +84,12 @@ def study(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Figures are made, and no pictures of them, where numbers and sentences are read."""
+    monkeypatch.setattr(figures, "inline_svg", lambda figure, name: "<svg></svg>")
+
+
 class Page(HTMLParser):
     """Collects attributes, text and whether every element is closed."""
 
@@ -144,7 +151,7 @@ SEARCHED = {"values": {"lr": 0.01}, "edges": {}, "tried": TRIED, "rule": "Descen
 
 
 @pytest.mark.parametrize("done", ["one rate", "one rate of one", "an axis", "searched", "elsewhere", "one recipe"])
-def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path):
+def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path, no_pictures):
     runs = [("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0]})]
     runs.append(("soap", 0, {"recipe": ADAM if done == "one recipe" else SOAP, "values": [4.0, 3.0]}))
     fields = {"elsewhere": {"study": {"tuned_in": "grid.yaml"}}, "searched": {"tuned": {"method=adamw": SEARCHED}}}
@@ -167,7 +174,7 @@ def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path):
     assert len(collect_results(tmp_path)["rows"]) == len(manifest["runs"])  # such runs may be kept as results
 
 
-def test_page_says_the_numbers(study):
+def test_page_says_the_numbers(study, no_pictures):
     page = Page(Report(study).write().read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
     assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
@@ -422,7 +429,7 @@ def test_internals_are_drawn_where_runs_have_diagnostics(study):
     }
 
 
-def test_the_worst_layer_of_each_measure_is_listed_over_all_seeds(study):
+def test_the_worst_layer_of_each_measure_is_listed_over_all_seeds(study, no_pictures):
     assert "Worst layers" not in Report(study).write().read_text(encoding="utf-8")
     values = {
         ("soap", 0): {"update_ratio_peak": (0.1, 0.5), "zero_gradients": (0.0, 1.0)},
@@ -530,7 +537,7 @@ def test_runs_without_a_study(tmp_path):
     assert [row.label for row in compare(read_records(tmp_path / "b"))[0].rows] == ["b"]
 
 
-def test_two_directories_compare_what_can_be_compared(tmp_path):
+def test_two_directories_compare_what_can_be_compared(tmp_path, no_pictures):
     """Cells of studies and no trials of searches; no baseline but a named one; nothing of another length or width."""
     for name, losses in (("a", (2.0, 1.0)), ("b", (3.0, 4.0))):
         runs = [
@@ -585,7 +592,7 @@ def record(run, **entries):
         ({"data": {"sha256": "cd"}}, ["soap [data abc]", "soap [data cd]"]),
     ],
 )
-def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names):
+def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names, no_pictures):
     record(study / "method=soap" / "seed-1", **entries)
     records = read_records(study)
     (panel,) = compare(records)
@@ -630,7 +637,7 @@ def test_nothing_to_report(tmp_path):
         Report(tmp_path / "nothing").write()
 
 
-def test_numbers_compared_become_curves(tmp_path):
+def test_numbers_compared_become_curves(tmp_path, no_pictures):
     listed = []
     for lr, finals in (("0.01", (2.0, 3.0)), ("0.1", (1.0, None)), ("0.001", (4.0, 6.0))):
         for seed, final in enumerate(finals):
@@ -690,7 +697,7 @@ def test_the_learning_rate_is_the_one_in_force():
     assert [(row.path, row.values) for row in rows] == [("lr", ("0.3", "0.1"))]
 
 
-def test_runs_as_a_table(study):
+def test_runs_as_a_table(study, no_pictures):
     Report(study).write()
     lines = (study / "runs.csv").read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("axis.method,seed,status,peak_lr,val_loss,val_accuracy,steps,seconds,")
