@@ -119,6 +119,19 @@ def run(*arguments: str | Path, folder: Path, **variables: str) -> subprocess.Co
     return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
 
 
+def run_command(command: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What became of a command that starts `eigengraft` once, as a shell does. The program that it finds under this
+    name writes its arguments down, and the library is run with them in a process of `run`."""
+    program = folder / "bin" / "eigengraft"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$0.arguments"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", **variables}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
+    arguments = program.with_suffix(".arguments").read_text().split("\0")[:-1]
+    return run("-m", "eigengraft", *arguments, folder=folder, **variables)
+
+
 def fork_what_is_spawned(patch: pytest.MonkeyPatch) -> None:
     """Processes that this one spawns through multiprocessing come from a server that has imported the library: what
     they are given is pickled as before, and they know of nothing that was imported or registered here."""

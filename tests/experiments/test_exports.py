@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
@@ -21,9 +19,9 @@ from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.exports import export_algoperf, export_benchopt, export_sweep
 
+from ..processes import run_command
 from ..refusals import refused
 
-ROOT = Path(__file__).resolve().parents[2]
 STUDY: dict[str, Any] = {
     "name": "rates",
     "base": {"task": {"kind": "digits", "width": 8, "batch_size": 16}, "recipe": "adamw", "steps": 3, "eval_every": 3},
@@ -77,14 +75,8 @@ def test_the_command_of_an_agent_trains_in_a_directory_of_its_own(tmp_path: Path
     chosen = [f"{path}={some['values'][0]}" for path, some in sweep["parameters"].items()]
     *command, macro = sweep["command"]
     assert macro == "${args_no_hyphens}"
-    program = tmp_path / "bin" / "eigengraft"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m eigengraft "$@"\n')
-    program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": "1"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "WANDB_SWEEP_ID": "s", "WANDB_RUN_ID": "r"}
     started = [*command, *chosen, "callbacks=[]"]
-    done = subprocess.run(started, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = run_command(started, tmp_path, WANDB_SWEEP_ID="s", WANDB_RUN_ID="r")
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "runs" / "sweep-s" / "r" / "config.json").read_text())
     assert (config["lr"], config["seed"], config["recipe"]["update"][1]["beta"]) == (0.01, 0, 0.9)

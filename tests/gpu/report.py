@@ -157,7 +157,7 @@ TINY = Sizes(
     3,
     ((8, 2),),
     ((8, 2),),
-    ("tests/gpu/test_laws_on_device.py", "-m", "not slow and not gpu"),
+    ("tests/gpu/test_laws_on_device.py", "-k", "simulated and momentum"),
 )
 Row = dict[str, Any]
 

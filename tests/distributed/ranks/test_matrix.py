@@ -46,7 +46,7 @@ CELLS = [
     for (row, layout), ranks, (column, recipe) in itertools.product(enumerate(LAYOUTS), RANKS, enumerate(RECIPES))
     if ranks == 2 or layout in OF_FOUR or (row + column) % 2
 ]
-"""On two ranks every layout has every recipe; four ranks of one axis are more of the same, with half of them in turn."""
+"""On two ranks every layout has every recipe; on four ranks, layouts of one axis have half of the recipes in turn."""
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,6 @@ from .test_report import ADAM, SOAP, Page, write_run, write_study
 pytestmark = pytest.mark.slow
 
 
-
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     """Figures are made, and no pictures of them: here numbers and sentences are read, and `test_report.py` has the

@@ -1,9 +1,6 @@
 """Job files for clusters: their commands run a study, with SQLite in place of PostgreSQL."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,8 @@ from ruamel.yaml import YAML
 
 from eigengraft.experiments import load_study
 from eigengraft.experiments.studies.plan import plan_runs
+
+from ...processes import FORK_SPAWNED, run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = ROOT / "docs" / "assets" / "cluster"
@@ -46,16 +45,8 @@ def commands() -> dict[str, str]:
 def test_the_command_of_a_worker_runs_the_study(tmp_path: Path, name: str) -> None:
     pytest.importorskip("sqlalchemy")
     (tmp_path / "study.yaml").write_text(json.dumps(STUDY))
-    program = tmp_path / "bin" / "eigengraft"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m eigengraft "$@"\n')
-    program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
-    environment |= {"PYTHONSAFEPATH": "1", "STUDY": "study.yaml", "STORAGE": f"sqlite:///{tmp_path}/study.db"}
-    environment |= {"OUT": "runs/study", "WORKERS": "1"}
-    done = subprocess.run(
-        ["sh", "-c", commands()[name]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    given = {"STUDY": "study.yaml", "STORAGE": f"sqlite:///{tmp_path}/study.db", "OUT": "runs/study", "WORKERS": "1"}
+    done = run_command(["sh", "-c", commands()[name]], tmp_path, **given, **FORK_SPAWNED)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs" / "study").rglob("result.json"))) == 2
 
