@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
+from eigengraft.numerics import local
 
 from .models import divided, lay_out
 from .trajectories import STEPS, build, give, values
@@ -214,9 +215,13 @@ def _host(case: dict[str, Any]) -> str:
 
 
 def _alike(one: tuple[nn.Module, Optimizer], two: tuple[nn.Module, Optimizer]) -> bool:
-    states = [optimizer.full_state_dict()["state"] for _, optimizer in (one, two)]
+    """Whether parameters and checkpoints have the same bits on all ranks: each compares its part."""
+    states = [optimizer.state_dict()["state"] for _, optimizer in (one, two)]
     tensors = [
-        [*values(module).values(), *(state[i][key] for i in sorted(state) for key in sorted(state[i]))]
+        [*module.parameters(), *(state[i][key] for i in sorted(state) for key in sorted(state[i]))]
         for (module, _), state in zip((one, two), states, strict=True)
     ]
-    return len(tensors[0]) == len(tensors[1]) and all(map(torch.equal, *tensors))
+    own = [[local(x.detach()) for x in some] for some in tensors]
+    same = torch.tensor(int(len(own[0]) == len(own[1]) and all(map(torch.equal, *own))))
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    return bool(same)
