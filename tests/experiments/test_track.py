@@ -120,6 +120,7 @@ def test_an_entry_is_one_of_the_folder_a_file_or_a_shipped_recipe(tmp_path: Path
         find_entry("adanw", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_that_of_the_committed_runs() -> None:
     track = load_track()
     now = standing(track, LAPTOP)

@@ -44,6 +44,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_averages_and_constraints_are_launched_for_stacks(changes: dict[str, Any]) -> None:
     few, many = (steps({"base": "lion", **changes}, layers)[1][-1] for layers in (4, 12))

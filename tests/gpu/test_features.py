@@ -124,6 +124,7 @@ def _options() -> Iterator[Any]:
             yield pytest.param("muon", {"constraints": [dict(row.make)]}, id=f"constraint {row}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "overrides"), list(_options()))
 def test_an_option_makes_the_same_steps(recipe: str, overrides: dict[str, Any], device: torch.device) -> None:
     given = gradients(5)
@@ -198,7 +199,7 @@ def test_parameters_of_bfloat16_and_of_two_devices(device: torch.device) -> None
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "muon", "soap"])
+@pytest.mark.parametrize("recipe", ["adamw", *(pytest.param(r, marks=pytest.mark.slow) for r in ("muon", "soap"))])
 @pytest.mark.parametrize(
     "failure",
     [{}, {"detect": "device"}, {"nonfinite": "ignore"}, {"nonfinite": "raise"}],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..recipes import ALONE, COVER
+from ..recipes import ALONE
 from .models import Run, gradients, largest_difference, rounding
 from .places import MANY, PLACES, on_device
 
@@ -50,11 +50,12 @@ ROUNDING: dict[str, tuple[float, str]] = {
 FUSED = (1e-6, "a CPU's fused kernel rounds the ends of tensors otherwise, which are updated in a buffer there alone")
 """Of recipes with Adam's chain."""
 STEPS, HALF = 4, 2
+QUICK = ("adamw", "muon", "psgd_kron", "soap_fitted", "shampoo_4bit")
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in ALONE]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALONE]
 )
 def test_a_recipe_runs_on_a_device_as_on_a_cpu(name: str, place: str) -> None:
     given, reference, to_host = gradients(STEPS), Run(name), Run(name)

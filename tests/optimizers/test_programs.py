@@ -18,7 +18,7 @@ from eigengraft.optimizers.step.execution import Execution
 from eigengraft.optimizers.step.program import StackStep
 
 from ..processes import run
-from ..recipes import EVERY_BROAD
+from ..recipes import ALONE
 from ..refusals import refused
 from ..trajectories import normal
 
@@ -63,6 +63,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+QUICK = ("adam", "apollo", "muoneq", "psgd_kron", "shampoo_4bit", "soap_schedule_free")
 REFRESHED = {
     *("aro", "caspr", "cosmos", "foam", "jorge", "okls", "psgd_kron", "shampoo_kl", "sinksoap", "sirf", "soap_h"),
     *("soap_kl_h", "soap_muon", "track3"),
@@ -71,7 +72,9 @@ REFRESHED = {
 """Recipes without compiled programs for their own update: each step of these has a refresh, which decides on values."""
 
 
-@pytest.mark.parametrize("recipe", EVERY_BROAD)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALONE]
+)
 def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> None:
     parameters = [nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
     named = [(f"layers.{i}.weight", parameter) for i, parameter in enumerate(parameters)]

@@ -89,10 +89,12 @@ def equal(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
     return len(one) == len(two) and all(map(torch.equal, one, two))
 
 
-@pytest.mark.parametrize("micros", [1, 2])
-@pytest.mark.parametrize("recipe", [name for name in COVER if name not in NEEDS_ALL])
+@pytest.mark.parametrize(
+    ("recipe", "micros"),
+    [(name, 1 + place % 2) for place, name in enumerate(name for name in COVER if name not in NEEDS_ALL)],
+)
 def test_released_steps_have_the_bits_of_ordinary_ones(recipe: str, micros: int) -> None:
-    """Also where a layer has no gradient in some steps, and the rest of its stack waits for `step`."""
+    """Of one batch or two, also where a layer has no gradient in some steps, and the rest of its stack waits."""
     one, two = net(), net()
     plain, optimizer = compose(one, recipe), compose(two, recipe)
     release = eigengraft.release(two, optimizer)
@@ -276,6 +278,7 @@ def test_a_device_waits_no_more_than_in_ordinary_steps(recipe: str, detect: str)
             assert found[-1] == found[-2], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "share"), [("adamw", 0.75), ("muon", -0.01)])
 def test_the_peak_of_memory_is_lower_by_the_gradients_that_never_exist_together(recipe: str, share: float) -> None:
     """Under Adam each of 12 equal layers steps by itself. Under Muon all step in one stack, which saves nothing."""

@@ -185,7 +185,9 @@ def test_a_window_of_another_length_or_measure_is_adopted_or_begins_again() -> N
 
 @pytest.mark.parametrize("detect", ["host", "device"])
 @pytest.mark.parametrize("then", ["skip", "scale", "clip"])
-@pytest.mark.parametrize("recipe", ["adamw", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "recipe", ["adamw", *(pytest.param(r, marks=pytest.mark.slow) for r in ("muon", "schedule_free_adamw"))]
+)
 def test_a_device_makes_the_same_steps_without_a_wait(recipe: str, then: str, detect: str) -> None:
     """The look at gradients on the host waits once, with a spike rule as without."""
     rows = [[g * {4: 30.0, 6: 50.0}.get(step, 1.0) for g in row] for step, row in enumerate(device_gradients(8))]
