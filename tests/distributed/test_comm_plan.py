@@ -97,7 +97,7 @@ def block_groups_of(
     return [BlockGroup("", shape, *dtypes, cpu, tuple(placed)) for shape, placed in found.items()]
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(data=st.data(), mesh=meshes, blocking=blockings, limit=st.sampled_from([1, 100, 1000, 1 << 20]))
 def test_gradients_reach_owners_and_updates_return(
     data: st.DataObject, mesh: tuple[int, ...], blocking: Blocking, limit: int
