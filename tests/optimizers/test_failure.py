@@ -190,7 +190,10 @@ def test_tiny_gradients_are_finite(recipe: str, size: float) -> None:
     assert all(bool(t.isfinite().all()) for t in everything(optimizer))
 
 
-@pytest.mark.parametrize(("recipe", "detect"), with_options("host", "device"))
+@pytest.mark.parametrize(
+    ("recipe", "detect"),
+    [own for own in with_options("host", "device") if own.values[0] != "spel"],  # whose constraint iterates anew
+)
 def test_zero_gradients_from_the_start_move_nothing(recipe: str, detect: str) -> None:
     params = named(torch.float32)
     optimizer = Optimizer(params, load_recipe(recipe, [f"failure.detect={detect}", "weight_decay.rate=0"]))
