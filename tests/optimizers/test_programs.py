@@ -18,7 +18,7 @@ from eigengraft.optimizers.step.execution import Execution
 from eigengraft.optimizers.step.program import StackStep
 
 from ..processes import run
-from ..recipes import ALONE
+from ..recipes import BROAD
 from ..refusals import refused
 from ..trajectories import normal
 
@@ -73,7 +73,7 @@ REFRESHED = {
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALONE]
+    "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BROAD]
 )
 def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> None:
     parameters = [nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
