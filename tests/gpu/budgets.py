@@ -147,7 +147,7 @@ def in_a_graph(recipe: str) -> tuple[int, int]:
         for _, parameter in named:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device)
         for _ in range(
-            CHECKED_UPDATES + 4
+            CHECKED_UPDATES + 6
         ):  # a first gradient that updates nothing, then once as it is, once recorded, once checked
             Counted.kernels = 0
             with accelerator("cuda") as counts:
