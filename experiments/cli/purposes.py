@@ -254,7 +254,7 @@ def goals() -> tuple[Goal, ...]:
         ),
         Goal(
             "fine-tuning",
-            (("adamw", ""), ("lora_rite", "LoRA"), ("lora_muon", "LoRA")),
+            (("adamw", ""), ("adamw_8bit", "a quarter of its state"), ("lora_rite", "LoRA"), ("lora_muon", "LoRA")),
             "not measured: the method that the model was trained with, or one for pairs of factors",
         ),
         Goal(

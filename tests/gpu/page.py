@@ -26,14 +26,21 @@ make gpu ARGS=--simulated   # the same code on a simulated accelerator, with tin
 
 `make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers
 in `preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
-ADVICE = """\
-- **AdamW.** Keep the defaults. The step uses torch's fused kernel, and the host waits once, for the check of
-  the gradients. `failure.detect: device` waits for nothing, but its masks take several times as long on the device.
+ADVICE = """```yaml
+base: soap_fitted                                # on a GPU
+set: {update.eigenbasis.refresh.delay: 2}        # new bases two steps late, on a second stream
+```
+
+- **AdamW.** Keep the defaults. The step uses torch's fused kernel, and the host waits once, for the check of the
+  gradients, which torch's AdamW does not make. `failure.detect: device` waits for nothing, but its masks take several
+  times as long on the device.
 - **Muon.** Set `graph: true` if the host is the bottleneck. The step then takes the host a quarter of the time.
-- **SOAP.** Set `refresh: {delay: 2}` for the stage `eigenbasis`. New bases are then computed on a second stream,
-  beside the steps. [A page](../papers/late_refreshes/README.md) says what late bases cost in loss.
-- **SOAP, Shampoo.** Set `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and bases
-  are computed in float32 in any case, because their iterations need all bits.
+- **SOAP.** With `refresh.delay` new bases are computed beside the steps. This takes memory for the inputs of late
+  refreshes, and makes the loss a little higher ([how much](../papers/late_refreshes/README.md)). `delay` cannot be
+  combined with `graph: true`.
+- **SOAP, Shampoo.** Call `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and
+  bases are computed in float32 in any case, because their iterations need all bits. Together with `delay` this was not
+  measured: the host then launches late refreshes itself.
 - **Shampoo.** Most of the time is spent in roots. A longer interval between refreshes saves the most."""
 STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
 
