@@ -205,7 +205,9 @@ def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, st
     assert measured.goals_table("optimizers/recipe/shipped/{}.yaml".format) in text("README.md")
     run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
     costs = [f"{now.costs[measured.COUNTED][name]:.2f}" for name in ("sinksoap", "soap_fitted")]
-    assert re.findall(r"with `sinksoap` takes at least (\S+) .* `soap_fitted` at least (\S+)\stimes", text("README.md")) == [tuple(costs)]
+    assert re.findall(
+        r"with `sinksoap` takes at least (\S+) .* `soap_fitted` at least (\S+)\stimes", text("README.md")
+    ) == [tuple(costs)]
     kinds = ("", measured.COUNTED)
     scores = [f"{measured.profile_of(name, kind):.2f}" for name in ("soap_fitted", "adamw") for kind in kinds]
     said = r"`soap_fitted` has (\S+) for steps and (\S+) for time, AdamW\s(\S+) and (\S+)\."
