@@ -55,6 +55,7 @@ class StackState:
     number: index of the stack in its parameter set.
     block_group: index of the block group of the blocks. None: no block of the stack is sent between ranks.
     width_factors: `[N]`, factor of the direction of each block. None: there are no factors.
+    host_factors: the same factors as floats. None: there are no factors.
     tensors: state tensors `[N, ...]`, by "<stage path>/<slot>". Offloaded tensors are in host memory, except while a
         step has brought them to the device.
     host_buffers: memory of the offloaded tensors, by location. Empty: every tensor is on the device of the stack.
@@ -76,6 +77,7 @@ class StackState:
     run_step: int = 1
     number: int = 0
     width_factors: Tensor | None = None
+    host_factors: tuple[float, ...] | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     host_buffers: list[HostBuffer] = field(default_factory=list, init=False, repr=False)
@@ -621,7 +623,8 @@ def _stack_state(
     state = StackState(path, rule, stack, recipe.storage, blocks.phases, seeds, block_group, fresh=fresh)
     if recipe.width_scaling is not None:
         factors = [specs[position].width_factors[own] for position, grid in stack.grids for own in grid.matrices]
-        state.width_factors = upload(torch.tensor(factors, dtype=dtype, device="cpu"), device)
+        rounded = torch.tensor(factors, dtype=dtype, device="cpu")
+        state.width_factors, state.host_factors = upload(rounded, device), tuple(rounded.tolist())
     return state
 
 

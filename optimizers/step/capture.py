@@ -33,10 +33,10 @@ from eigengraft.numerics import upload
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
-from ..write.write import Rates, StepRates
+from ..write.write import Rates, StepRates, WriteNumbers
 from .exchange import PROVIDERS, Step
 from .fused import GraphNumbers
-from .program import CHECKED_UPDATES
+from .program import CHECKED_UPDATES, ProgramNumbers
 from .traced import Program
 
 Body = Callable[[], None]
@@ -93,11 +93,10 @@ CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
 """Names of the signals that stages of a captured step may request. Their values have the same address in every step, or
 are among the numbers that a graph reads."""
 
-ProgramNumbers = tuple[Tensor, list[Tensor]]
-"""Inputs of a stack's program on the device: the step counts of the N blocks, int64 `[N]`, and the numbers of the step
-that the stages read, such as scheduled numbers and bias corrections."""
 StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
-"""Mapping from the index of a stack to the numbers on the device that its program or its fused kernel reads."""
+"""Mapping from the index of a stack to the numbers on the device that its programs or its fused kernel read."""
+Programs = Mapping[int, Mapping[torch.dtype | None, Program]]
+"""By index of a stack, `Execution.programs` of the stack."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
 """Function that runs one step of stacks.
 
@@ -195,7 +194,7 @@ class CapturedStacks:
     """Stacks that are captured together, and their graph.
 
     groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
-    programs: by index of a stack, its program; None if the stack has no program.
+    programs: the programs of the stacks.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.
     """
@@ -204,16 +203,16 @@ class CapturedStacks:
         self,
         groups: Sequence[Sequence[StackState]],
         recipe: Recipe,
-        programs: Mapping[int, Program | None],
+        programs: Programs,
         fused: Collection[int],
         run: RunStacks,
     ) -> None:
         self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
         self.fused = frozenset(fused) & {own.number for own in self.stacks}
         self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
-        if any(programs[own.number] is None and own.number not in self.fused for own in self.stacks):
+        if any(not programs[own.number] and own.number not in self.fused for own in self.stacks):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
-        self.programs = {number: own for number, own in programs.items() if own is not None}
+        self.programs = programs
         self.graph: Graph | None = None
         self._key: _Key | None = None
         self._record: _Recorder | None = None
@@ -230,14 +229,14 @@ class CapturedStacks:
         for own in self.stacks:
             if own.watched:
                 return "something watches the stages"
-            context, program = own.context(own.all_blocks, counts, {}), self.programs.get(own.number)
+            context, programs = own.context(own.all_blocks, counts, {}), self.programs[own.number].values()
             if context.uniform is None:
                 return "blocks are at different updates"
-            if context.uniform <= CHECKED_UPDATES or not (program is None or program.suits(context.steps)):
+            if context.uniform <= CHECKED_UPDATES or not all(one.suits(context.steps) for one in programs):
                 return "one of the first updates"
             if any(stage.refreshes(context) for _, stage in own.rule.stages()):
                 return "a refresh"
-            if step.mask is not None and not (program is not None and program.source.masked):
+            if step.mask is not None and not (programs and all(one.source.masked for one in programs)):
                 return "a mask of gradients that `failure.detect: device` would announce"
         scales = self._scales(step.rates).values()
         if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):
@@ -298,11 +297,12 @@ class CapturedStacks:
         """Copy the numbers and the mask of a step to the tensors that graphs read."""
         values: list[float] = []
         for scale in self._scales(step.rates).values():
-            values += (float(x) for x in (scale.lr, scale.shrink, scale.alpha, scale.rate))
+            values += map(float, WriteNumbers.of(scale))
         for own in self.stacks:
             at = int(counts[own.stack.param_ids[0]]) - int(own.lagging)
-            program = self.programs.get(own.number)
-            values += [float(at), *([] if program is None else program.host_numbers(at, own.run_step))]
+            values.append(float(at))
+            for program in self.programs[own.number].values():
+                values += program.host_numbers(at, own.run_step)
         numbers = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
         self._static = numbers.clone() if self._static is None else self._static.copy_(numbers)
         if step.mask is not None:
@@ -312,35 +312,40 @@ class CapturedStacks:
         """Return the function that a graph captures. It runs a step with the numbers and mask that `_fill` stored."""
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         rates = replace(step.rates)
-        dtype = torch.float64 if any(own.stack.dtype == torch.float64 for own in self.stacks) else torch.float32
+        dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
 
         def body() -> None:
             assert self._static is not None
             wide = self._static.unbind()
-            narrow = {torch.float64: wide, dtype: wide if dtype == torch.float64 else self._static.to(dtype).unbind()}
+            rounded = {own: wide if own == torch.float64 else self._static.to(own).unbind() for own in dtypes}
             at, given = 0, dict[int, ProgramNumbers | GraphNumbers]()
-            single = self._static.to(torch.float32).unbind() if self.fused else ()
-            lrs: dict[str, dict[int, Tensor]] = {path: {} for path, _ in scales}
-            for key, scale in scales.items():
-                lr, shrink, alpha, rate = narrow[dtype][at : at + 4]
-                lrs[key[0]][key[1]] = (wide if self.device.type == "cpu" else single)[at] if self.fused else lr
-                rates._scales[key] = replace(
+            of_paths: dict[str, dict[int, slice]] = {path: {} for path, _ in scales}
+            for (path, group), scale in scales.items():
+                of_paths[path][group] = place = slice(at, at := at + len(WriteNumbers._fields))
+                write = WriteNumbers(*rounded[widest][place])
+                rates._scales[path, group] = replace(
                     scale,
-                    lr=lr,
-                    alpha=alpha if scale.alpha else 0.0,
-                    rate=rate if scale.rate else 0.0,
-                    kept=shrink if scale.alpha else None,
+                    lr=write.lr,
+                    alpha=write.alpha if scale.alpha else 0.0,
+                    rate=write.rate if scale.gradient_rate else 0.0,
+                    kept=write.shrink if scale.alpha else None,
                 )
-                at += 4
             for own in self.stacks:
+                places, counted = of_paths[own.path], at
+                at += 1
                 if own.number in self.fused:
-                    given[own.number], at = GraphNumbers(lrs[own.path], single[at], step.rates), at + 1
+                    lrs = wide if self.device.type == "cpu" else rounded[torch.float32]
+                    of_groups = {group: lrs[place.start] for group, place in places.items()}
+                    given[own.number] = GraphNumbers(of_groups, rounded[torch.float32][counted], step.rates)
                     continue
-                program = self.programs[own.number]
-                scheduled, asked = len(program.source.schedules.of_numbers), len(program.asked)
-                steps = wide[at].to(torch.int64).expand(len(own.stack.param_ids)).contiguous()
-                numbers = [*wide[at + 1 :][:scheduled], *narrow[own.stack.dtype][at + 1 + scheduled :][:asked]]
-                given[own.number], at = (steps, numbers), at + 1 + scheduled + asked
+                numbers, inputs = rounded[own.stack.dtype], dict[torch.dtype | None, Sequence[Tensor]]()
+                for key, program in self.programs[own.number].items():
+                    scheduled, asked = len(program.source.schedules.of_numbers), len(program.asked)
+                    inputs[key] = [*wide[at:][:scheduled], *numbers[at + scheduled :][:asked]]
+                    at += scheduled + asked
+                writes = {group: WriteNumbers(*numbers[place]) for group, place in places.items()}
+                given[own.number] = ProgramNumbers(wide[counted], writes, inputs)
             self._run(self.groups, replace(step, rates=rates, mask=mask), moved, given)
 
         return body
@@ -426,7 +431,7 @@ class Graphs:
         self,
         together: Sequence[Sequence[StackState]],
         recipe: Recipe,
-        programs: Mapping[int, Program | None],
+        programs: Programs,
         fused: Collection[int],
         run: RunStacks,
     ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,13 +27,13 @@ from eigengraft.step_context import TYPICAL_STEP
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import StepRates
+from ..write.write import WriteNumbers
 from .capture import never
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
-from .program import StackStep, move
-from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, WriteNumbers, program_of
+from .program import ProgramNumbers, StackStep, move
+from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
 """Number of entries of a chunk. 2^18 was fastest: with smaller chunks the stages are called too often, and larger
@@ -57,8 +58,8 @@ class Execution:
     chunks: True if the program runs in chunks of each parameter.
     entries: by dtype of parameters, a compiled program that computes and writes entries.
     blocks: compiled program of the whole stack. None: the stack has no such program.
-    uncompiled: traced program of the whole stack. It is not compiled: a graph captures its operations. None: the stack
-        has no such program.
+    uncompiled: traced program of the whole stack. It is not compiled: a graph captures its operations, in steps that
+        `entries` cannot compute. None: the stack has no such program.
     reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: neither
         applies.
     """
@@ -76,6 +77,15 @@ class Execution:
         """True if every step runs the program on the whole stack, without chunks and without a traced program."""
         return not (self.chunks or self.entries) and self.blocks is None and self.uncompiled is None
 
+    @cached_property
+    def programs(self) -> Mapping[torch.dtype | None, Program]:
+        """The programs that may run in a captured step. Empty: no graph may capture steps of the stack.
+
+        The key None is that of the program of the whole stack, and the other keys are those of `entries`.
+        """
+        whole = self.blocks or self.uncompiled
+        return {} if whole is None else {None: whole, **self.entries}
+
     @property
     def by_parameter(self) -> bool:
         """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
@@ -86,13 +96,21 @@ class Execution:
         """True if the stack has a compiled program."""
         return bool(self.entries) or self.blocks is not None
 
-    def in_place(self, blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
+    def in_place(
+        self,
+        blocks: ActiveBlocks,
+        step: Step,
+        counts: NDArray[np.int64],
+        held: Sequence[Tensor],
+        numbers: ProgramNumbers | None = None,
+    ) -> bool:
         """Update active blocks within the memory of their parameters, without a copy in a stack.
 
         Return False, and change nothing, if the blocks cannot be updated in this way in this step.
 
         counts: `[P]`, number of gradients of each parameter, including the present one.
         held: P tensors, the entries of each parameter that this rank holds.
+        numbers: numbers that a graph reads on the device. None: no graph captures this step.
         """
         own = blocks.stack_state
         masked = all(program.source.masked for program in self.entries.values()) and not self.chunks
@@ -104,9 +122,9 @@ class Execution:
         if self.entries:
             if not all(program.suits(counts[blocks.stack.param_ids]) for program in self.entries.values()):
                 return False
-            _run_entries(blocks, step, counts, held, self.entries)
+            _run_entries(blocks, step, counts, held, self.entries, numbers)
             return True
-        return _run_chunks(blocks, step, counts, held)
+        return numbers is None and _run_chunks(blocks, step, counts, held)
 
     def direction(self, step: StackStep) -> Tensor:
         """Return the directions of a stack, computed by its compiled program if the program can compute this step.
@@ -114,8 +132,7 @@ class Execution:
         In a step that a graph captures, a traced program always computes the directions, compiled or not.
         """
         if step.numbers is not None:
-            program = self.blocks or self.uncompiled
-            assert program is not None
+            program = self.programs[None]
             given = _block_inputs(program, step)
             assert given is not None
             (found,) = program.compiled(given) if self.blocks is not None else program.eager(given)
@@ -183,7 +200,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         if shared:
             return Execution(reason="stages sum over parameters that have blocks in several stacks")
         _require_traceable(own)
-        if apart is None and not _is_captured(own, recipe, shared):
+        if apart is None:
             return Execution(entries={dtype: program_of(_entry_source(own, recipe, dtype)) for dtype in stored})
         return Execution(blocks=program_of(_block_source(own, recipe)))
     if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
@@ -307,7 +324,9 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     if [tuple(x.shape) for x in signals] != [shape for shape, _ in source.signals.values()]:
         return None
     inputs = [like, *own.tensors.values(), *signals]
-    inputs += [context.seed, context.step if step.numbers is None else step.numbers[0]]
+    graph = step.numbers
+    steps = context.step if graph is None else graph.step.to(torch.int64).expand(len(like)).contiguous()
+    inputs += [context.seed, steps]
     if source.parameters is not None:
         inputs.append(parameter_index(context.param_ids, like.device)[1])
     if own.width_factors is not None:
@@ -320,7 +339,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         inputs += [decaying.contiguous(), number_like(alphas[0], like).contiguous()]
     if source.masked:
         inputs.append(_all_usable(len(like), like.device) if step.mask is None else step.mask)
-    return [*inputs, *(program.numbers(context.uniform, own.run_step) if step.numbers is None else step.numbers[1])]
+    return [*inputs, *(program.numbers(context.uniform, own.run_step) if graph is None else graph.inputs[None])]
 
 
 @cached_tensors(maxsize=64)
@@ -367,34 +386,41 @@ def _run_entries(
     counts: NDArray[np.int64],
     held: Sequence[Tensor],
     programs: Mapping[torch.dtype, Program],
+    graph: ProgramNumbers | None,
 ) -> None:
     """Update active blocks by compiled programs.
 
     If the blocks are small, and have equal step counts, dtypes, rates and factors, one call updates them all.
 
     programs: compiled program of entries for each dtype of parameters.
+    graph: numbers that a graph reads on the device. None: no graph captures this step.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
-    positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step)
+    positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step, graph)
     parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
     alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
     masks: Sequence[Tensor] = ()
     if programs[parameters[0].dtype].source.masked:
         device = own.stack.device
         masks = [_all_usable(len(ids), device) if step.mask is None else step.mask[blocks.param_index]]
+
+    def numbers(dtype: torch.dtype, write: WriteNumbers, mask: Sequence[Tensor], at: int) -> list[Tensor]:
+        """Return the last inputs of a program."""
+        program = programs[dtype]
+        if graph is not None:
+            return [*cast(tuple[Tensor, ...], write), *mask, *graph.inputs[dtype]]
+        return [*program.write_numbers(write), *mask, *program.numbers(at, own.run_step)]
+
     if alike and math.prod(own.stack.block) < _SMALL and len(parameters) > 1:
-        program = programs[parameters[0].dtype]
-        numbers = [*program.write_numbers(writes[0]), *masks, *program.numbers(steps[0], own.run_step)]
-        _run_together(own, parameters, gradients, program, numbers)
+        dtype = parameters[0].dtype
+        _run_together(own, parameters, gradients, programs[dtype], numbers(dtype, writes[0], masks, steps[0]))
         return
     shape, rows = _shape(own), [[row.view(1)] for row in masks[0].unbind()] if masks else [[]] * len(parameters)
     for row, parameter, gradient, at, write, mask in zip(
         blocks.row_numbers, parameters, gradients, steps, writes, rows, strict=True
     ):
-        program = programs[parameter.dtype]
         entries = [parameter.view(shape), gradient.view(shape), *own.entries[row]]
-        numbers = [*program.write_numbers(write), *mask, *program.numbers(at, own.run_step)]
-        program.compiled([*entries, *numbers])
+        programs[parameter.dtype].compiled([*entries, *numbers(parameter.dtype, write, mask, at)])
 
 
 def _run_together(
@@ -419,21 +445,25 @@ def _run_together(
     torch._foreach_copy_([x.view(own.stack.block) for x in parameters], list(after))
 
 
-def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
-    """Return the numbers of the write of each active block: learning rate, weight decay, factor of the direction."""
+def _writes(blocks: ActiveBlocks, step: Step, graph: ProgramNumbers | None) -> list[WriteNumbers]:
+    """Return the numbers of the write of each active block. Blocks with equal rates and factors have equal numbers.
+
+    graph: numbers that a graph reads on the device. The result then consists of tensors. None: it consists of floats.
+    """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
-    some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
-    numbers = {group: _write_numbers(step.rates.step_rates(own.path, at)) for group, at in some.items()}
-    if own.width_factors is None:
+    if graph is None:
+        some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
+        numbers = {group: WriteNumbers.of(step.rates.step_rates(own.path, at)) for group, at in some.items()}
+    else:
+        numbers = dict(graph.writes)
+    if own.width_factors is None or own.host_factors is None:
         return [numbers[group] for group in groups]
-    factors = (own.width_factors if blocks.places is None else own.width_factors[blocks.rows]).tolist()
+    factors: list[float] | list[Tensor] = [own.host_factors[row] for row in blocks.row_numbers]
+    if graph is not None:  # blocks with equal factors get the same tensor
+        rows = {factor: own.width_factors[row] for row, factor in enumerate(own.host_factors)}
+        factors = [rows[factor] for factor in factors]
     return [numbers[group]._replace(factor=factor) for group, factor in zip(groups, factors, strict=True)]
-
-
-def _write_numbers(scale: StepRates) -> WriteNumbers:
-    lr, alpha = float(scale.lr), float(scale.alpha)
-    return WriteNumbers(lr, 1 - lr * alpha, alpha, float(scale.gradient_rate), 1.0)
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:

@@ -101,11 +101,10 @@ def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> Fus
     """
     names = _slots(own, first, second)
     m, v = (own.tensors[name] for name in names)
-    factors = None if own.width_factors is None else tuple(own.width_factors.tolist())
     shapes = [grid.shape for _, grid in own.stack.grids]
     rows = [(x.view(shape), y.view(shape)) for x, y, shape in zip(m.unbind(), v.unbind(), shapes, strict=True)]
     small = own.stack.device.type == "cpu" and math.prod(own.stack.block) < _JOINED and len(rows) > 1
-    return FusedAdam(names, m, v, rows, first.beta, second.beta, second.eps, small, factors)
+    return FusedAdam(names, m, v, rows, first.beta, second.beta, second.eps, small, own.host_factors)
 
 
 def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import UpdateRule
 from ..stacks.stack import ActiveBlocks, StackState, connected
-from ..write.write import Rates, StepRates, after_write, decayed_gradient, with_decay, write
+from ..write.write import Rates, StepRates, WriteNumbers, after_write, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
@@ -131,6 +131,20 @@ def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
     return with_decay([found], [parameters], scale)[0]
 
 
+class ProgramNumbers(NamedTuple):
+    """Numbers on the device for the captured step of a stack. A replay of the graph reads them.
+
+    step: step count of the blocks, 0-d float64.
+    writes: numbers of the write as tensors in the dtype of the stack, by index of the group of parameters with equal
+        rates (`Rates.alike`). The factor is 1.
+    inputs: last inputs of each program (`Program.numbers`), by the key of the program in `Execution.programs`.
+    """
+
+    step: Tensor
+    writes: Mapping[int, WriteNumbers]
+    inputs: Mapping[torch.dtype | None, Sequence[Tensor]]
+
+
 @dataclass(frozen=True)
 class StackStep:
     """One step of the n active blocks of a stack.
@@ -141,8 +155,7 @@ class StackStep:
     context: step counts, corrections and signals of the blocks.
     rates: learning rate and weight decay of each parameter.
     decaying: tensors `[n, *block]` whose weight decay is added to directions. None: no decay is added to directions.
-    numbers: tensors that a graph reads: the step counts of the blocks, int64 `[n]`, and the numbers of the program.
-        None: no graph captures this step.
+    numbers: numbers that a graph reads on the device. None: no graph captures this step.
     """
 
     blocks: ActiveBlocks
@@ -151,7 +164,7 @@ class StackStep:
     context: StepContext
     rates: Rates
     decaying: Tensor | None = None
-    numbers: tuple[Tensor, Sequence[Tensor]] | None = None
+    numbers: ProgramNumbers | None = None
 
     def state(self, chain: ChainName) -> State:
         """Return the state that a chain reads and writes in one call."""

@@ -32,7 +32,7 @@ from .execution import Execution, choose_execution
 from .fused import FusedStep, GraphNumbers
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
 from .offload import OffloadedState
-from .program import StackStep, run_together, sharing_sums
+from .program import ProgramNumbers, StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
 
 _is_none = partial(is_, None)
@@ -97,7 +97,7 @@ class ParamSet:
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
             for own in self.stack_states
         ]
-        programs = {number: how.blocks or how.uncompiled for number, how in enumerate(self.executions)}
+        programs = {number: how.programs for number, how in enumerate(self.executions)}
         fused = {number for number, how in enumerate(self.executions) if how.adam is not None}
         self.graphs = Graphs(self.together, recipe, programs, fused, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
@@ -344,8 +344,9 @@ class ParamSet:
                 given = numbers.get(own.number) if numbers else None
                 if fused.add(how.adam.at(own.tensors), blocks, given if isinstance(given, GraphNumbers) else None):
                     continue
-            whole = bool(numbers) or len(together) > 1 or how.plain
-            if whole or not how.in_place(blocks, step, self.step_counts, self.local):
+            own_numbers = _of_program(numbers, blocks)
+            whole = len(together) > 1 or how.plain
+            if whole or not how.in_place(blocks, step, self.step_counts, self.local, own_numbers):
                 self._advance(together, step, priming, numbers)
 
     def _advance(
@@ -361,9 +362,7 @@ class ParamSet:
         priming: True if the gradient only initializes statistics, and no parameter changes.
         numbers: numbers that a graph reads, as in `_run`.
         """
-        own = (numbers.get(blocks.stack_state.number) for blocks in together)
-        given = [None if isinstance(one, GraphNumbers) else one for one in own]
-        steps = [self._stack_step(blocks, step, one) for blocks, one in zip(together, given, strict=True)]
+        steps = [self._stack_step(blocks, step, _of_program(numbers, blocks)) for blocks in together]
         contexts = [one.context for one in steps]
         if priming:
             run_together(steps, StackStep.prime)
@@ -392,7 +391,7 @@ class ParamSet:
         if bad := own.failing(wait):
             self.exchange.report_failed_roots(own.path, bad)
 
-    def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: tuple[Tensor, list[Tensor]] | None) -> StackStep:
+    def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: ProgramNumbers | None) -> StackStep:
         """Return the step of one stack, with gathered gradients and signals.
 
         numbers: numbers of a graph, as in `StackStep`.
@@ -442,6 +441,12 @@ class ParamSet:
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)
+
+
+def _of_program(numbers: StackNumbers, blocks: ActiveBlocks) -> ProgramNumbers | None:
+    """Return the numbers on the device that the programs of a stack read. Return None if there are none."""
+    given = numbers.get(blocks.stack_state.number)
+    return given if isinstance(given, ProgramNumbers) else None
 
 
 def prepare(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Timer
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule
-from ..write.write import StepRates, WeightDecay
+from ..write.write import StepRates, WeightDecay, WriteNumbers
 from .program import add_decay, direction, move, plus_decay
 
 NumberOfStep = Callable[[Tensor], Tensor]
@@ -51,23 +51,6 @@ disk takes less."""
 _SPAN = 64
 """Number of steps whose numbers are computed together. If each step computed its numbers alone, this would take a tenth
 of the time of a small model's step (measured)."""
-
-
-class WriteNumbers(NamedTuple):
-    """The numbers of the write of an update into a parameter.
-
-    lr: learning rate.
-    shrink: 1 - lr alpha.
-    alpha: weight decay.
-    rate: rate of a weight decay that is added to the gradient.
-    factor: factor of the direction.
-    """
-
-    lr: float
-    shrink: float
-    alpha: float
-    rate: float
-    factor: float
 
 
 @dataclass(frozen=True)
@@ -222,7 +205,7 @@ class EntryProgram:
         """
         shape = (2 if self.masked else 1, *self.block)
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
-        numbers = numbers_of(WriteNumbers(*[0.0] * len(WriteNumbers._fields)), self.dtype, self.device)
+        numbers = numbers_of([0.0] * len(WriteNumbers._fields), self.dtype, self.device)
         numbers += [torch.ones(2, dtype=torch.bool, device=self.device)] * self.masked
         entries = (torch.zeros(shape, dtype=own, device=self.device) for own in dtypes)
         return [*entries, *numbers, *self.schedules.samples(self.device)]
@@ -504,10 +487,13 @@ class Program:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
-        """Return the numbers of a write as tensors on the device. A cache keeps the tensors of recent writes."""
+        """Return the numbers of a write, which are floats, as tensors on the device.
+
+        A cache keeps the tensors of recent writes.
+        """
         if write not in self._writes:
             self._writes = {} if len(self._writes) == _SPAN else self._writes
-            self._writes[write] = numbers_of(write, self.source.dtype, self.source.device)
+            self._writes[write] = numbers_of([*map(float, write)], self.source.dtype, self.source.device)
         return self._writes[write]
 
 

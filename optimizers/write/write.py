@@ -170,6 +170,29 @@ class StepRates:
         return self.rate if self.decay.in_gradient else 0.0
 
 
+class WriteNumbers(NamedTuple):
+    """The numbers of a write as inputs of a program: floats, or 0-d tensors that a graph reads.
+
+    lr: learning rate.
+    shrink: 1 - lr alpha.
+    alpha: decay factor.
+    rate: rate of a decay that is added to the gradient.
+    factor: factor of the direction.
+    """
+
+    lr: float | Tensor
+    shrink: float | Tensor
+    alpha: float | Tensor
+    rate: float | Tensor
+    factor: float | Tensor = 1.0
+
+    @classmethod
+    def of(cls, scale: StepRates) -> Self:
+        """Return the numbers of a write as floats, with the factor 1. Waits for the device if a rate is a tensor."""
+        lr, alpha = float(scale.lr), float(scale.alpha)
+        return cls(lr, 1 - lr * alpha, alpha, float(scale.gradient_rate))
+
+
 @dataclass(frozen=True)
 class Hyper:
     """Values of a param group at one step.

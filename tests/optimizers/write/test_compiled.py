@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, Stage, State, StepContext, Traits, compose
 from eigengraft.numerics import per_block
 from eigengraft.optimizers.step import execution, traced
+from eigengraft.optimizers.write.write import WriteNumbers
 
 from ...refusals import refused, warned
 from ...trajectories import normal
@@ -158,7 +159,7 @@ def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
 def test_numbers_of_a_step_do_not_depend_on_the_steps_before() -> None:
     """A run that goes on from a checkpoint has the bits of one that was never stopped."""
     source = _adamw(torch.float64)
-    write = traced.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
+    write = WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
     going = traced.Program(source)
     for step in (1, 2, 63, 64, 65, 1000):
         found, new = torch.stack([*going.write_numbers(write), *going.numbers(step, 1)]), traced.Program(source)
@@ -246,7 +247,7 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
     """Slices of any length from anywhere have the bits that they have inside of the tensor."""
     program = traced.program_of(_adamw(dtype))
     tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]
-    write = traced.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
+    write = WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
     numbers = [*program.write_numbers(write), *program.numbers(3, 1)]
     whole = [tensor.clone() for tensor in tensors]
     program.compiled([*whole, *numbers])
