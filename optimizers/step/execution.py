@@ -84,7 +84,10 @@ class Execution:
         The key None is that of the program of the whole stack, and the other keys are those of `entries`.
         """
         whole = self.blocks or self.uncompiled
-        return {} if whole is None else {None: whole, **self.entries}
+        if whole is None:
+            return {}
+        found: list[tuple[torch.dtype | None, Program]] = [(None, whole), *self.entries.items()]
+        return dict(found)
 
     @property
     def by_parameter(self) -> bool:
@@ -459,11 +462,11 @@ def _writes(blocks: ActiveBlocks, step: Step, graph: ProgramNumbers | None) -> l
         numbers = dict(graph.writes)
     if own.width_factors is None or own.host_factors is None:
         return [numbers[group] for group in groups]
-    factors: list[float] | list[Tensor] = [own.host_factors[row] for row in blocks.row_numbers]
-    if graph is not None:  # blocks with equal factors get the same tensor
-        rows = {factor: own.width_factors[row] for row, factor in enumerate(own.host_factors)}
-        factors = [rows[factor] for factor in factors]
-    return [numbers[group]._replace(factor=factor) for group, factor in zip(groups, factors, strict=True)]
+    factors: dict[float, float | Tensor] = {factor: factor for factor in own.host_factors}
+    if graph is not None:
+        factors = {factor: own.width_factors[row] for row, factor in enumerate(own.host_factors)}
+    kinds = zip(groups, blocks.row_numbers, strict=True)
+    return [numbers[group]._replace(factor=factors[own.host_factors[row]]) for group, row in kinds]
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:

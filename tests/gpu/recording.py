@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 class Operations(TorchDispatchMode):
@@ -15,11 +15,12 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[Any, Any, Any, Any]] = []
-        self.replays = 0
+        self.replays, self.paused = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.rows.append((func, args, kwargs or {}, found))
+        if not self.paused:
+            self.rows.append((func, args, kwargs or {}, found))
         return found
 
     def replay(self) -> None:
@@ -60,3 +61,20 @@ class Recording:
             body()
         self.graphs.append(graph)
         return graph
+
+
+def as_operation(program: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], Any]:
+    """A program whose call is one operation of a graph that is recorded, as a compiled kernel of a device is one."""
+
+    def run(tensors: list[Tensor]) -> Any:
+        given = list(tensors)  # compiled programs empty the list that they are given
+        graphs = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Operations)]
+        for graph in graphs:
+            graph.paused = True
+        found = program(tensors)
+        for graph in graphs:
+            graph.rows.append((run, (given,), {}, found))
+            graph.paused = False
+        return found
+
+    return run

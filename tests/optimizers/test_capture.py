@@ -1,6 +1,8 @@
 """Captured steps on a CPU: the protocol, with a stand-in for graphs (`tests/gpu/recording.py`)."""
 
+import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
-from eigengraft.optimizers.step import capture, traced
+from eigengraft.optimizers.step import capture, execution, traced
 from eigengraft.testing import accelerator
 
-from ..gpu.recording import Operations, Recording
+from ..gpu.recording import Operations, Recording, as_operation
 from ..refusals import warned
 from ..trajectories import normal
 
@@ -29,20 +31,30 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 class Steps:
     """An optimizer and its parameters, whose gradients keep their addresses."""
 
-    def __init__(self, recipe: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    def __init__(
+        self, recipe: Any, dtype: torch.dtype = torch.float64, groups: int = 1, wide: int | None = None, **options: Any
+    ) -> None:
+        """wide: a parameter in float64."""
         self.held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
+        if wide is not None:
+            self.held[wide] = nn.Parameter(self.held[wide].detach().double())
         named = [(f"layers.{i}.weight", p) for i, p in enumerate(self.held)]
-        self.optimizer = Optimizer(named, recipe, lr=0.01, **options)
+        split = [{"params": named[at::groups], "weight_decay": 0.1 * at} for at in range(groups)]
+        self.optimizer = Optimizer(named if groups == 1 else split, recipe, lr=0.01, **options)
         for parameter in self.held:
             parameter.grad = torch.zeros_like(parameter)
         self.number = 0
+        self.broken: int | None = None
+        """The parameter whose gradients are nan."""
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             for i, parameter in enumerate(self.held):
                 if parameter.grad is not None:
-                    parameter.grad.copy_(normal(*parameter.shape, seed=100 * self.number + i))
-            self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + self.number)
+                    nan = torch.nan if self.broken == i else 0.0
+                    parameter.grad.copy_(normal(*parameter.shape, seed=100 * self.number + i) + nan)
+            for at, group in enumerate(self.optimizer.param_groups):
+                group["lr"] = 0.01 * (1 + at) / (1 + self.number)
             self.optimizer.step()
             self.number += 1
 
@@ -103,6 +115,129 @@ def test_compiled_programs_are_captured(compiled: str, recording: Recording, mon
     captured.step(10)
     require_close(plain, captured)
     assert [graph.replays for graph in recording.graphs] == [5]
+
+
+MASKED = {"base": "adamw", "failure": {"detect": "device"}}
+"""No fused kernel computes it, because the device alone knows which gradients are usable."""
+COMPILED: dict[str, Any] = {
+    "masks": MASKED,
+    "l2": {**MASKED, "weight_decay": "l2"},
+    "decay after": {**MASKED, "weight_decay": {"kind": "decoupled", "placed": "after"}},
+    "cautious": {"base": "lion", "weight_decay": "cautious"},
+    "factors": {**MASKED, "width_scaling": {}},
+    "schedule": {
+        **MASKED,
+        "update": [
+            {"kind": "momentum", "beta": {"from": 0.5, "to": 0.9, "steps": 20}, "bias_correction": False},
+            "sign",
+        ],
+    },
+}
+
+
+@pytest.fixture(params=["traced", "compiled"])
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of entries of each call of a program, which runs as it was traced, or compiled by Inductor."""
+    if request.param == "compiled" and "EIGENGRAFT_COMPILE" not in os.environ:
+        pytest.skip("compiles for half a minute: set EIGENGRAFT_COMPILE")
+    seen, known = list[int](), traced.generate
+
+    def generate(graph: Any, symbolic: bool) -> Any:
+        program = known(graph, symbolic) if request.param == "compiled" else lambda tensors: graph(*tensors)
+
+        def run(tensors: list[Tensor]) -> Any:
+            seen.append(tensors[0].numel())
+            return program(tensors)
+
+        return as_operation(run)
+
+    monkeypatch.setattr(traced, "generate", generate)
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    return seen
+
+
+@pytest.mark.parametrize("small", [0, 1 << 14], ids=["each parameter", "joined"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_captured_step_updates_entries_in_place_with_the_bits_of_a_compiled_step(
+    name: str, dtype: torch.dtype, small: int, recording: Recording, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two rates that change, then with a gradient of nan, and without a gradient."""
+    monkeypatch.setattr(execution, "_SMALL", small)
+    plain, captured = (Steps({**COMPILED[name], "compile": True, "graph": graph}, dtype, 2) for graph in (False, True))
+    (param_set,) = captured.optimizer.param_sets
+    assert all(how.entries for how in param_set.executions)
+    places = [x.data_ptr() for x in captured.values()]
+    calls.clear()  # of the samples that programs are tried with
+    plain.step(10)
+    launched = Counter(calls)
+    calls.clear()
+    captured.step(10)
+    assert [graph.replays for graph in recording.graphs] == [5], captured.optimizer
+    # a capture runs its step four times: once before it, once in it, once as it is and once as a replay
+    assert Counter(calls) == {entries: 13 * count // 10 for entries, count in launched.items()}
+    assert all(torch.equal(a, b) for a, b in zip(plain.values(), captured.values(), strict=True))
+    for run in (plain, captured):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.broken = 3
+            run.step()
+            run.broken, run.held[0].grad = None, None
+            run.step(2)
+    assert all(torch.equal(a, b) for a, b in zip(plain.values(), captured.values(), strict=True))
+    assert places == [x.data_ptr() for x in captured.values()]
+
+
+@pytest.mark.parametrize("calls", ["traced"], indirect=True)
+def test_parameters_that_are_not_contiguous_are_captured_as_stacks(recording: Recording, calls: list[int]) -> None:
+    plain, captured = (Steps({**MASKED, "compile": True, "graph": graph}) for graph in (False, True))
+    for run in (plain, captured):
+        run.held[0].data = run.held[0].data.T.contiguous().T
+        run.step(10)
+    assert [graph.replays for graph in recording.graphs] == [5]
+    require_close(plain, captured)
+
+
+@pytest.mark.parametrize("calls", ["traced"], indirect=True)
+def test_stacks_of_several_dtypes_are_captured_together(recording: Recording, calls: list[int]) -> None:
+    runs = [Steps({**MASKED, "compile": True, "graph": graph}, torch.float32, wide=2) for graph in (False, True)]
+    for run in runs:
+        run.step(10)
+    plain, captured = runs
+    assert [graph.replays for graph in recording.graphs] == [5]
+    assert all(torch.equal(a, b) for a, b in zip(plain.values(), captured.values(), strict=True))
+
+
+@pytest.mark.parametrize("calls", ["traced"], indirect=True)
+def test_a_captured_step_of_entries_launches_its_programs_alone(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside them it makes only views, and no copy of gradients, state or parameters. One copy uploads its numbers."""
+    monkeypatch.setattr(execution, "_SMALL", 0)
+    views = {"aten::unbind", "aten::view", "aten::detach", "aten::index", "aten::select", "aten::slice", "aten::alias"}
+    found, values = Recording(), list[list[Tensor]]()
+    for graph in (False, True):
+        with accelerator("cuda") as run:
+            monkeypatch.setitem(capture.CAPTURERS, "cuda", found)
+            held = [nn.Parameter(normal(8, 6, seed=i).float().to(run.device)) for i in range(4)]
+            recipe = {**MASKED, "compile": True, "graph": graph}
+            optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe)
+            for parameter in held:
+                parameter.grad = torch.zeros_like(parameter)
+            for number in range(10):
+                for i, parameter in enumerate(held):
+                    nan = torch.nan if (number, i) == (9, 2) else 0.0
+                    parameter.grad.copy_((normal(8, 6, seed=10 * number + i) + nan).float().to(run.device))
+                with accelerator("cuda") as counts:
+                    optimizer.step()
+            assert counts.waits == 0 and counts.uploads <= 1, counts.by_line("waits", "uploads")
+            state = [x for own in optimizer.stack_states() for x in own.tensors.values()]
+            values.append([x.detach().cpu() for x in (*held, *state)])
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+    (graph,) = found.graphs
+    names = [func._schema.name if hasattr(func, "_schema") else "program" for func, *_ in graph.rows]
+    assert graph.replays == 5 and names.count("program") == 4
+    assert [name for name in names if name not in {*views, "program"}] == ["aten::_to_copy"]  # of the numbers
 
 
 def test_capturable_means_graph(recording: Recording) -> None:
