@@ -106,7 +106,7 @@ def move(
     if mask is None:
         write([parameter], [found], scale)
     else:
-        parameter.copy_(torch.where(per_block(mask, found), after_write(parameter, found, scale), parameter))
+        parameter.copy_(after_write(scale, parameter, found, per_block(mask, found)))
 
 
 def add_decay(

@@ -160,7 +160,7 @@ class RankExchange(LocalExchange):
         apart = state.adds_decay
 
         def move(x: Tensor, update: Tensor, scale: StepRates) -> Tensor:
-            return after_write(x, update, scale.without_decay if apart else scale)
+            return after_write(scale.without_decay if apart else scale, x, update)
 
         after = step.rates.map_rows(state.path, blocks.stack.param_ids, move, before, direction)
         if step.mask is None:

@@ -320,7 +320,7 @@ class ParameterUpdate:
         context = replace(self.context, lr=self.step_rates.lr, mask=self.mask)
         for constraint, slots in self.constraints:
             updates = constraint.adjust(slots, before, updates, context)
-        after: Tensors = over_stacks(partial(after_write, scale=self.step_rates), before, updates)
+        after: Tensors = over_stacks(partial(after_write, self.step_rates), before, updates)
         for constraint, slots in self.constraints:
             after = constraint.retract(slots, before, updates, after, context)
         put(tensors, after, self.mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eigengraft.component import Component
 from eigengraft.numerics import (
+    StackRows,
     copies,
     in_dtypes_of,
     kept_on_device,
@@ -436,37 +437,43 @@ def write(
     scale: lr and alpha.
     mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
+    if mask is not None:
+        rows = StackRows(updates) if isinstance(updates, Tensor) else updates
+        put(tensors, over_stacks(partial(after_write, scale), tensors, rows, torch.stack(list(mask))))
+        return
     if isinstance(updates, Tensor):
         stack = torch.stack(list(tensors)).to(updates.dtype)
         _write([stack], [updates], scale)
-        put(tensors, stack.unbind(), mask)
+        put(tensors, stack.unbind())
         return
-    direct = [mask is None and x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
+    direct = [x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
     if all(direct):
         _write(tensors, updates, scale)
         return
-    if mask is None and any(direct):
+    if any(direct):
         for wanted in (True, False):
             chosen = [own is wanted for own in direct]
             write(list(compress(tensors, chosen)), list(compress(updates, chosen)), scale)
         return
     wide = copies(tensors, updates[0].dtype)
     _write(wide, updates, scale)
-    put(tensors, wide, mask)
+    put(tensors, wide)
 
 
-def after_write(before: Tensor, update: Tensor, scale: StepRates) -> Tensor:
-    """Return the result of `write` as a new tensor, in the dtype of the update. The tensor `before` does not change."""
-    if before.dtype is update.dtype and not scale.decay.after and not scale.decay.cautious:
-        if scale.decays:
-            after = before * scale.shrink
-            subtract_scaled_([after], [update], scale.lr)
-            return after
-        if not isinstance(scale.lr, Tensor):
-            return torch.add(before, update, alpha=-scale.lr)
-    (after,) = copies([before], update.dtype)
-    _write([after], [update], scale)
-    return after
+def after_write(scale: StepRates, before: Tensor, update: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the result of `write` as a new tensor, in the dtype of the update. The tensor `before` does not change.
+
+    mask: booleans that broadcast against the tensors, False for entries that do not change. None: all entries change.
+    """
+    if before.dtype is update.dtype and scale.decays and not scale.decay.after and not scale.decay.cautious:
+        after = before * scale.shrink
+        subtract_scaled_([after], [update], scale.lr)
+    elif before.dtype is update.dtype and not scale.decays and not isinstance(scale.lr, Tensor):
+        after = torch.add(before, update, alpha=-scale.lr)
+    else:
+        (after,) = copies([before], update.dtype)
+        _write([after], [update], scale)
+    return after if mask is None else torch.where(mask, after, before)
 
 
 def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:

@@ -384,7 +384,11 @@ class State:
 
     def _write(self, target: Tensor, value: Tensor) -> None:
         if self.mask is not None:
-            value = torch.where(per_block(self.mask, value), value, self._select(target))
+            known, mask = self._select(target), per_block(self.mask, value)
+            if value.shape == known.shape and value.dtype is known.dtype and not isinstance(self.rows, Tensor):
+                torch.where(mask, value, known, out=known)
+                return
+            value = torch.where(mask, value, known)
         if isinstance(self.rows, Tensor):
             target.index_copy_(0, self.rows, value.to(target.dtype))
         else:
