@@ -77,7 +77,7 @@ class ScheduledNumbers:
         The inputs are float64, because stages compute numbers such as 1 - beta from them, which would lose bits in
         float32.
         """
-        return [torch.zeros((), dtype=torch.float64, device=device) for _ in self.of_numbers]
+        return _samples_of_numbers(0.0, len(self.of_numbers), torch.float64, device)
 
     def at(self, step: int) -> list[float]:
         """Return the numbers at a step of the run."""
@@ -205,8 +205,8 @@ class EntryProgram:
         """
         shape = (2 if self.masked else 1, *self.block)
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
-        numbers = numbers_of([0.0] * len(WriteNumbers._fields), self.dtype, self.device)
-        numbers += [torch.ones(2, dtype=torch.bool, device=self.device)] * self.masked
+        numbers = _samples_of_numbers(0.0, len(WriteNumbers._fields), self.dtype, self.device)
+        numbers += [torch.ones(3, dtype=torch.bool, device=self.device)[1:]] * self.masked  # not aligned, as a row
         entries = (torch.zeros(shape, dtype=own, device=self.device) for own in dtypes)
         return [*entries, *numbers, *self.schedules.samples(self.device)]
 
@@ -352,6 +352,14 @@ def numbers_of(values: Sequence[float], dtype: torch.dtype, device: torch.device
     return list(upload(torch.tensor(values, dtype=dtype, device="cpu"), device).unbind())
 
 
+def _samples_of_numbers(value: float, count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return equal numbers as 0-d sample inputs that are not aligned to 16 bytes.
+
+    If a sample is aligned, Inductor's program on a GPU copies an input that is not, in each call and by a kernel.
+    """
+    return [torch.full((2,), value, dtype=dtype, device=device)[1] for _ in range(count)]
+
+
 def tracing_context(
     ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
 ) -> StepContext:
@@ -455,7 +463,7 @@ class Program:
 
     def samples(self) -> list[Tensor]:
         """Return sample tensors for all inputs of the program."""
-        ones = numbers_of([1.0] * len(self.asked), self.source.dtype, self.source.device)
+        ones = _samples_of_numbers(1.0, len(self.asked), self.source.dtype, self.source.device)
         return [*self.source.samples(), *ones]
 
     def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:

@@ -37,6 +37,14 @@ def test_decays_and_writes_are_launched_for_stacks(kind: str) -> None:
     assert many.kernels - few.kernels <= 8, many.by_line("kernels")
 
 
+def test_masks_of_usable_gradients_are_launched_for_stacks() -> None:
+    """A step of Adam's chain then reads and writes 36 times the bytes of the parameters, where a fused kernel takes 5."""
+    recipe = {"base": "adamw", "failure": {"detect": "device"}}
+    (_, few), (size, many) = (steps(recipe, layers) for layers in (4, 12))
+    assert few[-1].kernels <= 180 and many[-1].kernels <= 183, many[-1].by_line("kernels")
+    assert many[-1].traffic <= 36 * size and many[-1].waits == 0, many[-1].by_line("traffic")
+
+
 OTHERS = [
     *({"averaging": kind} for kind in sorted(Averaging.members.keys() - {"anchored"})),
     {"averaging": {"kind": "anchored", "start": 2, "full": 3}},
