@@ -115,6 +115,14 @@ def test_replayed_graphs_have_the_bits_of_steps(name: str) -> None:
     assert any(piece.graph is not None for own in optimizer.param_sets for piece in own.graphs.pieces), optimizer
 
 
+@pytest.mark.parametrize("recipe", ["adamw", "lion"])
+def test_compiled_entries_have_the_same_bits_in_a_graph(recipe: str) -> None:
+    declared = {"base": recipe, "compile": True, "failure": {"detect": "device"}}
+    (plain, _), (captured, optimizer) = (trained(declared, overrides={"graph": graph}) for graph in (False, True))
+    assert all(piece.graph is not None for own in optimizer.param_sets for piece in own.graphs.pieces), optimizer
+    assert all(torch.equal(a, b) for a, b in zip(plain, captured, strict=True))
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap_fitted", "shampoo"])
 def test_compiled_steps_are_those_of_the_formula(name: str) -> None:
     """Up to the order of sums, and products in bfloat16."""
