@@ -84,6 +84,7 @@ from .roots import Basis as Basis
 from .roots import BasisSolver as BasisSolver
 from .roots import CholeskyInverse as CholeskyInverse
 from .roots import CholeskyQR as CholeskyQR
+from .roots import CoupledMinimax as CoupledMinimax
 from .roots import CoupledNewton as CoupledNewton
 from .roots import EigenvalueBound as EigenvalueBound
 from .roots import Eigh as Eigh

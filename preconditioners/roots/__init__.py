@@ -13,6 +13,7 @@ from .by_device import Timing as Timing
 from .by_device import timings as timings
 from .cans import CANS as CANS
 from .cholesky_qr import CholeskyQR as CholeskyQR
+from .coupled_minimax import CoupledMinimax as CoupledMinimax
 from .coupled_newton import CoupledNewton as CoupledNewton
 from .decompositions import CholeskyInverse as CholeskyInverse
 from .decompositions import Eigh as Eigh

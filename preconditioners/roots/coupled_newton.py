@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -23,10 +23,7 @@ from eigengraft.numerics import (
     per_block,
 )
 
-from .base import MatrixSolver
-from .bounds import PowerIteration
-from .decompositions import Eigh
-from .iterative import Iterative, Solved, largest_entry, product
+from .iterative import Iterative, Solved, largest_entry
 
 Iterates = tuple[Tensor, ...]
 """Matrices `[N, d, d]` of one step of a coupled iteration. The matrix in the last field tends to I."""
@@ -130,10 +127,6 @@ class Coupled(Iterative):
         """
         return largest_entry(rest) if self.norm == "max" else block_norm(rest)
 
-    def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the products a b of stacks of matrices, with factors rounded to the field `precision`."""
-        return product(a, b, self.precision)
-
     def newton(self, state: Iterates, p: int, order: int) -> Iterates:
         """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i
 
@@ -151,19 +144,7 @@ class Coupled(Iterative):
         for coefficient in b[-2:0:-1]:
             inner = coefficient * eye + self.times(rest, inner)
         t = self.times(rest, inner) if order > 2 else b[1] * rest
-        return x + self.times(x, t), m + self.times(self._power(t, p), m)
-
-    def _power(self, t: Tensor, p: int) -> Tensor:
-        """Return (I + t)^p - I by repeated squaring: (I + a)(I + b) - I = a + b + a b."""
-        result, square = None, t
-        while True:
-            if p & 1:
-                result = square if result is None else result + square + self.times(result, square)
-            p >>= 1
-            if p == 0:
-                assert result is not None
-                return result
-            square = 2 * square + self.times(square, square)
+        return x + self.times(x, t), m + self.times(self.power(t, p), m)
 
 
 def rational(kind: str, exponent: Fraction) -> str | None:
@@ -176,13 +157,6 @@ def rational(kind: str, exponent: Fraction) -> str | None:
     if exponent.denominator > 64 or exponent.numerator > 8:
         return f"{kind} takes exponents q/p with p <= 64 and q <= 8, got {exponent}"
     return None
-
-
-_LEAST_RIDGE = 8
-"""Smallest ridge for which the iteration may replace `eigh` (`equal_to`), in units of machine epsilon times the largest
-eigenvalue. With 8, the float32 roots of singular matrices of order 32 and 256 differ from float64 roots by 0.7 %;
-float32 roots by `eigh` differ by 6 %.
-"""
 
 
 class CoupledNewton(Coupled):
@@ -198,14 +172,6 @@ class CoupledNewton(Coupled):
     """
 
     kind: Literal["coupled_newton"] = "coupled_newton"
-
-    @classmethod
-    def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
-        if not isinstance(other, Eigh) or not other.relative or other.deficiency not in ("add", "clip_shift"):
-            return None
-        if other.precision != "input" or other.ratio or not _LEAST_RIDGE * torch.finfo(dtype).eps <= other.eps <= 1:
-            return None
-        return cls(eps=other.eps, relative_to=PowerIteration(steps=100))
 
     def check(self, exponent: Fraction) -> str | None:
         return rational(self.kind, exponent)

@@ -129,8 +129,8 @@ class Eigh(RootSolver, ByDevice):
     not finite. A decomposition that does not converge in float32 is repeated in float64.
 
     With `by_device` a faster solver may replace this one on an accelerator: decompositions on the host, or
-    `coupled_newton` with the same ridge. `coupled_newton` requires a ridge that is relative, added to all eigenvalues,
-    and larger than rounding errors.
+    `coupled_minimax` with the same ridge. `coupled_minimax` requires a ridge that is relative, added to all
+    eigenvalues, and larger than rounding errors.
     """
 
     kind: Literal["eigh"] = "eigh"

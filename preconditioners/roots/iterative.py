@@ -96,6 +96,22 @@ class Iterative(RootSolver):
         ridge: the ridge that C contains, in units of the size of the original matrix; 0 if it is not known on the host.
         """
 
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the products a b of stacks of matrices, with factors rounded to the field `precision`."""
+        return product(a, b, self.precision)
+
+    def power(self, t: Tensor, p: int) -> Tensor:
+        """Return (I + t)^p - I by repeated squaring: (I + a)(I + b) - I = a + b + a b."""
+        result, square = None, t
+        while True:
+            if p & 1:
+                result = square if result is None else result + square + self.times(result, square)
+            p >>= 1
+            if p == 0:
+                assert result is not None
+                return result
+            square = 2 * square + self.times(square, square)
+
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         finite = finite_blocks(a)
         a = torch.where(per_block(finite, a), symmetrized(a), identity_like(a))

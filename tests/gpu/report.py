@@ -52,7 +52,17 @@ from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.step import capture
-from eigengraft.preconditioners import BasisSolver, CholeskyQR, CoupledNewton, Eigh, NewtonDB, PowerQR, RootSolver
+from eigengraft.preconditioners import (
+    BasisSolver,
+    CholeskyQR,
+    CoupledMinimax,
+    CoupledNewton,
+    Eigh,
+    NewtonDB,
+    PowerIteration,
+    PowerQR,
+    RootSolver,
+)
 from eigengraft.testing import DeviceCounts, accelerator
 
 HERE = Path(__file__).resolve().parent
@@ -323,10 +333,14 @@ def waits_of(contender: Contender, gradients: Any) -> Counter[str]:
 
 def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]) -> Iterator[Row]:
     """Measure solvers of roots and bases, and operations that they are made of, on stacks of symmetric matrices."""
-    power, newton = PowerQR(), CoupledNewton.equal_to(Eigh(eps=1e-6, relative=True), torch.float32)
+    power, minimax = PowerQR(), CoupledMinimax.equal_to(Eigh(eps=1e-6, relative=True), torch.float32)
     cholesky = CholeskyQR.equal_to(power, torch.float32)
-    assert newton is not None and cholesky is not None
-    roots: dict[str, RootSolver] = {"coupled_newton": newton, "newton_db": NewtonDB()}
+    assert minimax is not None and cholesky is not None
+    roots: dict[str, RootSolver] = {
+        "coupled_minimax": minimax,
+        "coupled_newton": CoupledNewton(eps=1e-6, relative_to=PowerIteration(steps=100)),
+        "newton_db": NewtonDB(),
+    }
     bases: dict[str, BasisSolver] = {"power_qr": power, "cholesky_qr": cholesky}
     same = {"device": device, "card": card, "date": today()}
     source = f"measured: make gpu, torch {torch.__version__}"

@@ -80,5 +80,5 @@ def test_everything_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     assert {(row["device"], row["operation"]) for row in timings} == {
         (device, operation)
         for device in ("cuda", "cpu")
-        for operation in ("eigh", "power_qr", "cholesky_qr", "coupled_newton", "newton_db")
+        for operation in ("eigh", "power_qr", "cholesky_qr", "coupled_minimax", "coupled_newton", "newton_db")
     } | {("cuda", "eigh_on_host")}

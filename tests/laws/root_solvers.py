@@ -72,6 +72,13 @@ ROOT_SOLVERS = (
     ),
     Row({**NEWTON, "relative": False}, "absolute ridge", rotates=True),
     Row(
+        {"kind": "coupled_minimax"},
+        degree=-1,
+        rotates=True,
+        faults=(unknown("coupled_minimax"), Fault({"kind": "coupled_minimax", "eps": 2.0}, "eps", 1)),
+    ),
+    Row({"kind": "coupled_minimax", "relative": False}, "absolute ridge", rotates=True),
+    Row(
         {
             **NEWTON,
             "relative_to": {"kind": "power_iteration", "steps": 100},

@@ -17,7 +17,7 @@ from eigengraft.preconditioners import (
     Basis,
     BasisSolver,
     CholeskyQR,
-    CoupledNewton,
+    CoupledMinimax,
     Eigh,
     EighBasis,
     PowerQR,
@@ -101,10 +101,10 @@ def test_a_choice_of_the_shipped_table(solver: Any, order: int, expected: Any) -
 
 
 def test_a_ridge_of_the_size_of_rounding_needs_a_decomposition() -> None:
-    for eps, dtype, newton in ((1e-6, F32, True), (1e-7, F32, False), (1e-7, F64, True)):
+    for eps, dtype, iterated in ((1e-6, F32, True), (1e-7, F32, False), (1e-7, F64, True)):
         found = by_device.choose_solver(Eigh(eps=eps, relative=True, by_device=True), "cuda", 512, dtype).solver
-        assert isinstance(found, CoupledNewton) is newton
-    made = CoupledNewton.equal_to(Eigh(**RIDGE), F32)
+        assert isinstance(found, CoupledMinimax) is iterated
+    made = CoupledMinimax.equal_to(Eigh(**RIDGE), F32)
     assert made is not None and made.eps == RIDGE["eps"] and made.relative
 
 

@@ -15,6 +15,7 @@ from eigengraft.component import families, validated
 from eigengraft.preconditioners import (
     CANS,
     Chebyshev,
+    CoupledMinimax,
     CoupledNewton,
     Eigh,
     GuaranteedBound,
@@ -75,11 +76,13 @@ def truncation(solver: Any, exponent: Fraction, d: int) -> float:
     if solver.kind == "chebyshev":
         k = 1 / solver.eps
         return 4 * float(exponent.numerator * k ** (1 / exponent.denominator) * math.exp(-2 * solver.degree / k**0.5))
-    return d**0.5 * max(float(exponent), 1.0) * (1e-4 if solver.kind == "cans" else solver.tolerance)
+    left = {"cans": 1e-4, "coupled_minimax": 2e-6}
+    return d**0.5 * max(float(exponent), 1.0) * (left.get(solver.kind) or solver.tolerance)
 
 
 SOLVERS: tuple[Any, ...] = (
     CoupledNewton(max_iterations=60),
+    CoupledMinimax(),
     HigherOrder(),
     NewtonDB(),
     CANS(),
@@ -569,7 +572,9 @@ def test_a_fourth_root_is_no_better_than_the_square_root_it_is_made_of() -> None
     assert bool((quarter.residual >= half.residual).all()) and bool((quarter.iterations > half.iterations).all())
 
 
-@pytest.mark.parametrize("solver", [s for s in SOLVERS if s.kind != "cans"], ids=lambda s: s.kind)
+@pytest.mark.parametrize(
+    "solver", [s for s in SOLVERS if s.kind not in ("cans", "coupled_minimax")], ids=lambda s: s.kind
+)
 def test_a_root_that_is_not_good_enough_is_rejected(solver: Any) -> None:
     few = {"degree": 5} if solver.kind == "chebyshev" else {"max_iterations": 2}
     a = turned(spectra(7, 1e8))
@@ -581,6 +586,8 @@ def test_a_root_that_is_not_good_enough_is_rejected(solver: Any) -> None:
 LOW = {
     (CoupledNewton, QUARTER): 1.0,
     (CoupledNewton, HALF): 1.0,
+    (CoupledMinimax, QUARTER): 1.0,
+    (CoupledMinimax, HALF): 1.0,
     (HigherOrder, QUARTER): 1.0,
     (NewtonDB, QUARTER): 1.0,
     (NewtonDB, HALF): 1.0,
