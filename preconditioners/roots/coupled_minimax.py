@@ -1,7 +1,7 @@
 """Inverse roots by a coupled iteration whose polynomials are the best ones for the eigenvalues that may be left.
 
 This is the method of Polar Express (arXiv:2505.16932) for inverse p-th roots. Newton's iteration multiplies a small
-eigenvalue of M by ((p + 1) / p)^p < e a step. The polynomials here multiply it by 19 for p = 2, and by 28 for p = 4.
+eigenvalue of M by ((p + 1) / p)^p < e a step. The polynomials here multiply it by 17 for p = 2, and by 28 for p = 4.
 """
 
 from __future__ import annotations
@@ -32,28 +32,41 @@ _CUSHION = 1e-3
 larger eigenvalues down to the size of the smallest, where rounding errors of M weigh most. With 1e-3, float32 roots are
 as exact as roots by `coupled_newton`, with as many products as without a cushion.
 """
+_MARGIN = 1.001
+"""Eigenvalue of M up to which the first polynomials keep the next eigenvalue at most 1. They are steep at their upper
+end: without a margin, rounding errors of eigenvalues at 1 grow tenfold a step, and the iteration may diverge.
+"""
 
 
 class Polynomial(NamedTuple):
-    """The polynomial t(x) = constant + linear (1 - x) + square (1 - x)^2."""
+    """The polynomial f(x) = constant + linear (1 - x) + square (1 - x)^2."""
 
     constant: float
     linear: float
     square: float
 
     def step(self, x: float, p: int) -> float:
-        """Return t(x)^p x, the eigenvalue of M after a step, for the eigenvalue x before it."""
+        """Return f(x)^p x, the eigenvalue of M after a step, for the eigenvalue x before it."""
         return (self.constant + (1 - x) * (self.linear + (1 - x) * self.square)) ** p * x
+
+    def stretched(self, end: float, p: int) -> Polynomial:
+        """Return end^(-1/p) f(x / end), which does at the eigenvalue `end` of M what f does at 1."""
+        shift, size = 1 - 1 / end, end ** (-1 / p)
+        return Polynomial(
+            size * (self.constant + shift * (self.linear + shift * self.square)),
+            size / end * (self.linear + 2 * shift * self.square),
+            size / end**2 * self.square,
+        )
 
 
 class CoupledMinimax(Iterative):
-    """X <- X T,  M <- T^(p/2) M T^(p/2),  T = a I + b (I - M) + c (I - M)^2,  from  X = I,  M = C
+    """X <- X T,  M <- T^(p/2) M T^(p/2),  T = f(M),  f(x) = a + b (1 - x) + c (1 - x)^2,  from  X = I,  M = C
 
-    a, b and c minimize the largest |x^(1/p) t(x) - 1| over the eigenvalues x that M may have in this step, and t is
-    scaled so that no eigenvalue exceeds 1. X and M are `[N, d, d]`. X tends to C^(-1/p) and M to I. For an odd p, one
-    factor T is on the left of M only. C is (A + r I) / t, with A the matrix, r the ridge, and t the bound of the
-    largest eigenvalue of A + r I by `scaling`. The root C^(-q/p) is the q-th power of X. The solver accepts exponents
-    e = q/p with p <= 64 and q <= 8.
+    a, b and c minimize the largest |x^(1/p) f(x) - 1| over the eigenvalues x that M may have in this step. f is then
+    scaled so that no eigenvalue of the next M exceeds 1. X and M are `[N, d, d]`. X tends to C^(-1/p) and M to I. For
+    an odd p, one factor T is on the left of M only. C is (A + r I) / t, with A the matrix, r the ridge, and t the bound
+    of the largest eigenvalue of A + r I by `scaling`. The root C^(-q/p) is the q-th power of X. The solver accepts
+    exponents e = q/p with p <= 64 and q <= 8.
 
     The number of steps follows from the ridge, the order and the dtype, not from values, so that the host never waits
     for a device. The eigenvalues of C are assumed to be at least max(eps, 8 u) / sqrt(d), with u the machine epsilon,
@@ -61,8 +74,8 @@ class CoupledMinimax(Iterative):
     eigenvalue below 0, the residual ||M - I|| may stay large, and the root then counts as failed.
 
     A step for p = 4 has five products. In float32, with a ridge of 1e-6, order 768 needs 7 steps and 34 products, where
-    `coupled_newton` needs 64 to 80 products. The symmetric update of M is essential: with T^p M in its place, roots are
-    up to 50 times less exact.
+    `coupled_newton` needs 64 to 80 products. M is multiplied from both sides, which keeps it symmetric up to rounding
+    and has as many products as T^p M.
     """
 
     kind: Literal["coupled_minimax"] = "coupled_minimax"
@@ -105,21 +118,24 @@ def polynomials(p: int, low: float, unit: float) -> tuple[Polynomial, ...]:
     low: lower bound of the eigenvalues of C, which are at most 1.
     unit: machine epsilon of the dtype of C.
     """
-    steps = []
-    while 1 - low > 16 * unit:
-        if low > 0.999:  # the series of x^(-1/p) around 1, because rounding errors weigh in the best coefficients there
-            best, least = Polynomial(1.0, 1 / p, (1 + p) / (2 * p * p)), 1.0
+    steps, rest = [], 1 - low  # the largest eigenvalue of I - M
+    while rest > 16 * unit:
+        if rest < 1e-3:  # the series of x^(-1/p) around 1, because best coefficients have large rounding errors there
+            best = Polynomial(1.0, 1 / p, (1 + p) / (2 * p * p))
+            rest = (1 + p) * (1 + 2 * p) / (6 * p * p) * rest**3
         else:
             best, error = minimax(p, max(low, _CUSHION))
             best = Polynomial(*(value / (1 + error) for value in best))
-            least = ((1 - error) / (1 + error)) ** p
-        low = min(best.step(low, p), least)
+            if low < 0.5:
+                best = best.stretched(_MARGIN, p)
+            low = min(best.step(low, p), ((1 - error) / (1 + error)) ** p)
+            rest = 1 - low
         steps.append(best)
     return tuple(steps)
 
 
 def minimax(p: int, low: float) -> tuple[Polynomial, float]:
-    """Return the polynomial t that minimizes the largest |x^(1/p) t(x) - 1| over [low, 1], and this error.
+    """Return the polynomial f that minimizes the largest |x^(1/p) f(x) - 1| over [low, 1], and this error.
 
     Remez' algorithm: in terms of s = (1 - x) / (1 - low), the errors at 0, at two points between, and at 1 are equal up
     to alternating signs. The two points between are then replaced by the extrema of the new error, which are the roots
@@ -129,7 +145,7 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
     s = [0.0, (1 - low**0.25) / width, (1 - low**0.67) / width, 1.0]
     for _ in range(20):
         goal = [(1 - width * at) ** (-1 / p) for at in s]
-        # the third divided difference of (1 - sign error) goal vanishes, because t is of the second degree
+        # the third divided difference of (1 - sign error) goal vanishes, because f is of the second degree
         weights = [1 / prod(at - other for other in s if other != at) for at in s]
         error = sum(w * y for w, y in zip(weights, goal, strict=True)) / sum(
             w * sign * y for w, sign, y in zip(weights, signs, goal, strict=True)
@@ -138,7 +154,7 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
         first = (v[1] - v[0]) / s[1]
         square = ((v[2] - v[1]) / (s[2] - s[1]) - first) / s[2]
         linear = first - square * s[1]
-        # x^(1/p) t(x) has the derivative 0 where t / p + x t' = 0
+        # x^(1/p) f(x) has the derivative 0 where f / p + x f' = 0
         two, one, none = (
             width * square * (1 / p + 2),
             width * linear * (1 / p + 1) - 2 * square,
