@@ -73,9 +73,9 @@ class CoupledMinimax(Iterative):
     and eps only if it is `relative`. If `scaling` exceeds sqrt(d) times the largest eigenvalue, or the matrix has an
     eigenvalue below 0, the residual ||M - I|| may stay large, and the root then counts as failed.
 
-    A step for p = 4 has five products. In float32, with a ridge of 1e-6, order 1024 needs 7 steps and 34 products, where
-    `coupled_newton` needs 64 to 80 products. M is multiplied from both sides, which keeps it symmetric up to rounding
-    and has as many products as T^p M.
+    A step for p = 4 has five products. In float32, with a ridge of 1e-6, order 1024 needs 7 steps and 34 products.
+    `coupled_newton` often needs 64 to 80. M is multiplied from both sides, which keeps it symmetric up to rounding and
+    has as many products as T^p M.
     """
 
     kind: Literal["coupled_minimax"] = "coupled_minimax"
