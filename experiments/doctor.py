@@ -30,6 +30,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from .files import read_object
 from .reports.records import METRICS, Run, error_line
 from .run_log import ends_lost, is_lost, rows_with
+from .tasks import Task
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.train import isolated_run
@@ -252,7 +253,7 @@ class FirstBatch(NamedTuple):
     loss: loss of the batch.
     columns: the input column with the largest number, this number without its sign, and that of a usual column: a
         quarter of the columns have no larger one; None: inputs are no table of floating-point numbers.
-    classes: number of classes of the task; 0 if it does not classify.
+    classes: number of classes of the task; 0 if the task defines a loss of its own.
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
     """
 
@@ -773,7 +774,8 @@ def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
     with isolated_run(experiment), torch.no_grad():
         inputs, targets = task.load().batch(experiment.seed, 0)
         outputs = model(inputs)
-    classes = outputs.shape[-1] if task.reports_accuracy and not targets.is_floating_point() else 0
+    uses_default = type(task).loss is Task.loss  # the cross-entropy, which refuses targets that are no classes
+    classes = outputs.shape[-1] if uses_default else 0
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
     return FirstBatch(task.loss(outputs, targets).item(), _columns(inputs), classes, guess)
 
@@ -822,8 +824,7 @@ def _generalization(record: Record) -> Iterator[Finding]:
 
 def _guess(record: Record) -> float:
     """Return the validation loss of a uniform guess; infinity if the classes of the task are not known."""
-    known = not record.imported and record.numbers("val_accuracy")
-    return record.start.guess if known and isinstance(record.start, FirstBatch) else math.inf
+    return record.start.guess if not record.imported and isinstance(record.start, FirstBatch) else math.inf
 
 
 def _failed_roots(record: Record) -> Iterator[Finding]:

@@ -160,6 +160,25 @@ def test_a_failure_is_named(
     assert first.remedy in str(diagnosis) and not diagnosis.notes
 
 
+@pytest.mark.parametrize(
+    ("experiment", "kind"),
+    [(patient("init"), "initialization"), (patient("noise", steps=200), "worse than guessing")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_cross_entropy_is_compared_with_a_uniform_guess_without_an_accuracy_too(
+    experiment: Experiment, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patient, "reports_accuracy", False)
+    assert treated(experiment, tmp_path).findings[0].kind == kind
+
+
+def test_a_loss_of_the_task_is_not_compared_with_a_uniform_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patient, "loss", lambda self, outputs, targets: 9 * Task.loss(self, outputs, targets))
+    assert treated(patient(), tmp_path) == Diagnosis(tmp_path, ())
+
+
 @pytest.mark.parametrize(("lr", "factor"), [(10.0, "10000"), (1e6, "1e+06")])
 def test_the_advice_and_the_loss_at_the_end_follow_from_the_measures(lr: float, factor: str, tmp_path: Path) -> None:
     result = train(patient(recipe="signum", lr=lr, log_every=20), tmp_path)
