@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from traceback import walk_tb
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, final
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar, final
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -100,9 +100,6 @@ class Traits:
 
 
 _T = TypeVar("_T")
-
-HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
-"""Names of the hooks, which are the methods that a stage may override."""
 
 
 @dataclass(frozen=True)
@@ -199,16 +196,6 @@ class Stage(Schedulable, ABC, family="stage"):
         "storage": "it goes to the top level of the recipe: `storage: {<path of the stage>: int8}`",
         **dict.fromkeys(("lr", "weight_decay"), "it goes to the top level of the recipe"),
     }
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        if hidden := sorted({*HOOKS} & cls.model_fields.keys()):
-            name = hidden[0]
-            raise TypeError(
-                f"{cls.__name__}: the field `{name}` hides the hook `{name}`; give the field another name and "
-                f"`Field(alias='{name}')`, so that recipes still write `{name}`"
-            )
 
     @model_validator(mode="after")
     def _delay_is_possible(self) -> Self:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -135,8 +136,10 @@ class Component(BaseModel, metaclass=ComponentType):
         if family is not None:
             cls.family_name, cls.members = family, {}
             _FAMILIES[family] = cls
-        elif cls.family_name is not None and ("kind" in cls.model_fields or not inspect.isabstract(cls)):
-            _register(cls)
+        elif cls.family_name is not None:
+            _refuse_hidden_methods(cls)
+            if "kind" in cls.model_fields or not inspect.isabstract(cls):
+                _register(cls)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Yield the fields that differ from their defaults, under the names by which the constructor accepts them."""
@@ -349,6 +352,20 @@ def is_final(attribute: object) -> bool:
     """Return True for a method, a class method or a property that is marked as final."""
     function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
     return bool(getattr(function, "__final__", False))
+
+
+def _refuse_hidden_methods(cls: type[Component]) -> None:
+    """Raise TypeError if a field of `cls` has the name of an inherited method or property. A call of the method would
+    get the value of the field instead.
+    """
+    for base in cls.__mro__[1:]:
+        names = cls.model_fields.keys() & vars(base).keys() if base not in BaseModel.__mro__ else ()
+        for name in sorted(names):
+            if inspect.isroutine(vars(base)[name]) or isinstance(vars(base)[name], (property, cached_property)):
+                raise TypeError(
+                    f"{cls.__name__}: the field `{name}` hides the method `{name}` of the family '{cls.family_name}'; "
+                    f"give the field another name and `Field(alias='{name}')`, so that YAML files still write `{name}`"
+                )
 
 
 def _register(cls: type[Component]) -> None:

@@ -15,13 +15,15 @@ import eigengraft
 from eigengraft import RecipeError, Stage
 from eigengraft.component import Component, components_in, families, validated
 from eigengraft.experiments import Experiment, Study
+from eigengraft.experiments.tasks import Task
+from eigengraft.experiments.training.schedule import LearningRateSchedule
 from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
 from eigengraft.reference import example_of
 
-from ..refusals import refused
+from ..refusals import refused, warned
 
 
 def members() -> list[type[Component]]:
@@ -226,6 +228,26 @@ def test_an_outsider_registers_by_being_defined(registry: None) -> None:
     assert {"$ref": "#/$defs/stage.test_halve"} in definitions["stage"]["anyOf"]
     recipe = eigengraft.load_recipe([Halve(factor=None)])
     assert eigengraft.load_recipe(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "default"),
+    [
+        (Stage, "inner", {"inner": 3}),
+        (Stage, "refresh", {}),
+        (LearningRateSchedule, "factor", {}),
+        (Task, "loss", {}),
+        (Task, "loss", {"loss": 0.5}),
+        (Cadence, "state_meaning", {}),
+    ],
+)
+def test_a_field_does_not_hide_a_method_of_its_family(
+    family: type[Component], name: str, default: dict[str, float], registry: None
+) -> None:
+    fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"], name: float}, **default}
+    with warned(UserWarning, "shadows"), refused(TypeError, "Own", name, str(family.family_name)):
+        type("Own", (family,), fields)
+    assert "test_own" not in family.members
 
 
 def test_a_family_of_an_outsider(registry: None) -> None:

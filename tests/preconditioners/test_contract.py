@@ -16,7 +16,7 @@ from eigengraft.preconditioners.algebra.products import fold, unfold
 from eigengraft.preconditioners.base import chain_slots
 from eigengraft.slots import Slot
 
-from ..refusals import refused, warned
+from ..refusals import refused
 from ..trajectories import normal
 from .test_statistics import Stepper
 
@@ -143,13 +143,6 @@ def test_what_runs_the_hooks_is_final(name: str, registry: None) -> None:
     fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"]}, "apply": Diary.apply}
     with refused(TypeError, "Own", name):
         type("Own", (Stage,), {**fields, name: lambda self: None})
-
-
-@pytest.mark.parametrize("name", ["inner", "refresh"])
-def test_a_field_does_not_hide_a_hook(name: str, registry: None) -> None:
-    fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"], name: int}, "apply": Diary.apply}
-    with warned(UserWarning, "shadows"), refused(TypeError, "Own", name):
-        type("Own", (Stage,), {**fields, name: 3})
 
 
 def test_traits_are_asked_once_for_a_block_and_kept() -> None:
