@@ -285,6 +285,23 @@ def test_a_build_that_returns_no_module_is_told_so(registry: None, tmp_path: Pat
         check_task(Paired())
 
 
+def test_outputs_and_targets_that_were_broadcast_are_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_component(str(EXAMPLE.with_suffix(".py")))
+    monkeypatch.setattr(module.Curve, "loss", lambda self, outputs, targets: (outputs - targets).square().sum() / 7)
+    with refused(LawError, "the mean over targets") as caught:
+        check_task(module.Curve(width=4))
+    assert "broadcast" not in str(caught.value)  # the shapes are equal
+    monkeypatch.setattr(module.Curve, "loss", lambda self, outputs, targets: (outputs - targets).square().mean())
+    batch = module.Points.batch
+    monkeypatch.setattr(
+        module.Points,
+        "batch",
+        lambda self, seed, step: Batch((given := batch(self, seed, step)).inputs, given.targets.flatten()),
+    )
+    with refused(LawError, "the mean over targets", "outputs [32, 1] and targets [32]", "[32, 32]"):
+        check_task(module.Curve(width=4))
+
+
 def test_metrics_that_are_not_finite_break_a_law() -> None:
     module = import_component(str(EXAMPLE.with_suffix(".py")))
     task = module.Curve(width=4)

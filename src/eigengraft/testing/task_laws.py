@@ -80,7 +80,8 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
         for rows in (slice(None, half), slice(half, None)):
             total += float(case.component.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
     fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
-    require(fine, "the loss of a batch", f"{total:.6g}, the mean over targets of its halves", f"{whole:.6g}")
+    expected = f"{total:.6g}, the mean over targets of its halves"
+    require(fine, "the loss of a batch", expected, f"{whole:.6g}", _broadcast(outputs, targets))
 
 
 def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
@@ -129,6 +130,21 @@ def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
     one, two = case.component.evaluate(model, data, _CPU), case.component.evaluate(model, data, _CPU)
     require(one == two, "metrics of the same weights, computed again", f"{one}", two)
     require(model.training, "the model after evaluate()", "training mode", "evaluation mode")
+
+
+def _broadcast(outputs: Tensor, targets: Tensor) -> str:
+    """Return a likely cause of a wrong loss: outputs and targets are broadcast to a shape that neither of them has.
+    "" if they are not.
+    """
+    shapes = [list(outputs.shape), list(targets.shape)]
+    try:
+        both = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the shapes cannot be broadcast
+        return ""
+    if both in shapes:
+        return ""
+    text = f"outputs {shapes[0]} and targets {shapes[1]} were broadcast to {both}; give them the same shape"
+    return in_parentheses(text)
 
 
 def _equal(one: Batch, two: Batch) -> bool:
