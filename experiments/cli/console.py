@@ -20,6 +20,8 @@ from rich.text import Text
 
 from eigengraft.errors import counted
 
+from ..reports.number_format import number_format
+
 if TYPE_CHECKING:
     import eigengraft
 
@@ -75,6 +77,11 @@ class LogLines:
             self._next = self._now() + min(max(least, self.seconds / 20), most)
 
 
+def format_loss(loss: float, decimals: int = 3) -> str:
+    """Return a loss as text. A small loss has three significant digits (see `number_format`)."""
+    return number_format([loss], decimals=decimals).text(loss)
+
+
 def describe_result(result: Result) -> str:
     """Return a description of a run's result in two lines, or three if the run got worse."""
     if result.diverged or result.val_loss is None:
@@ -82,7 +89,7 @@ def describe_result(result: Result) -> str:
     else:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
         accuracy += "".join(f", {name} {value:.4g}" for name, value in result.metrics.items() if value is not None)
-        head = f"validation loss {result.val_loss:.4f}{accuracy} after {counted(result.steps, 'step')}"
+        head = f"validation loss {format_loss(result.val_loss, 4)}{accuracy} after {counted(result.steps, 'step')}"
         head += f"\nworse than at the start: {result.diagnosis}" if result.diagnosis else ""
     return (
         f"{head}\n{result.seconds:.1f} s, {result.step_ms:.2f} ms per step, {result.optimizer_ms:.2f} in the optimizer"

@@ -22,7 +22,7 @@ from eigengraft.errors import RecipeError, counted
 
 from ..files import short_name
 from .arguments import Workers, override_argument
-from .console import LogLines, print_table
+from .console import LogLines, format_loss, print_table
 
 if TYPE_CHECKING:
     from ..studies.preview import StudyPreview
@@ -265,8 +265,8 @@ def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
 
     def figures(tick: Tick) -> str:
         nonlocal validation
-        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
-        return f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
+        validation = f"  val {format_loss(tick.val_loss, 4)}" if tick.val_loss is not None else validation
+        return f"loss {format_loss(tick.loss, 4)}{validation}  {tick.step_ms:.1f} ms"
 
     if not console.is_terminal:
         yield _logged_progress(name, figures)
@@ -357,7 +357,7 @@ class StudyProgress:
         elif event.kind == "progress":
             self.timed_steps[key] = event.value.step - self.first_steps.setdefault(key, event.value.step)
             tick = event.value
-            shown = f"step {tick.step}/{tick.steps}  loss {tick.loss:.3f}  {tick.step_ms:.1f} ms"
+            shown = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss)}  {tick.step_ms:.1f} ms"
             self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
             if self.lines is not None:
                 self.lines.write(lambda: f"{self._figures(event.fraction)}; {event.run.title}: {shown}")
@@ -392,7 +392,7 @@ def _describe_result(result: Result, metric: str) -> str:
     own = result.metrics.get(metric)
     first = f"{escape(metric)} {own:.4g}, " if own is not None else ""
     accuracy = f", accuracy {result.val_accuracy:.3f}" if result.val_accuracy is not None else ""
-    return f"{first}validation loss {result.val_loss:.3f}{accuracy} in {result.seconds:.1f} s of training"
+    return f"{first}validation loss {format_loss(result.val_loss)}{accuracy} in {result.seconds:.1f} s of training"
 
 
 def cells_table(preview: StudyPreview) -> Table:

@@ -13,6 +13,7 @@ from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, leaders, swept
+from .number_format import NumberFormat, number_format
 from .records import Records, Run, learning_rate, read_records
 from .seed_statistics import Summary, Target
 
@@ -26,25 +27,25 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
     """Yield sentences about a panel: the best row, the baseline, their difference, and the steps to reach the
     baseline's value.
     """
-    best, base = panel.best, panel.baseline
+    best, base, form = panel.best, panel.baseline, panel_format([panel])
     if best is None:
         return
     extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
-    yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final)}."
+    yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final, form)}."
     if panel.risen:
         found = [(row.best_evaluation, row) for row in panel.rows if row.ended and row.best_evaluation]
         (value, step), row = min(found, key=lambda pair: panel.metric.sign * pair[0][0].mean)
-        yield f"{extreme} best evaluation: {row.title}, {format_summary(value)} at step {step:.0f}."
+        yield f"{extreme} best evaluation: {row.title}, {format_summary(value, form)} at step {step:.0f}."
     if edges := [f"{row.title} ({row.edge})" for row in panel.rows if row.edge]:
         yield f"At an end of the numbers that were tried: {', '.join(edges)}; a better number may lie beyond it."
     other = panel.second if best is base else best
     if base is None or base.final is None or other is None:
         return
     shown = other if best is base else base
-    yield f"{shown.title}: {format_summary(shown.final)}."
+    yield f"{shown.title}: {format_summary(shown.final, form)}."
     test, p = other.difference, panel.corrected.get(other.label)
     if test is not None and test.half is not None:
-        interval = format_difference(other, panel)[0]
+        interval = format_difference(other, form)[0]
         seeds = counted(test.n, "paired seed")
         yield f"{other.title} minus {base.title}: {interval}, with a 95 % interval over {seeds}."
     if test is not None and p is not None:
@@ -109,10 +110,10 @@ def grid_of(records: Records) -> TextTable | None:
     best, equal = {id(some[0]) for some in found if some}, {id(row) for some in found for row in some}
     rows: dict[str, list[TableCell]] = {row.label: [] for panel in panels for row in panel.rows}
     for panel in panels:
-        own = {row.label: row for row in panel.rows}
+        own, form = {row.label: row for row in panel.rows}, panel_format(panels if together else [panel])
         for label, cells in rows.items():
             row = own.get(label)
-            text = _NONE if row is None else format_summary(row.final) + (" *" if id(row) in best else "")
+            text = _NONE if row is None else format_summary(row.final, form) + (" *" if id(row) in best else "")
             cells.append(TableCell(text, bold=row is not None and row.tested and id(row) in equal))
     heads = [records.compare, *(panel.rows[0].runs[0].labels[column] for panel in panels)]
     note = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns). "
@@ -141,10 +142,10 @@ def rise_notice(panel: ComparisonPanel) -> str:
     return text
 
 
-def format_best(row: ComparisonRow) -> tuple[str, str]:
+def format_best(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]:
     """Return two texts: mean and spread of the best evaluation of each run, and the mean of their steps."""
     best = row.best_evaluation
-    return (_NONE, "") if best is None else (format_summary(best[0]), f"at step {best[1]:.0f}")
+    return (_NONE, "") if best is None else (format_summary(best[0], form), f"at step {best[1]:.0f}")
 
 
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
@@ -200,17 +201,33 @@ def format_length(row: ComparisonRow) -> tuple[str, str]:
     return format_number(row.mean("steps"), 0), format_number(sum(ended) / len(ended) if ended else None)
 
 
-def format_summary(summary: Summary | None) -> str:
+def panel_format(panels: Sequence[ComparisonPanel]) -> NumberFormat:
+    """Return the format of all values of the compared metric in these panels: means, spreads, differences, intervals.
+
+    Best evaluations count where the panel shows them.
+    """
+    rows = [row for panel in panels for row in panel.rows]
+    finals = [row.final for row in rows if row.final is not None]
+    finals += [best[0] for panel in panels if panel.risen for row in panel.rows if (best := row.best_evaluation)]
+    errors = [(final.spread, final.mean) for final in finals if final.spread is not None]
+    for row in rows:
+        if row.difference is not None and row.final is not None:
+            half = row.difference.half or 0.0
+            errors += [(half, row.final.mean), (max(half, abs(row.difference.mean)), row.final.mean)]
+    return number_format([final.mean for final in finals], errors)
+
+
+def format_summary(summary: Summary | None, form: NumberFormat) -> str:
     """Return mean and spread as text."""
     if summary is None:
         return _NONE
     if not math.isfinite(summary.mean):
         return "diverged"
-    spread = "" if summary.spread is None else f" \u00b1 {summary.spread:.3f}"
-    return f"{summary.mean:.3f}{spread}"
+    spread = "" if summary.spread is None else f" \u00b1 {form.text(summary.spread)}"
+    return f"{form.text(summary.mean)}{spread}"
 
 
-def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, str]:
+def format_difference(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]:
     """Return the mean difference with its 95 % interval, and a text about its test.
 
     The text has t, the p that is not corrected for other rows, and a bootstrap interval if there are enough pairs.
@@ -218,25 +235,31 @@ def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, 
     difference = row.difference
     if difference is None:
         return _NONE, "" if row.comparable else "other task, code or data"
-    mean = signed(difference.mean)
+    mean = signed(difference.mean, form)
     if difference.t is None or difference.half is None:
         return mean, ""
-    ends = [signed(difference.mean + side * difference.half) for side in (-1, 1)]
+    ends = [signed(difference.mean + side * difference.half, form) for side in (-1, 1)]
     t = f"{difference.t:.1f}".replace("-", _MINUS)
     drawn = ""
     if difference.bootstrap is not None:
-        drawn = f"\nbootstrap [{', '.join(map(signed, difference.bootstrap))}]"
+        drawn = f"\nbootstrap [{', '.join(signed(end, form) for end in difference.bootstrap)}]"
     return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{drawn}"
 
 
-def signed(value: float) -> str:
-    """Return a number with its sign and three digits after the point."""
-    return f"{value:+.3f}".replace("-", _MINUS)
+def signed(value: float, form: NumberFormat) -> str:
+    """Return a number with its sign. A minus sign is that of print, a minus of an exponent stays a hyphen."""
+    text = form.text(value, "+")
+    return text.replace("-", _MINUS, 1) if text.startswith("-") else text
 
 
 def format_number(value: float | None, digits: int = 1) -> str:
     """Return the number with this many digits after the point, a dash for None."""
     return _NONE if value is None else f"{value:.{digits}f}"
+
+
+def format_value(value: float | None, form: NumberFormat) -> str:
+    """Return the number in the format of its column, a dash for None."""
+    return _NONE if value is None else form.text(value)
 
 
 def format_metric(value: float | None) -> str:
@@ -338,22 +361,24 @@ def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:
 
 def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     """Return the table of a panel, with a row for each of its labels."""
-    base, target, sign = panel.baseline, records.target, busy_sign(panel)
+    base, target, sign, form = panel.baseline, records.target, busy_sign(panel), panel_format([panel])
     columns: list[tuple[str, Callable[[ComparisonRow], tuple[Any, ...]]]] = [
         (panel.axis, lambda row: (row.title,)),
         ("learning rate", lambda row: (_rate(row, panel, records),)),
-        (f"final {panel.metric.title}", lambda row: _final(row, panel)),
+        (f"final {panel.metric.title}", lambda row: _final(row, panel, form)),
     ]
     if base is not None:
         interval = f"minus {base.title} [95 % interval]"
-        columns.append((interval, lambda row: format_difference(row, panel) if row.baseline else ("",)))
+        columns.append((interval, lambda row: format_difference(row, form) if row.baseline else ("",)))
         columns.append(("p (Holm)" if len(panel.corrected) > 1 else "p", lambda row: (_corrected(row, panel),)))
     if panel.risen:
-        columns.append(("best evaluation", lambda row: (" ".join(format_best(row)),)))
+        columns.append(("best evaluation", lambda row: (" ".join(format_best(row, form)),)))
     if panel.reports_accuracy:
         columns.append(("accuracy", lambda row: (format_number(row.mean("val_accuracy"), 3),)))
     for name in panel.further:
-        columns.append((name, lambda row, name=name: (format_number(row.mean(name), 3),)))  # type: ignore[misc]
+        means = {row.label: row.mean(name) for row in panel.rows}
+        own = number_format(value for value in means.values() if value is not None)
+        columns.append((name, lambda row, means=means, own=own: (format_value(means[row.label], own),)))  # type: ignore[misc]
     columns.append(("seeds", lambda row: (_seeds(row),)))
     if base is not None and not base.rises:
         columns.append((f"steps to {base.title}\u2019s final", lambda row: format_reached(row, 0)))
@@ -374,9 +399,9 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)
 
 
-def _final(row: ComparisonRow, panel: ComparisonPanel) -> TableCell:
+def _final(row: ComparisonRow, panel: ComparisonPanel, form: NumberFormat) -> TableCell:
     diverged = f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else ""
-    text = format_summary(row.final) + (" *" if row is panel.best else "") + diverged
+    text = format_summary(row.final, form) + (" *" if row is panel.best else "") + diverged
     return TableCell(text, bold=row.tested and row in panel.leaders)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from eigengraft.errors import RecipeError
 
-from ..reports.seed_statistics import summarize
+from ..reports.number_format import NumberFormat, number_format
+from ..reports.seed_statistics import Summary, summarize
 from ..reports.tables import format_rate, format_summary, markdown_table
 from ..studies.study import load_study
 from .claims import PaperClaim, PaperClaims, load_claims
@@ -67,17 +68,31 @@ def study_table(results: StudyResults) -> str:
         cells.setdefault(tuple(row.labels.values()), []).append(row)
     lengths = ("steps", "seconds") if results.timed else ()
     heads = (*results.rows[0].labels, "learning rate", *lengths, "validation loss", "bytes per parameter")
-    rows = [(*labels, *_numbers(own, lengths)) for labels, own in cells.items()]
+    losses = {labels: _loss(own) for labels, own in cells.items()}
+    form = _published_format(loss.mean for loss in losses.values() if loss is not None)
+    rows = [(*labels, *_numbers(own, lengths, format_summary(losses[labels], form))) for labels, own in cells.items()]
     seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
     made = "; ".join(f"{key} {value}" for key, value in results.made.items())
     return f"{made}; seeds {seeds}\n\n{markdown_table(heads, rows)}"
 
 
-def _numbers(rows: list[ResultRow], lengths: Sequence[str]) -> tuple[str, ...]:
+def _published_format(numbers: Iterable[float]) -> NumberFormat:
+    """Return the format of published numbers: three decimals, and more where a number would be printed as zero.
+
+    Spreads ask for no decimals, so that the pages of papers/ stay as they were published.
+    """
+    return number_format((), [(number, 0.0) for number in numbers])
+
+
+def _loss(rows: Sequence[ResultRow]) -> Summary | None:
+    """Return mean and spread of the loss. The mean is infinite if a run diverged."""
+    losses = [row.numbers.get("val_loss") for row in rows]
+    return summarize([math.inf if x is None else x for x in losses])
+
+
+def _numbers(rows: Sequence[ResultRow], lengths: Sequence[str], loss: str) -> tuple[str, ...]:
     """Return the cells of one row of `study_table`. A number that the runs do not have is empty."""
     first = rows[0].numbers
-    losses = [row.numbers.get("val_loss") for row in rows]
-    loss = format_summary(summarize([math.inf if x is None else x for x in losses]))
     known = [row.numbers["state_bytes_per_parameter"] for row in rows if "state_bytes_per_parameter" in row.numbers]
     size = f"{sum(known) / len(known):.1f}" if known else ""
     means = [fmean(row.numbers[key] for row in rows) for key in lengths]
@@ -96,10 +111,12 @@ def _measured(finding: ClaimFinding, claim: PaperClaim) -> str:
     if not math.isfinite(finding.mean):
         lost = sum(not math.isfinite(value) for value in finding.values.values())
         return f"no value with {lost} of {len(finding.values)} seeds"
-    text = f"{finding.mean:{sign}.3f}"
     if finding.low is None or finding.high is None or finding.low == finding.high:
-        return text
-    return f"{text} [{finding.low:{sign}.3f}, {finding.high:{sign}.3f}]"
+        return _published_format([finding.mean]).text(finding.mean, sign)
+    ends = (finding.low, finding.high)
+    form = _published_format([max(map(abs, (finding.mean, *ends)))])
+    low, high = (form.text(end, sign) for end in ends)
+    return f"{form.text(finding.mean, sign)} [{low}, {high}]"
 
 
 def renewed(text: str, tables: Mapping[str, str], where: str) -> str:

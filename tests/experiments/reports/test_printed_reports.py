@@ -31,6 +31,7 @@ from eigengraft.experiments.reports.tables import (
     grid_of,
     latex,
     markdown,
+    panel_format,
     panel_table,
     sentences,
     write_tables,
@@ -159,7 +160,7 @@ def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
     p = {row.label: row.difference.p for row in panel.rows if row.baseline}
     assert panel.corrected == pytest.approx({"other": 2 * p["other"], "soap": max(p["soap"], 2 * p["other"])})
     row = next(row for row in panel.rows if row.label == "other")
-    text = " ".join(format_difference(row, panel))
+    text = " ".join(format_difference(row, panel_format([panel])))
     table = panel_table(panel, read_records(tmp_path))
     place = table.heads.index("p (Holm)")
     assert [cells[place].text for cells in table.rows] == [
@@ -361,6 +362,49 @@ def test_a_latex_table_fits_on_a_page(columns):
         for text in cells[0][1:]:
             shown[int(text.split()[-1])] += 1
     assert set(shown.values()) == {1}
+
+
+SMALL = {
+    "small": ((2.9e-4, 3.0e-4, 3.1e-4), (4.0e-4, 4.2e-4, 4.4e-4), "0.000300", "0.000010", "0.000420", "+0.000120"),
+    "close": ((0.0238, 0.0240, 0.0242), (0.0243, 0.0241, 0.0245), "0.02400", "0.00020", "0.02430", "+0.00030"),
+    "parallel": ((0.5, 0.6, 0.7), (0.50011, 0.6001, 0.70009), "0.600000", "0.100000", "0.600100", "+0.000100"),
+    "tiny": ((2.9e-7, 3.0e-7, 3.1e-7), (4.0e-7, 4.2e-7, 4.4e-7), "3.00e-07", "1.00e-08", "4.20e-07", "+1.20e-07"),
+    "ordinary": ((1.5, 1.6, 1.8), (2.0, 2.2, 2.1), "1.633", "0.153", "2.100", "+0.467"),
+}
+"""Finals of two methods -> texts of the first mean and its spread, of the second mean, and of their difference."""
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_small_losses_have_digits_everywhere(tmp_path, case):
+    first, second, mean, spread, other, difference = SMALL[case]
+    runs = [
+        (m, s, {"recipe": ADAM, "values": [3.0, y]})
+        for m, own in (("adamw", first), ("soap", second))
+        for s, y in enumerate(own)
+    ]
+    write_study(tmp_path, runs)
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
+    assert f"Lowest final validation loss: adamw, {mean} \u00b1 {spread}. soap: {other} \u00b1 " in text
+    assert f"soap minus adamw: {difference} [" in text
+    table, tex = (tmp_path / "tables.md").read_text("utf-8"), (tmp_path / "tables.tex").read_text("utf-8")
+    assert f"{mean} \u00b1 {spread} \\*" in table and f" | {difference} [" in table
+    assert f"{mean} $\\pm$ {spread} *" in tex and f"& {difference} [" in tex
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith(("| adamw", "| soap"))]
+    numbers = re.findall(r"\d\.[\de.-]+", " ".join(cell for line in lines for cell in line[2:4]))
+    assert len({len(number) for number in numbers}) == 1 and len(numbers) == 7  # a column has one format
+    assert not any(float(number) == 0 for number in numbers)
+
+
+def test_a_small_metric_of_the_task_has_digits(tmp_path):
+    write_study(tmp_path, [(m, 0, {"recipe": ADAM, "values": [3.0, 2.0]}) for m in ("adamw", "soap")])
+    for method, value in (("adamw", 3e-4), ("soap", 0.5)):
+        path = tmp_path / f"method={method}" / "seed-0" / "result.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"mse": value}, "val_accuracy": 2e-4}))
+    Report(tmp_path).write()
+    table = (tmp_path / "tables.md").read_text(encoding="utf-8")
+    assert (
+        " | 0.000 | 0.000300 | 1 | " in table and " | 0.000 | 0.500000 | 1 | " in table
+    )  # accuracy keeps three decimals
 
 
 def test_exported_figures_say_what_they_show(grid, tmp_path, monkeypatch):

@@ -1,0 +1,61 @@
+"""Choose how many digits the numbers of a column have: three decimals, or more where small numbers ask for them.
+
+All numbers of a column have one format, so that they align and can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_MOST = 6
+"""Most decimals of a column. Columns that need more are in scientific notation, which is easier to read from there."""
+_ROUNDING = 2.0**-23
+"""Relative spread up to which values count as equal: the spacing of float32, in which most losses are computed."""
+
+
+class NumberFormat(NamedTuple):
+    """The format of all numbers of a column. `kind`: "f" for fixed-point and "e" for scientific notation."""
+
+    decimals: int = 3
+    kind: str = "f"
+
+    def text(self, value: float, sign: str = "") -> str:
+        """Return the number as text. `sign`: "+" to write the sign of positive numbers too."""
+        return f"{value:{sign}.{self.decimals}{self.kind}}"
+
+
+def number_format(
+    values: Iterable[float], errors: Iterable[tuple[float, float]] = (), decimals: int = 3
+) -> NumberFormat:
+    """Return the format of a column: fixed-point with `decimals`, unless a number of the column is too small for it.
+
+    A value is too small if it shows fewer than `decimals` - 1 digits (0.01 for three decimals), and an error is too
+    small if it is printed as zero. Then all errors have two significant digits, or all values three if there are no
+    errors. At most six decimals are used, and scientific notation if six do not show every number.
+
+    values: means and other numbers of the column. Numbers that are 0 or not finite do not count.
+    errors: pairs of an error and the value that it belongs to. Errors are spreads, half-widths of intervals, and
+        differences. An error that float32 cannot distinguish from 0 beside its value does not count.
+    decimals: decimals of columns without small numbers.
+    """
+    sizes = [abs(value) for value in values if value and math.isfinite(value)]
+    counted = [abs(error) for error, value in errors if math.isfinite(error) and abs(error) > _ROUNDING * abs(value)]
+    if min(sizes, default=1.0) >= 10.0 ** (1 - decimals) and not any(_is_zero(error, decimals) for error in counted):
+        return NumberFormat(decimals)
+    by_values = max((_decimals(size, 2 if counted else 3) for size in sizes), default=0)
+    by_errors = max((_decimals(error, 2) for error in counted), default=0)
+    if by_values > _MOST or any(_is_zero(error, _MOST) for error in counted):
+        return NumberFormat(2, "e")
+    return NumberFormat(min(max(decimals, by_values, by_errors), _MOST))
+
+
+def _is_zero(size: float, decimals: int) -> bool:
+    """Return True if the number is printed as zero."""
+    return float(f"{size:.{decimals}f}") == 0
+
+
+def _decimals(size: float, digits: int) -> int:
+    """Return the decimals that show this many significant digits of a positive number."""
+    return digits - 1 - int(f"{size:.{digits - 1}e}".partition("e")[2])
