@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _VERSIONS = ("eigengraft", "sources", "torch", "numpy")
@@ -39,6 +40,19 @@ def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> li
     from eigengraft.optimizers.recipe.overrides import differences
 
     return differences(provenance_of(known), provenance_of(found))
+
+
+def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a run with the last part of `task.path` in place of the whole absolute path.
+
+    Configurations are compared without folders, because machines that share a study may keep its data in different
+    places. That the data are equal is checked by their sha256.
+    """
+    task = config.get("task")
+    path = task.get("path") if isinstance(task, Mapping) else None
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        return dict(config)
+    return {**config, "task": {**config["task"], "path": Path(path).name}}
 
 
 def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:

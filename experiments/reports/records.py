@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from eigengraft.errors import counted, name_some
 
 from ..files import read_object, read_rows
-from ..provenance import provenance_of, variants
+from ..provenance import provenance_of, variants, without_folders
 from .seed_statistics import Target
 
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
@@ -619,7 +619,11 @@ def _joint(directory: Path) -> Records:
 
 def _conditions(runs: Sequence[Run]) -> list[str]:
     """Return a title for each run with its task, data and length, empty if these are the same for all runs."""
-    found = [{"steps": run.config.get("steps"), "task": run.config.get("task"), "data": run.data[1]} for run in runs]
+    configs = [without_folders(run.config) for run in runs]
+    found = [
+        {"steps": config.get("steps"), "task": config.get("task"), "data": run.data[1]}
+        for run, config in zip(runs, configs, strict=True)
+    ]
     if all(one == found[0] for one in found):
         return ["" for _ in found]
     titles = ["" for _ in found]
@@ -645,7 +649,10 @@ def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
             cells.setdefault(tuple(run.labels.items()), []).append(run)
     found = dict[Path, str]()
     for cell in cells.values():
-        made = [{**{k: v for k, v in run.config.items() if k not in _SHARED}, **run.provenance} for run in cell]
+        made = [
+            {**{k: v for k, v in without_folders(run.config).items() if k not in _SHARED}, **run.provenance}
+            for run in cell
+        ]
         found |= {run.directory: name for run, name in zip(cell, variants(made), strict=True)}
     return tuple(replace(run, variant=found.get(run.directory, "")) for run in all_runs)
 

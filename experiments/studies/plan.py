@@ -171,6 +171,8 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
             if not run.begun:
                 continue
             task = (run.read("config") or {}).get("task")
+            if task and isinstance(data_path := getattr(experiment.task, "path", None), str):
+                task = {**task, "path": data_path}  # another machine may have the data in another folder
             key = json.dumps(task)
             if key not in data:
                 data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]

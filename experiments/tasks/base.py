@@ -15,17 +15,35 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, final
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import AfterValidator, WithJsonSchema, field_validator
+from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor, nn
 from torch.nn import functional
 
 from eigengraft.component import Component
 from eigengraft.errors import counted
+
+IN_LIBRARY = "python:"
+"""Prefix of a path relative to the folder of the standard library. Such a path is valid on every machine."""
+IN_PACKAGE = "package:"
+"""Prefix of a path in the folder of an installed package. The package is not imported."""
+
+
+def absolute_path(path: str, home: Path = Path()) -> str:
+    """Return the absolute path of a file or folder of a task.
+
+    An empty path, a URL, and a path with the prefix IN_LIBRARY or IN_PACKAGE are returned unchanged.
+
+    home: folder to which a relative path is relative; Path(): the working directory.
+    """
+    if not path or path.startswith((IN_LIBRARY, IN_PACKAGE)) or "://" in path:
+        return path
+    return str((home / Path(path).expanduser()).absolute())
 
 
 class Batch(NamedTuple):
@@ -266,6 +284,17 @@ class Task(Component, family="task"):
 
     reports_accuracy: ClassVar[bool] = False
     """True if targets are classes, and the largest output of the model is its prediction."""
+
+    @field_validator("*", check_fields=False)
+    @classmethod
+    def _absolute_files(cls, value: Any, info: ValidationInfo) -> Any:
+        """Make the field `path` and fields of type `Path` absolute, so that a run can be continued from any directory.
+
+        Relative paths are relative to the working directory.
+        """
+        if isinstance(value, Path):
+            return Path(absolute_path(str(value)))
+        return absolute_path(value) if info.field_name == "path" and isinstance(value, str) else value
 
     @abstractmethod
     def load(self) -> Dataset:

@@ -15,19 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Batch, Dataset, Fingerprint, Task, generator
+from .base import IN_LIBRARY, IN_PACKAGE, Batch, Dataset, Fingerprint, Task, generator
 from .models import GPT, HeadCount, Init, initialized
 
 SYMBOLS = 256
-IN_LIBRARY = "python:"
-"""Prefix of a path relative to the folder of the standard library. Such a path is valid on every machine."""
-IN_PACKAGE = "package:"
-"""Prefix of a path in the folder of an installed package. The package is not imported."""
-INSTALLED = (IN_LIBRARY, IN_PACKAGE)
-"""Prefixes of paths that do not depend on the location of an experiment file."""
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -55,13 +49,6 @@ class ByteLM(Task):
     eval_sequences: int = Field(
         default=512, ge=1, description="validation sequences, evenly spaced in the validation text"
     )
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, path: str | None) -> str | None:
-        if path is None or path.startswith(INSTALLED):
-            return path
-        return str(Path(path).expanduser().absolute())
 
     def load(self) -> Dataset:
         if self.path is None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
@@ -135,11 +135,6 @@ class FashionMNIST(LargeImageClassifier):
 
     kind: Literal["fashion_mnist"] = "fashion_mnist"
     path: str = Field(default=DEBIAN_FOLDER, description="folder of train-images-idx3-ubyte.gz and the three others")
-
-    @field_validator("path")
-    @classmethod
-    def _absolute_folder(cls, path: str) -> str:
-        return str(Path(path).expanduser().absolute())
 
     def read(self) -> tuple[Batch, Batch, str]:
         train, validation = (

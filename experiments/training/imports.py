@@ -18,7 +18,7 @@ from typing import Any
 from eigengraft.component import Component, components_in
 from eigengraft.errors import RecipeError
 
-from ..tasks.byte_lm import INSTALLED
+from ..tasks.base import absolute_path
 
 
 def import_component(source: str) -> ModuleType:
@@ -177,8 +177,8 @@ def _located(path: str, value: Any, home: Path) -> Any:
         return str(home / value)
     if path == "recipe" and isinstance(value, Mapping) and "base" in value:
         return {**value, "base": _located("recipe.base", value["base"], home)}
-    if path == "task.path" and isinstance(value, str) and not value.startswith(INSTALLED):
-        return str(home / value)
+    if path == "task.path" and isinstance(value, str):
+        return absolute_path(value, home)
     if path == "task" and isinstance(value, Mapping) and "path" in value:
         return {**value, "path": _located("task.path", value["path"], home)}
     return value

@@ -37,7 +37,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
 from ..files import PARTIAL, append_text, make_directory, read_object, read_rows, replacing, write_text, writing
-from ..provenance import REMEDY
+from ..provenance import REMEDY, without_folders
 from .parallel import Ranks
 
 
@@ -81,10 +81,10 @@ class RunDirectory:
         config: configuration of the run to do.
         extensible: True if the error may advise `--extend` for another number of steps.
         """
-        # `imports` is ignored because its paths change if the checkout is moved. The other ignored fields do not
-        # change the trajectory.
+        # `imports` is ignored because its paths change if the checkout is moved, as do folders of data. The other
+        # ignored fields do not change the trajectory.
         ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
-        faults = differences({**known, **ignored}, {**config, **ignored})
+        faults = differences(without_folders({**known, **ignored}), without_folders({**config, **ignored}))
         if faults:
             raise RecipeError(
                 f"{self.path} belongs to a run of another experiment (recorded -> given):\n"

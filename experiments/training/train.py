@@ -344,8 +344,11 @@ def train(
         def acquire() -> dict[str, Any] | None:
             if extend:
                 extend_run(run, experiment)
-            run.acquire(experiment.model_dump(mode="json"), extensible=True)
+            config = experiment.model_dump(mode="json")
+            run.acquire(config, extensible=True)
             stack.enter_context(run.locked())
+            if not run.begun:
+                run.write("config", config)  # the folder of the data may be another than in an earlier attempt
             result = run.read("result")
             if result is not None:
                 data = experiment.task.new_data().fingerprint

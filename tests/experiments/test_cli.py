@@ -77,6 +77,35 @@ class Line(Task):
 '''
 
 
+ROWS = '''
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from eigengraft.experiments.tasks import Batch, Examples, Fingerprint, Task
+
+
+class Rows(Task):
+    """Classes of the rows of a file."""
+
+    kind: Literal["rows"] = "rows"
+    path: str
+    labels: Path = Field(Path("names.txt"), strict=False)
+
+    def load(self):
+        rows = torch.from_numpy(np.loadtxt(self.path, delimiter=",", dtype="float32"))
+        parts = (Batch(own[:, :-1], own[:, -1].long()) for own in (rows[:40], rows[40:]))
+        return Examples(*parts, 8, Fingerprint.of(self.path, Path(self.path).read_bytes()))
+
+    def build(self):
+        return nn.Linear(2, 2)
+'''
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own working directory with one experiment, and lines wide enough that no message is broken."""
@@ -157,6 +186,25 @@ class TestTrain:
         experiment = load_experiment(write("there/exp.yaml", f"{task}\nrecipe: mine.yaml\n"))
         assert experiment.recipe.lr == 0.125
         assert experiment.task.load().fingerprint.size == 9000
+
+    @pytest.mark.parametrize("given", [["exp.yaml"], ["exp.yaml", "task.path=data.csv"], ["there/exp.yaml"]])
+    def test_a_run_of_a_task_with_a_relative_path_continues_from_any_directory(
+        self, given: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, registry: None
+    ) -> None:
+        home = Path(given[0]).parent
+        write(f"{home}/rows.py", ROWS)
+        write(f"{home}/data.csv", "".join(f"{i / 60},{1 - i / 60},{int(i > 30)}\n" for i in range(60)))
+        task = "task: {kind: rows, path: data.csv, labels: names.txt}"
+        write(f"{home}/exp.yaml", f"imports: [rows.py]\n{task}\nrecipe: adamw\nsteps: 4\nschedule: wsd\n")
+        succeeds("train", *given, "--out", "runs/long")
+        task = json.loads(Path("runs/long/config.json").read_text())["task"]
+        assert task == {"kind": "rows", "path": str(folder / home / "data.csv"), "labels": str(folder / "names.txt")}
+        assert "after 8 steps" in succeeds("train", "runs/long", "--extend", "8")
+        monkeypatch.chdir("/")
+        assert "after 8 steps" in succeeds("train", str(folder / "runs/long"))
+        assert "after 12 steps" in succeeds("train", str(folder / "runs/long"), "--extend", "12")
+        found = call("doctor", str(folder / "runs/long"))
+        assert found.output.count("not checked") == 0, found.output
 
     def test_the_same_command_again_continues_or_shows_the_result(self) -> None:
         first = succeeds("train", "exp.yaml")

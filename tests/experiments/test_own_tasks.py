@@ -384,3 +384,59 @@ def test_no_overrides_may_be_written_as_none() -> None:
     assert load_experiment({**fields, "overrides": None, "imports": None}, None, None) == load_experiment(fields)
     study = {"base": fields, "axes": {"lr": [1.0, 2.0]}}
     assert load_study(study, None) == load_study(study)
+
+
+TABLE = """
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from eigengraft.experiments.tasks import Batch, Examples, Fingerprint, Task
+
+
+class Table(Task):
+    kind: Literal["table_for_test"] = "table_for_test"
+    path: str | None = None
+
+    def load(self):
+        rows = Batch(torch.linspace(-1, 1, 16)[:, None], (torch.arange(16) > 8).long())
+        return Examples(rows, rows, 4, Fingerprint.of(self.path, Path(self.path).read_bytes()))
+
+    def build(self):
+        return nn.Linear(1, 2)
+"""
+
+
+@pytest.mark.parametrize("path", ["", "https://host/rows.csv", "package:pack/rows.csv", None])
+def test_a_path_that_names_no_file_of_this_machine_is_stored_as_it_is(
+    path: str | None, registry: None, tmp_path: Path
+) -> None:
+    (tmp_path / "table.py").write_text(TABLE)
+    fields = {"imports": [str(tmp_path / "table.py")], "task": {"kind": "table_for_test", "path": path}}
+    assert getattr(load_experiment({**fields, "recipe": "adamw"}).task, "path", "") == path
+
+
+def test_machines_with_the_same_data_in_different_folders_share_a_study(
+    registry: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_what_is_spawned(monkeypatch)
+    (tmp_path / "table.py").write_text(TABLE)
+    base = {"imports": [str(tmp_path / "table.py")], "task": {"kind": "table_for_test"}, "recipe": "adamw", "steps": 3}
+    data = {"name": "shared", "base": base, "axes": {"lr": [0.1]}}
+
+    def complete(place: str, content: str, seeds: str) -> dict[str, str]:
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "rows.csv").write_text(content)
+        monkeypatch.chdir(tmp_path / place)
+        study = load_study(data, ["base.task.path=rows.csv", f"seeds={seeds}"])
+        return complete_study(study, tmp_path / "study", workers=1)
+
+    assert complete("one", "a", "[0]") == {}
+    (tmp_path / "one").rename(tmp_path / "gone")
+    assert complete("two", "a", "[0,1]") == {}
+    runs = Report(tmp_path / "study").records.runs
+    assert [run.variant for run in runs] == ["", ""]
+    with refused(RecipeError, "data"):
+        complete("three", "b", "[0,1]")
