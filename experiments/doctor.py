@@ -33,6 +33,7 @@ from .run_log import ends_lost, is_lost, rows_with
 from .tasks import Task
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
+from .training.rundir import RunDirectory
 from .training.train import isolated_run
 
 LARGE_STEP = 0.3
@@ -155,7 +156,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "gradients; in an imported log, leave missing values empty",
     ),
     "error": Explanation(
-        "the code of the task, the model, a callback or a stage raised the error",
+        "the code of the task, the model, a callback or a stage raised the error, or the recipe does not fit the model",
         "read the message; `eigengraft --debug train` prints where it was raised",
     ),
     "exploding layer": Explanation(
@@ -223,17 +224,21 @@ class Diagnosis:
     directory: directory of the run.
     findings: faults of the run, the first cause first; () if nothing was found.
     notes: checks that were not possible, with the reason.
+    unfinished: a sentence about how far a run without a result has come; "" if the run has ended.
     """
 
     directory: Path
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
+    unfinished: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.findings)
 
     def __str__(self) -> str:
-        lines = [f"{self.directory}: {self.findings[0].kind if self.findings else 'nothing found'}"]
+        nothing = "unfinished, nothing found so far" if self.unfinished else "nothing found"
+        lines = [f"{self.directory}: {self.findings[0].kind if self.findings else nothing}"]
+        lines += [f"\nunfinished: {self.unfinished}"] if self.unfinished else []
         for number, one in enumerate(self.findings, start=1):
             step = "" if one.step is None else f", step {one.step}"
             lines += [f"\n{number}. {one.kind}{step}{one.layer and f', {one.layer}'}", f"   seen:    {one.text}"]
@@ -241,10 +246,11 @@ class Diagnosis:
         return "\n".join([*lines, *(f"\nnot checked: {note}" for note in self.notes)])
 
     def records(self) -> dict[str, Any]:
-        """Return the findings and notes as plain data."""
+        """Return the findings, the notes and `unfinished` as plain data."""
         fields = ("kind", "step", "layer", "text", "usual", "remedy")
         rows = [{name: getattr(one, name) for name in fields} for one in self.findings]
-        return {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
+        shown = {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
+        return {**shown, "unfinished": self.unfinished}
 
 
 class FirstBatch(NamedTuple):
@@ -353,6 +359,25 @@ class Record:
         """
         return self.fault is not None and (self.ends_lost if self.imported else not self.run.result)
 
+    @property
+    def unfinished(self) -> str:
+        """A sentence about how far the run has come and how to continue it.
+
+        It is "" if the run has a result, another training loop logged it, or an error or a recorded fault ended it.
+        """
+        if self.run.result or self.run.error or self.imported or self.ended_by_fault:
+            return ""
+        steps = self.run.rows[-1]["step"] if self.run.rows else 0
+        seen = f"the last row of metrics is that of step {steps}" if steps else "there is no row of metrics"
+        try:
+            saved = max(RunDirectory(self.run.directory).checkpoint_steps(), default=0)
+        except RecipeError as error:
+            advice = str(error)
+        else:
+            where = f"from the checkpoint of step {saved}" if saved else "from the start, as there is no checkpoint"
+            advice = f"if it was stopped, `eigengraft train {self.run.directory}` continues it {where}"
+        return f"{seen}, of {self.run.config.get('steps')} steps; the run was stopped or still trains; {advice}"
+
     def lost_rows(self, column: str) -> list[Mapping[str, Any]]:
         """Return the rows of an imported run in which the loss `column` is not finite."""
         return [row for row in self.run.rows if is_lost(row, column)]
@@ -435,7 +460,7 @@ def diagnose(directory: str | Path) -> Diagnosis:
         found += _failed_roots(record)
     routed = bool(record.run.config.get("recipe", {}).get("routes"))
     found = [replace(one, factor=_excess(record), routed=routed) for one in found]
-    return Diagnosis(record.run.directory, tuple(found), tuple(notes))
+    return Diagnosis(record.run.directory, tuple(found), tuple(notes), record.unfinished)
 
 
 def _is_learning_rate(found: list[Finding]) -> bool:

@@ -19,7 +19,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.numerics import local
 
 from ..provenance import provenance_of
-from ..tasks import Batch, Metrics, TaskError
+from ..tasks import Batch, Metrics
 from .callbacks import Callbacks, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
@@ -363,7 +363,7 @@ def train(
         with isolated_run(experiment, ranks):
             try:
                 trainer = Trainer(experiment, run, ranks, checked)
-            except TaskError as error:
+            except Exception as error:
                 if not ranks.distributed:
                     next_step = max(run.checkpoint_steps(), default=0) + 1
                     run.write("fault", asdict(Fault.of_error(error, next_step)))

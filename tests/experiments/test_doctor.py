@@ -250,10 +250,31 @@ def test_a_layer_that_grew_with_a_loss_that_exploded_comes_after_the_learning_ra
     assert "route" not in found[1].remedy and "lower lr, " in found[1].remedy
 
 
-def test_a_run_without_rows_is_not_called_healthy(tmp_path: Path) -> None:
+def test_a_recipe_that_does_not_fit_the_model_is_an_error(tmp_path: Path) -> None:
     missing = {**FAST, "match": {"name": "nothing"}}
-    diagnosis = treated(patient(recipe={"base": "adamw", "routes": [missing]}), tmp_path)
-    assert "row" in diagnosis.notes[0]
+    (found,) = treated(patient(recipe={"base": "adamw", "routes": [missing]}), tmp_path).findings
+    assert (found.kind, found.step, lacking(found.text, "ValueError", "routes.fast")) == ("error", 1, [])
+
+
+def test_a_model_without_trainable_parameters_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Patient, "build", lambda _: nn.Flatten())
+    with pytest.raises(ValueError, match="trainable parameters") as refusal:
+        train(patient(), tmp_path)
+    (found,) = diagnose(tmp_path).findings
+    assert (found.kind, found.text) == ("error", f"ValueError: {refusal.value}")
+
+
+@pytest.mark.parametrize(("step", "row", "saved"), [(3, 1, "start"), (31, 30, "step 20"), (46, 45, "step 40")])
+def test_a_killed_run_says_how_far_it_came_and_how_to_continue(step: int, row: int, saved: str, tmp_path: Path) -> None:
+    experiment = patient(checkpoint_every=20)
+    with pytest.raises(Stopped):
+        train(experiment, tmp_path, stop_at(step))
+    diagnosis = diagnose(tmp_path)
+    rows = [f"step {row}", "60 steps"] if step > 3 else ["no row", "60 steps"]
+    assert lacking(diagnosis.unfinished, *rows, f"train {tmp_path}", saved) == []
+    assert diagnosis.unfinished in str(diagnosis) and diagnosis.records()["unfinished"] == diagnosis.unfinished
+    assert diagnosis.notes[:1] == () if step > 3 else "row" in diagnosis.notes[0]
+    assert treated(experiment, tmp_path) == Diagnosis(tmp_path, ())
 
 
 @pytest.mark.parametrize(
