@@ -170,7 +170,7 @@ def test_output_that_is_not_utf8_ends_no_command(code, line, tmp_path):
 
 
 def command(folder, *line, before=""):
-    """What became of the command line in a process that has run some code before."""
+    """Run the command line in a process that has run some code before, and return its result."""
     code = (
         f"import runpy, sys\n{before}\nsys.argv[0] = 'eigengraft'\nrunpy.run_module('eigengraft', run_name='__main__')"
     )

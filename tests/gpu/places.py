@@ -75,7 +75,7 @@ def waits() -> Iterator[RealWaits]:
 
 
 def simulated() -> bool:
-    """Whether the CUDA device of this process is the simulated accelerator."""
+    """Return True if the CUDA device of this process is the simulated accelerator."""
     return isinstance(torch.empty(0, device="cuda"), SimulatedTensor)
 
 

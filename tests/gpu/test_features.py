@@ -46,7 +46,7 @@ LOW = {"float16": 1e-3, "bfloat16": 1e-2}
 
 
 def near(one: Run, two: Run, tolerance: float, steps: Sequence[list[Tensor]], recipe: str, **options: Any) -> bool:
-    """Whether two runs agree: up to the tolerance, or up to errors of rounding on a real device."""
+    """Return True if two runs agree up to the tolerance, or on a real device up to errors of rounding."""
     if not simulated():
         usable = [step for step in steps if all(x.isfinite().all() for x in step)]
         tolerance = max(tolerance, MANY * rounding(usable, one, recipe, **options))

@@ -94,7 +94,7 @@ def equal(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
     [(name, 1 + place % 2) for place, name in enumerate(name for name in COVER if name not in NEEDS_ALL)],
 )
 def test_released_steps_have_the_bits_of_ordinary_ones(recipe: str, micros: int) -> None:
-    """Of one batch or two, also where a layer has no gradient in some steps, and the rest of its stack waits."""
+    """Steps accumulate one batch or two. In some steps a layer has no gradient, so that the rest of its stack waits."""
     one, two = net(), net()
     plain, optimizer = compose(one, recipe), compose(two, recipe)
     release = eigengraft.release(two, optimizer)

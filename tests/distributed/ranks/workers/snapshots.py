@@ -215,7 +215,7 @@ def _host(case: dict[str, Any]) -> str:
 
 
 def _alike(one: tuple[nn.Module, Optimizer], two: tuple[nn.Module, Optimizer]) -> bool:
-    """Whether parameters and checkpoints have the same bits on all ranks: each compares its part."""
+    """Return True if parameters and checkpoints have the same bits on all ranks. Each rank compares its own part."""
     states = [optimizer.state_dict()["state"] for _, optimizer in (one, two)]
     tensors = [
         [*module.parameters(), *(state[i][key] for i in sorted(state) for key in sorted(state[i]))]
