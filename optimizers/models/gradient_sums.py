@@ -1,8 +1,13 @@
-"""Sums of values over the backward passes of a step. A sum is reset when the gradient of its parameter is reset."""
+"""Sums of values over the backward passes of a step. A sum is reset when the gradient of its parameter is reset.
+
+`GradientSums` is the base class of the signals that are collected in forwards and backwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +18,10 @@ from torch import Tensor
 
 from eigengraft.numerics import is_dtensor, local
 
+from ..optimizer import Optimizer
+
+ParamPlace = tuple[int, int]
+"""Position of a parameter in an optimizer: (index of its param group, position in the group)."""
 Join = Callable[[Tensor, Tensor], Tensor]
 """The operation that joins two values: `torch.add` or `torch.maximum`."""
 
@@ -58,27 +67,70 @@ class _Backward(dict[Hashable, _Running]):
     """
 
 
-class GradientSums:
-    """Sums of values by key. A key belongs to a parameter, and its sum to the parameter's present gradient.
+class GradientSums(ABC):
+    """A signal of an optimizer that is computed from sums of values by key, which hooks collect in backward passes.
 
-    `add` is called inside a backward, before the backward accumulates the parameter's gradient. If the gradient is None
-    or zero at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped the earlier
-    gradient. Values from a backward that does not change the gradient (`torch.autograd.grad`) are used only if no other
-    backward of the step changes the gradient. For a DTensor they are also used if a later backward changes it.
+    A key belongs to a parameter, and its sum to the parameter's present gradient. `add` is called inside a backward,
+    before the backward accumulates the parameter's gradient. If the gradient is None or zero at that time, a new sum
+    begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient. Values from a backward
+    that does not change the gradient (`torch.autograd.grad`) are used only if no other backward of the step changes the
+    gradient. For a DTensor they are also used if a later backward changes it. The optimizer is referenced weakly.
 
+    name: name of the signal.
     join: operation that joins values.
     measured: True to keep samples of gradients, which the method `factor` needs.
     """
 
-    def __init__(self, join: Join, measured: bool = False) -> None:
-        self._join, self._measured = join, measured
+    def __init__(self, optimizer: Optimizer, name: str, join: Join, measured: bool = False) -> None:
+        self.name, self._join, self._measured, self._optimizer = name, join, measured, weakref.ref(optimizer)
         self._running: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
         self._held: dict[Hashable, _Sum] = {}
         self._loose: dict[Hashable, _Sum] = {}
         self._left: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
+        self._handles: list[Any] = [optimizer.register_load_state_dict_post_hook(lambda _: self.clear())]
+        weakref.finalize(optimizer, remove_hooks, self._handles)
+        optimizer.provide(name, self.signal)
 
-    def __len__(self) -> int:
-        return len(self._held.keys() | self._loose.keys() | {key for found in self._running.values() for key in found})
+    @abstractmethod
+    def signal(self) -> Mapping[Tensor, Tensor] | None:
+        """Return the signal of each parameter that has one in this step, and drop all sums. None: no parameter has."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, which must exist."""
+        found = self._optimizer()
+        assert found is not None
+        return found
+
+    @property
+    def listens(self) -> bool:
+        """True if the optimizer exists and collects signals now."""
+        found = self._optimizer()
+        return found is not None and not found.param_sets.signals.listeners.paused
+
+    def parameter(self, place: ParamPlace) -> Tensor:
+        """Return the parameter that the optimizer has at a position now."""
+        parameter: Tensor = self.optimizer.param_groups[place[0]]["params"][place[1]]
+        return parameter
+
+    def places(self) -> Iterator[tuple[int, ParamPlace]]:
+        """Yield (id, position) of the parameters for which the optimizer was made.
+
+        Frameworks may replace these parameters later; `parameter` returns the present one.
+        """
+        for index, parameters in enumerate(self.optimizer.param_sets.parameters):
+            yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
+
+    def takers(self) -> dict[int, ParamPlace]:
+        """Return the position of each parameter whose update requests the signal, by id."""
+        sets = self.optimizer.param_sets
+        takers = sets.signals.listeners.takers(self.name, sets.rows())
+        return {key: place for key, place in self.places() if key in takers}
+
+    def remove(self) -> None:
+        """Remove the hooks and drop all sums. Later steps that need the signal raise an error."""
+        remove_hooks(self._handles)
+        self.clear()
 
     def clear(self) -> None:
         """Drop all sums."""
@@ -103,7 +155,7 @@ class GradientSums:
             running[key] = _Running(parameter, _stamp(parameter.grad))
         running[key].found = _Sum(value, count).joined(running[key].found, self._join)
 
-    def take(self) -> Mapping[Any, tuple[Tensor, int | Tensor]]:
+    def take(self) -> dict[Any, tuple[Tensor, int | Tensor]]:
         """Return (value, number of rows) of each sum by key, and drop all sums.
 
         A sum is left out if the gradient of its parameter is None now.
@@ -153,6 +205,12 @@ class GradientSums:
             some = changed[:: -(-len(changed) // _MEASURED)]
             for (key, parameter), sample in zip(some, _samples([p for _, p in some]), strict=True):
                 self._left[key] = parameter, sample
+
+
+def remove_hooks(handles: list[Any]) -> None:
+    """Remove hooks by their handles."""
+    for handle in handles:
+        handle.remove()
 
 
 def _after_backward(call: Callable[[], None]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +12,7 @@ from eigengraft.numerics import compute_dtype
 
 from ..optimizer import Optimizer
 from .arguments import require_optimizer
-from .gradient_sums import GradientSums
-from .layer_grams import ParamPlace, parameter_at, places, remove_hooks
+from .gradient_sums import GradientSums, ParamPlace
 
 VARIANCE = "gradient_variance"
 
@@ -54,42 +51,26 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
     return _Variance(optimizer).remove
 
 
-class _Variance:
+class _Variance(GradientSums):
     """Sums of the squares of gradients over backward passes. Hooks of the parameters reference this object."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.add, measured=True)
-        takers = optimizer.param_sets.signals.listeners.takers(VARIANCE, optimizer.param_sets.rows())
-        known = [place for key, place in places(optimizer) if key in takers]
-        self._handles: list[Any] = [optimizer.register_load_state_dict_post_hook(lambda _: self._sums.clear())]
-        for place in known:
+        super().__init__(optimizer, VARIANCE, torch.add, measured=True)
+        for place in self.takers().values():
             hook = partial(self._add, place)
-            self._handles.append(parameter_at(optimizer, place).register_hook(hook))  # type: ignore[no-untyped-call]
-        weakref.finalize(optimizer, remove_hooks, self._handles)
-        optimizer.provide(VARIANCE, self._take)
-
-    def remove(self) -> None:
-        """Remove the hooks. From now on the optimizer does not get the signal."""
-        remove_hooks(self._handles)
-        self._sums.clear()
+            self._handles.append(self.parameter(place).register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _add(self, place: ParamPlace, gradient: Tensor) -> None:
         """Add the squares of a gradient that a backward pass is about to accumulate."""
-        optimizer = self._optimizer()
-        if optimizer is not None and not optimizer.param_sets.signals.listeners.paused:
+        if self.listens:
             squares = gradient.detach().to(compute_dtype(gradient.dtype)).square()
-            self._sums.add(place, parameter_at(optimizer, place), squares)
+            self.add(place, self.parameter(place), squares)
 
-    def _take(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the signal of each parameter that had two or more backward passes in the step, and clear the sums.
-
-        Return None if there is no such parameter.
-        """
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        factor, made = self._sums.factor(), dict[Tensor, Tensor]()
-        for place, (squares, count) in self._sums.take().items():
-            parameter = parameter_at(optimizer, place)
+    def signal(self) -> Mapping[Tensor, Tensor] | None:
+        """Return the signal of each parameter that had two or more backward passes in the step, and clear the sums."""
+        factor, made = self.factor(), dict[Tensor, Tensor]()
+        for place, (squares, count) in self.take().items():
+            parameter = self.parameter(place)
             if parameter.grad is None or (not isinstance(count, Tensor) and count < 2):
                 continue
             total = squares * count

@@ -6,8 +6,7 @@ sums are stored until the next step of the optimizer.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,18 +23,16 @@ from eigengraft.numerics import compute_dtype, is_dtensor
 from ..isolation import without_autocast
 from ..optimizer import Optimizer
 from .arguments import require_watchable
-from .gradient_sums import GradientSums
+from .gradient_sums import GradientSums, ParamPlace
 
 CallRows = Callable[[Tensor], tuple[Tensor, int]]
 """Function that backward calls with the gradient of the output of one call of a layer. It returns the Gram matrix X^T X
 of the rows X of that call, and the number of rows to add to the layer's count N."""
 INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
 """Names of the two signals, in this order: from inputs of layers, and from gradients of outputs of layers."""
-ParamPlace = tuple[int, int]
-"""Position of a parameter in an optimizer: (index of its param group, position in the group)."""
 
 
-class LayerGrams:
+class LayerGrams(GradientSums):
     """Collector of X^T X for every layer whose update requests the signal `name`.
 
     The rows of X `[N, n]` are the layer's inputs, or the gradients of its outputs. X has the rows of all calls whose
@@ -44,7 +41,6 @@ class LayerGrams:
     adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only if a stage
     needs the signal in the next step. In copies and pickles of the model the hooks do nothing.
 
-    name: name of the signal.
     made: function that computes the signal of a layer from X^T X and N.
     of_gradients: True if rows are gradients. If gradients are scaled after the backward, X^T X is scaled by the square
         of the same factor.
@@ -57,12 +53,10 @@ class LayerGrams:
         made: Callable[[Tensor, int | Tensor], Tensor],
         of_gradients: bool = False,
     ) -> None:
-        self.name, self._made, self._optimizer = name, made, weakref.ref(optimizer)
-        self._sums = GradientSums(torch.add, measured=of_gradients)
-        self._places: WeakKeyDictionary[nn.Module, ParamPlace] = WeakKeyDictionary()
+        super().__init__(optimizer, name, torch.add, measured=of_gradients)
+        self._made = made
+        self._watched: WeakKeyDictionary[nn.Module, ParamPlace] = WeakKeyDictionary()
         self._due: set[ParamPlace] | None = None
-        self._handles: list[Any] = [optimizer.register_load_state_dict_post_hook(self._forget)]
-        weakref.finalize(optimizer, remove_hooks, self._handles)
 
     def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         """Register a hook at each layer whose update requests the signal, unless another collector has done so.
@@ -71,67 +65,52 @@ class LayerGrams:
             function that computes the Gram matrix of this call, and the tensor in the output whose gradient is passed
             to that function. The tensor is None if no gradient reaches the output.
         """
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        takers = optimizer.param_sets.signals.listeners.takers(self.name, optimizer.param_sets.rows())
-        known = {key: place for key, place in places(optimizer) if key in takers}
+        known = self.takers()
         for path, module in model.named_modules():
             if _multiplies(module) and id(module._parameters["weight"]) in known and not self._is_watched(module):
-                self._places[module] = known[id(module._parameters["weight"])]
+                self._watched[module] = known[id(module._parameters["weight"])]
                 self._handles.append(module.register_forward_hook(LayerHook(self, path, see)))
-
-    def remove(self) -> None:
-        """Remove the hooks and drop all rows. Later steps that need the signal raise an error."""
-        remove_hooks(self._handles)
-        self._sums.clear()
 
     def _is_watched(self, module: nn.Module) -> bool:
         """Return True if a hook of this layer already collects the same signal for the same optimizer."""
         found = (hook.grams for hook in module._forward_hooks.values() if isinstance(hook, LayerHook))
         return any(g is not None and g.name == self.name and g._optimizer() is self._optimizer() for g in found)
 
-    def _forget(self, *_: Any) -> None:
-        self._sums.clear()
+    def clear(self) -> None:
+        super().clear()
         self._due = None
 
     def wants(self, module: nn.Module) -> bool:
         """Return True if the rows of a layer should be collected now."""
-        optimizer, weight = self._optimizer(), module._parameters.get("weight")
-        if optimizer is None or weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        weight = module._parameters.get("weight")
+        if weight is None or not (weight.requires_grad and torch.is_grad_enabled() and self.listens):
             return False
-        listeners = optimizer.param_sets.signals.listeners
-        if listeners.paused or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
         if self._due is None:
-            due = listeners.next(self.name, optimizer.param_sets, optimizer.param_sets.rows())
-            self._due = {place for key, place in places(optimizer) if key in due}
-        if (place := self._places.get(module)) not in self._due or place is None:
+            sets = self.optimizer.param_sets
+            due = sets.signals.listeners.next(self.name, sets, sets.rows())
+            self._due = {place for key, place in self.places() if key in due}
+        if (place := self._watched.get(module)) not in self._due or place is None:
             return False
-        parameter = parameter_at(optimizer, place)
+        parameter = self.parameter(place)
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
-    def add(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
+    def add_later(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
         """Register a hook that adds the rows of one call of a layer when backward computes the gradient of the output.
 
         It is a hook of the output tensor, which runs even if the next layer writes into this tensor.
         """
-        output.register_hook(partial(self._add, self._places[module], rows))  # type: ignore[no-untyped-call]
+        output.register_hook(partial(self._add, self._watched[module], rows))  # type: ignore[no-untyped-call]
 
     def _add(self, place: ParamPlace, rows: CallRows, gradient: Tensor) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            self._sums.add(place, parameter_at(optimizer, place), *rows(gradient))
+        if self._optimizer() is not None:
+            self.add(place, self.parameter(place), *rows(gradient))
 
-    def take(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the signal of each parameter for which rows were collected since the last step, and drop the rows.
-
-        Return None if no rows were collected.
-        """
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        factor, found = self._sums.factor(), self._sums.take()
-        self._forget()
+    def signal(self) -> Mapping[Tensor, Tensor] | None:
+        factor, found = self.factor(), self.take()
         rows = {place: own for place, own in found.items() if isinstance(own[1], Tensor) or own[1]}
-        made = {parameter_at(optimizer, place): self._made(*own) for place, own in rows.items()}
+        made = {self.parameter(place): self._made(*own) for place, own in rows.items()}
         if factor is not None:
             square = factor.square()
             made = {parameter: x * square.to(x.device) for parameter, x in made.items()}
@@ -154,7 +133,7 @@ class LayerHook:
         if self.grams is not None and self.grams.wants(module):
             rows, differentiable = self._see(self.path, module, args, output)
             if differentiable is not None:
-                self.grams.add(module, rows, differentiable)
+                self.grams.add_later(module, rows, differentiable)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerHook, (None, self.path, self._see)
@@ -178,21 +157,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_dtensor(x) else x
 
 
-def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
-    """Yield (id, position) of the parameters for which an optimizer was made.
-
-    Frameworks may replace these parameters later; `parameter_at` returns the present one.
-    """
-    for index, parameters in enumerate(optimizer.param_sets.parameters):
-        yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
-
-
-def parameter_at(optimizer: Optimizer, place: ParamPlace) -> Tensor:
-    """Return the parameter that an optimizer has at a position now."""
-    parameter: Tensor = optimizer.param_groups[place[0]]["params"][place[1]]
-    return parameter
-
-
 def _multiplies(module: nn.Module) -> bool:
     """Return True if a layer is known to multiply its inputs by its weight."""
     weight = module._parameters.get("weight")
@@ -201,12 +165,6 @@ def _multiplies(module: nn.Module) -> bool:
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return module.groups == 1 and module.padding_mode == "zeros" and module.padding != "same"
     return weight.ndim == 2
-
-
-def remove_hooks(handles: list[Any]) -> None:
-    """Remove hooks by their handles."""
-    for handle in handles:
-        handle.remove()
 
 
 def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
@@ -228,7 +186,6 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
         return None
     grams = LayerGrams(optimizer, INPUT_GRAM, lambda total, rows: total / rows)
     grams.watch(model, _see_inputs)
-    optimizer.provide(INPUT_GRAM, grams.take)
     return grams
 
 
@@ -294,7 +251,6 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
         return None
     grams = LayerGrams(optimizer, OUTPUT_GRAM, lambda total, rows: total * rows, of_gradients=True)
     grams.watch(model, _see_outputs)
-    optimizer.provide(OUTPUT_GRAM, grams.take)
     return grams
 
 

@@ -19,10 +19,9 @@ from eigengraft.numerics import is_dtensor, local
 
 from ..isolation import without_autocast
 from ..optimizer import Optimizer
-from ..signals import Given
 from .arguments import require_watchable
-from .gradient_sums import GradientSums
-from .layer_grams import ParamPlace, differentiable, parameter_at, places
+from .gradient_sums import GradientSums, ParamPlace
+from .layer_grams import differentiable
 
 if TYPE_CHECKING:  # importing it takes as long as all of this library
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +88,7 @@ class MaxLogits(nn.Module):
             found = self._found(queries, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
         heads = _heads(q, k) if is_dtensor(q) or is_dtensor(k) else None
         self._seen = _Seen(q.shape[-1], keys.shape[1], heads, shards)
-        trained.register_hook(partial(source.add, self, found))  # type: ignore[no-untyped-call]
+        trained.register_hook(partial(source.add_call, self, found))  # type: ignore[no-untyped-call]
 
     def _found(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the largest product q_i . k_j of each head, `[H]`.
@@ -276,50 +275,45 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
     """
     require_watchable("watch_logits", optimizer, model)
     if _NAME in optimizer.param_sets.signals.listeners.asking:
-        optimizer.provide(_NAME, LogitSource(optimizer, model))
+        LogitSource(optimizer, model)
 
 
-class LogitSource:
-    """The signal `max_logit`, collected from all `MaxLogits` of a model. Model and optimizer are referenced weakly."""
+class LogitSource(GradientSums):
+    """The signal `max_logit`, collected from all `MaxLogits` of a model. The model is referenced weakly."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.maximum)
-        optimizer.register_load_state_dict_post_hook(self._forget)
-        self._places: weakref.WeakKeyDictionary[MaxLogits, dict[str, ParamPlace]] = weakref.WeakKeyDictionary()
-        known = dict(places(optimizer))
+        super().__init__(optimizer, _NAME, torch.maximum)
+        self._weights: weakref.WeakKeyDictionary[MaxLogits, dict[str, ParamPlace]] = weakref.WeakKeyDictionary()
+        known = dict(self.places())
         for module in model.modules():
             for recorder in (part for part in module.children() if isinstance(part, MaxLogits)):
                 weights = {name: id(module.get_parameter(name)) for name in recorder.weights}
-                self._places[recorder] = {name: known[own] for name, own in weights.items() if own in known}
+                self._weights[recorder] = {name: known[own] for name, own in weights.items() if own in known}
                 recorder.listen(self, module)
 
     def wants(self) -> bool:
         """Return True if calls should be recorded now."""
-        optimizer = self._optimizer()
-        if optimizer is None or optimizer.param_sets.signals.listeners.paused or not torch.is_grad_enabled():
-            return False
-        return torch._C._functorch.peek_interpreter_stack() is None
+        return self.listens and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
-    def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
+    def add_call(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
         """Join the largest logits of one call with those of earlier calls.
 
         The method is a hook of the call's queries or keys. Backward calls it with their gradient, which is not used.
         """
-        if (optimizer := self._optimizer()) is not None:
-            parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]
+        if self._optimizer() is not None:
+            parameters = map(self.parameter, self._weights[recorder].values())
             for parameter in [parameter for parameter in parameters if parameter.requires_grad][:1]:
-                self._sums.add(recorder, parameter, largest)
+                self.add(recorder, parameter, largest)
 
-    def __call__(self) -> Given | None:
-        optimizer, found = self._optimizer(), dict[Tensor, Tensor]()
-        assert optimizer is not None
+    def signal(self) -> Mapping[Tensor, Tensor] | None:
+        found = dict[Tensor, Tensor]()
         specs = {
             id(parameter): spec
-            for param_set in optimizer.param_sets
+            for param_set in self.optimizer.param_sets
             for parameter, spec in zip(param_set.parameters, param_set.specs, strict=True)
         }
-        for recorder, (largest, _) in self._sums.take().items():
-            held = {name: parameter_at(optimizer, place) for name, place in self._places[recorder].items()}
+        for recorder, (largest, _) in self.take().items():
+            held = {name: self.parameter(place) for name, place in self._weights[recorder].items()}
 
             def axis_of(name: str, held: Mapping[str, Tensor] = held) -> int:
                 spec = specs.get(id(held.get(name)))
@@ -330,6 +324,3 @@ class LogitSource:
                     before = found.get(parameter)
                     found[parameter] = value if before is None else torch.maximum(before, value)
         return found or None
-
-    def _forget(self, *_: object) -> None:
-        self._sums.clear()

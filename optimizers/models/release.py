@@ -30,7 +30,7 @@ from ..stacks.stack import connected
 from ..step.step import ParamSet
 from ..write.write import Hyper
 from .arguments import require_watchable
-from .layer_grams import remove_hooks
+from .gradient_sums import remove_hooks
 
 RELEASED_SIGNALS = PER_STACK | {"parameter", "step_fraction"}
 """Names of the signals that are known before backward has ended. Parameters whose update requests another signal cannot
