@@ -6,7 +6,7 @@ Blocks and owners are computed by the functions that the optimizer itself uses. 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,7 @@ from ..inspect.reporting import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
-from ..stacks.assignment import Advice, advise, assign_owners, block_cost, common_interval, offloaded_bytes
+from ..stacks.assignment import Advice, advise, assign_owners, block_bytes, common_interval
 from ..stacks.placement import ParamPlacement, ParamSpec, place, refresh_phases
 from ..stacks.stack import divide
 from .traffic import Traffic, count_owned, step_traffic
@@ -135,11 +135,12 @@ def plan(
     balance, ranks = assign_owners(specs, recipe, phases, loads), loads.ranks
     groups = math.prod(mesh) // ranks
     block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
+    stored = {location: np.tile(own, groups) for location, own in _stored(recipe, specs, block_groups, ranks).items()}
     return Plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
         np.tile(sum((count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
-        np.tile(_state_bytes(recipe, specs, block_groups, ranks), groups),
-        {location: np.tile(own, groups) for location, own in _offloaded(recipe, specs, block_groups, ranks).items()},
+        np.sum([*stored.values()], axis=0),
+        {location: own for location, own in stored.items() if location},
         np.tile(loads.work, groups),
         step_traffic(recipe, specs, block_groups, layouts, not _placements(mesh, parallel), groups),
         loads.interval,
@@ -215,70 +216,48 @@ def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Pla
     return placements
 
 
-def _state_bytes(
-    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
-) -> NDArray[np.int64]:
-    """Return the bytes of all state that each rank stores, `[R]`."""
-    rules = recipe.rules()
-    state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
-    for block_group in block_groups:
-        rule = rules[block_group.path]
-        cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
-        state += cost.state * count_owned(block_group, ranks)
-    found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
-    for spec in specs:
-        key = spec.path, spec.shape  # parameters with equal shapes and updates have equal placements
-        if key not in found:
-            found[key] = _local_bytes(recipe, spec)
-        state += found[key]
-    return state
-
-
-def _offloaded(
+def _stored(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the bytes of state that each rank stores in host memory between steps, `[R]`, by "cpu" or "disk"."""
-    found = defaultdict[str, NDArray[np.int64]](lambda: np.zeros(ranks, dtype=np.int64))
-    if all(quantizer.location is None for quantizer in recipe.storage.values()):
-        return {}
-    rules = recipe.rules()
+    """Return the bytes of state that each rank stores, `[R]`, by location between steps: "", "cpu" or "disk".
+
+    "" is the device of the parameters.
+    """
+    rules, found = recipe.rules(), {"": np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)}
+    zeros = np.zeros(ranks, dtype=np.int64)
     for group in block_groups:
-        owned = count_owned(group, ranks)
-        sizes = offloaded_bytes(rules[group.path], group.path, group.shape, group.dtype, recipe.storage)
+        sizes = block_bytes(rules[group.path], group.path, group.shape, group.dtype, recipe.storage)
         for location, size in sizes.items():
-            found[location] += size * owned
-    for spec in specs:
-        if spec.placement is None or spec.placement.owners is not None:
-            continue
-        for rank, box in enumerate(spec.placement.updated.boxes):
-            if box.numel:
-                dtype = compute_dtype(spec.dtype)
-                sizes = offloaded_bytes(rules[spec.path], spec.path, box.shape, dtype, recipe.storage)
-                for location, size in sizes.items():
-                    found[location][rank] += size
-    return dict(found)
+            found[location] = found.get(location, zeros) + size * count_owned(group, ranks)
+    # parameters with equal shapes, dtypes and updates have equal placements
+    alike = Counter((spec.path, spec.shape, spec.dtype) for spec in specs)
+    for spec in {(spec.path, spec.shape, spec.dtype): spec for spec in specs}.values():
+        for location, own in _local_bytes(recipe, spec).items():
+            found[location] = found.get(location, zeros) + alike[spec.path, spec.shape, spec.dtype] * own
+    return found
 
 
-def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
-    """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`.
+def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]]:
+    """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`, by location.
 
     This state consists of iterates, slots of constraints, and the state of shards that are updated in place.
     """
     rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placement
     assert placement is not None
 
-    def size(shape: tuple[int, ...]) -> int:
+    def size(shape: tuple[int, ...]) -> Counter[str]:
         kept = [constraint for constraint in rule.constraints if constraint.keeps(spec.dtype)]
         slots = [slot for constraint in kept for slot in constraint.slots(shape).values()]
         if recipe.averaging is not None:
             slots += recipe.averaging.slots(shape, computed != spec.dtype).values()
         if "partner_before" in asking(rule.stages()):
             slots.append(Slot(shape))
-        total = sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)
+        total = Counter({"": sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)})
         if placement.owners is None and 0 not in shape:
-            total += block_cost(rule, spec.path, shape, computed, recipe.storage).state
+            total += block_bytes(rule, spec.path, shape, computed, recipe.storage)
         return total
 
     shapes = [box.shape for box in placement.updated.boxes]
     sizes = {shape: size(shape) for shape in set(shapes)}
-    return np.array([sizes[shape] for shape in shapes], dtype=np.int64)
+    locations = set[str]().union(*sizes.values())
+    return {to: np.array([sizes[shape][to] for shape in shapes], dtype=np.int64) for to in locations}

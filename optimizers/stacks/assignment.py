@@ -28,7 +28,7 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor
 from eigengraft.preconditioners.cadence import Cadence
-from eigengraft.quantization import Quantizer, choose, choose_codec
+from eigengraft.quantization import Quantizer, choose
 
 from ..param_groups import flat_piece
 from ..recipe.loading import load_recipe
@@ -89,23 +89,22 @@ def block_cost(
     """
     constant = sum((stage.work(block) for _, stage in rule.stages()), 0.0)
     rare = tuple((cadence, FACTORIZATION * cost) for cadence, cost in refreshes(rule, block))
-    slots = slot_keys(rule, path, block).items()
-    return Cost(
-        constant, rare, sum(_bytes(s.shape, s.dtype or dtype, choose_codec(storage, key, s)) for key, s in slots)
-    )
+    return Cost(constant, rare, block_bytes(rule, path, block, dtype, storage).total())
 
 
-def offloaded_bytes(
+def block_bytes(
     rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
 ) -> Counter[str]:
-    """Return the bytes of a block's state that are in host memory between steps, by location. No state is allocated.
+    """Return the bytes of a block's state by its location between steps: "" for the device of the block.
 
-    The arguments are those of `block_cost`.
+    No state is allocated. The arguments are those of `block_cost`.
     """
     found = Counter[str]()
     for key, slot in slot_keys(rule, path, block).items():
-        if (quantizer := choose(storage, key, slot)) is not None and quantizer.location is not None:
-            found[quantizer.location.to] += _bytes(slot.shape, slot.dtype or dtype, quantizer.codec)
+        quantizer = choose(storage, key, slot)
+        location = None if quantizer is None else quantizer.location
+        codec = None if quantizer is None else quantizer.codec
+        found["" if location is None else location.to] += _bytes(slot.shape, slot.dtype or dtype, codec)
     return found
 
 
