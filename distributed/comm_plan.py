@@ -2,28 +2,32 @@
 
 A block group consists of equal blocks of all ranks. The blocks of a group that one rank owns form a stack on that rank.
 Block groups are sent in rounds of messages, in the same order on every rank, even on a rank that owns none of their
-blocks. A transfer is a set of entries of one block that are contiguous in a message. This part of the message is called
-a stretch. The functions at the end of this module copy stretches from and to views of blocks and parameters.
+blocks. A transfer is a set of entries of one block that are contiguous in a message.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.blocks import BlockGrid
+from eigengraft.blocking.blocks import BlockGrid, Box
 from eigengraft.errors import name_some
 
 from .layouts import Layout, Region, regions
 from .rank_group import RankGroup, Work
+
+EntryView = Callable[[Tensor], Tensor]
+"""Function that selects entries: it accepts this rank's shard of a tensor and returns a view of some of its entries."""
+Source = Callable[[int, EntryView], Tensor | None]
+"""Function of the position of a parameter and an `EntryView`. It returns the selected entries of one tensor of the
+parameter, such as its gradient, or None if the parameter has no such tensor."""
 
 
 @dataclass(frozen=True)
@@ -83,46 +87,76 @@ class Transfer:
     group: index of the block group.
     block: the block.
     region: the entries, in the block and in the parameter.
+    held: all entries of the parameter that the rank holds whose shard has the entries of the region.
     """
 
     group: int
     block: PlacedBlock
     region: Region
+    held: Box
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the entries."""
+        return self.region.box.shape
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if the entries are all entries of the shard."""
+        return self.region.box == self.held
+
+    @cached_property
+    def view(self) -> EntryView:
+        """Function that returns the entries as a view of the shard."""
+        return _whole if self.whole else itemgetter(self.region.box.within(self.held))
 
 
-class SentEntries(NamedTuple):
-    """Entries of a block that this rank sends to the owner of the block. They are contiguous in a message.
+class Message:
+    """Entries that are sent to all ranks, or received from all ranks, in the order of the ranks.
 
-    position: position of the parameter.
-    shape: shape of the entries.
-    view: function that returns the entries as a view of this rank's shard.
+    transfers: the entries.
+    lengths: for each rank, the number of entries to or from this rank.
     """
 
-    position: int
-    shape: tuple[int, ...]
-    view: Callable[[Tensor], Tensor]
+    def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
+        self.transfers = [transfer for own in transfers for transfer in own]
+        self._sizes = [math.prod(transfer.shape) for transfer in self.transfers]
+        self.lengths = [sum(math.prod(transfer.shape) for transfer in own) for own in transfers]
+
+    def split(self, data: Tensor) -> list[Tensor]:
+        """Return, for each transfer, a view of its entries in the message `[n]`."""
+        pieces = zip(self.transfers, torch.split(data, self._sizes), strict=True)
+        return [piece.view(transfer.shape) for transfer, piece in pieces]
+
+    def empty(self, dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
+        """Return an uninitialized message `[n]`, or a message of zeros."""
+        return (torch.zeros if zero else torch.empty)(sum(self._sizes), dtype=dtype, device=device)
+
+    def in_stacks(self, stacks: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return, for each transfer, a view of its entries in the stack `[n, *block]` of its block group.
+
+        stacks: the stack of each block group, by index of the group.
+        """
+        return [own.region.in_block(stacks[own.group][own.block.row]) for own in self.transfers]
 
 
 @dataclass
 class Round:
     """Block groups whose messages are sent together, by one collective.
 
-    All fields except `groups` are lists over ranks r.
-
     groups: indices of the block groups.
-    held[r]: transfers between this rank's shards and blocks that rank r owns. Rank r returns updates of these entries.
-    sent[r]: the subset of held[r] whose gradients this rank sends to r. Each gradient entry is sent by one replica.
-    owned[r]: transfers between blocks that this rank owns and the shards of rank r. Rank r receives updates of these
-        entries.
-    received[r]: the subset of owned[r] whose gradients this rank receives from r.
-    lengths[r]: number of entries of all blocks that rank r owns.
+    held: transfers between this rank's shards and the blocks of each rank. The rank returns updates of these entries.
+    sent: the subset of `held` whose gradients this rank sends. Each gradient entry is sent by one replica.
+    owned: transfers between blocks that this rank owns and the shards of each rank, which receives their updates.
+    received: the subset of `owned` whose gradients this rank receives.
+    lengths: for each rank, the number of entries of all blocks that it owns.
     """
 
     groups: list[int]
-    held: list[list[Transfer]]
-    sent: list[list[Transfer]]
-    owned: list[list[Transfer]]
-    received: list[list[Transfer]]
+    held: Message
+    sent: Message
+    owned: Message
+    received: Message
     lengths: list[int]
 
 
@@ -165,39 +199,27 @@ class CommPlan:
         """Mapping from the index of a block group to the index of the round in which the group is sent."""
         return {group: index for index, own in enumerate(self.rounds) for group in own.groups}
 
-    @cached_property
-    def sent_entries(self) -> list[list[SentEntries]]:
-        """For each round, the entries that this rank sends, in the order of their owners."""
-        return [[self._sent_entries(one) for each in own.sent for one in each] for own in self.rounds]
-
-    def _sent_entries(self, transfer: Transfer) -> SentEntries:
-        position, box = transfer.block.position, transfer.region.box
-        held = self.layouts[position].boxes[self.rank_group.rank]
-        return SentEntries(position, box.shape, _whole if box == held else itemgetter(box.within(held)))
-
     def _round(self, groups: list[int]) -> Round:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         lengths = [0 for _ in ranks]
-        for block in (block for group in groups for block in self.block_groups[group].blocks):
-            lengths[block.owner] += math.prod(block.grid.shape)
         held: list[list[Transfer]] = [[] for _ in ranks]
         owned: list[list[Transfer]] = [[] for _ in ranks]
-        if self.replicated:
-            return Round(groups, held, held, owned, owned, lengths)
-        for group in groups:
-            for block in self.block_groups[group].blocks:
+        for group, block in ((group, own) for group in groups for own in self.block_groups[group].blocks):
+            lengths[block.owner] += math.prod(block.grid.shape)
+            if not self.replicated:
                 held[block.owner] += self._transfers(group, block, me)
-                if block.owner == me:
-                    for rank in ranks:
-                        owned[rank] += self._transfers(group, block, rank)
+            if not self.replicated and block.owner == me:
+                for rank in ranks:
+                    owned[rank] += self._transfers(group, block, rank)
         sent = [[transfer for transfer in own if self._sends(me, rank, transfer)] for rank, own in enumerate(held)]
         received = [[transfer for transfer in own if self._sends(rank, me, transfer)] for rank, own in enumerate(owned)]
-        return Round(groups, held, sent, owned, received, lengths)
+        return Round(groups, *map(Message, (held, sent, owned, received)), lengths)
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
         """Return transfers that together contain those entries of a block that a rank holds."""
         layout = self.layouts[block.position]
-        return [Transfer(group, block, region) for region in regions(layout.shape, block.grid, layout.boxes[rank])]
+        held = layout.boxes[rank]
+        return [Transfer(group, block, region, held) for region in regions(layout.shape, block.grid, held)]
 
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
         """Return True if a rank sends the gradients of a transfer to the owner.
@@ -233,17 +255,6 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
         rounds[-1].append(index)
         size, last = size + group.nbytes, dtypes
     return rounds
-
-
-EntryView = Callable[[Tensor], Tensor]
-"""Function that selects the entries to send: it accepts this rank's shard of a tensor and returns a view of some of the
-shard's entries."""
-EntryReader = Callable[[EntryView], Tensor]
-"""Function that applies an `EntryView` to one tensor and returns the selected entries, or values computed from these
-entries, such as gradients plus weight decay."""
-Source = Callable[[int], EntryReader | None]
-"""Function from the position of a parameter to an `EntryReader` of one tensor of the parameter, such as its gradient.
-The result is None if the parameter has no such tensor."""
 
 
 @dataclass(frozen=True)
@@ -293,44 +304,12 @@ class Assembly:
         return {**complete, **{at: self._begun.pop(at) for at in done}}
 
 
-def read(x: Tensor | None) -> EntryReader | None:
-    """Return an `EntryReader` that returns the selected entries of tensor x unchanged; None if x is None."""
-    return None if x is None else lambda view: view(x)
-
-
 def reading(tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None]) -> Source:
-    """Return a `Source` whose readers return the selected entries of the given tensors unchanged.
+    """Return a `Source` that returns the selected entries of the given tensors unchanged.
 
     tensors: the tensor of each parameter, by position; None: the parameter has no tensor.
     """
-    return lambda position: read(tensors[position])
-
-
-def flattened(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
-    """Join lists of transfers, one for each rank, into one list."""
-    return [transfer for own in transfers for transfer in own]
-
-
-def count(transfers: Sequence[Transfer]) -> int:
-    """Return the number of entries of all transfers together."""
-    return sum(transfer.region.box.numel for transfer in transfers)
-
-
-def stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
-    """Yield, for each transfer in order, a view of its entries in a message `[n]`."""
-    at = 0
-    for transfer in transfers:
-        end = at + transfer.region.box.numel
-        yield data[at:end].view(transfer.region.box.shape)
-        at = end
-
-
-def stack_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
-    """Return, for each transfer, a view of its entries in the stack `[n, *block]` of its block group.
-
-    stacks: the stack of each block group, by index of the group.
-    """
-    return [transfer.region.in_block(stacks[transfer.group][transfer.block.row]) for transfer in transfers]
+    return lambda position, view: None if (own := tensors[position]) is None else view(own)
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -346,18 +325,11 @@ def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
 
     index: index of the round.
     """
-    entries, first = plan.sent_entries[index], plan.block_groups[plan.rounds[index].groups[0]]
-    readers = {position: source(position) for position in dict.fromkeys(one.position for one in entries)}
-    sizes = [math.prod(one.shape) for one in entries]
-    empty = torch.zeros if None in readers.values() else torch.empty
-    out = empty(sum(sizes), dtype=first.gradient_dtype, device=first.device)
-    targets, sources = [], []
-    for one, target in zip(entries, torch.split(out, sizes), strict=True):
-        reader = readers[one.position]
-        if reader is not None:
-            targets.append(target.view(one.shape))
-            sources.append(reader(one.view))
-    copy_all(targets, sources)
+    own = plan.rounds[index]
+    first, found = plan.block_groups[own.groups[0]], [source(x.block.position, x.view) for x in own.sent.transfers]
+    out = own.sent.empty(first.gradient_dtype, first.device, zero=any(x is None for x in found))
+    pairs = [(target, x) for target, x in zip(own.sent.split(out), found, strict=True) if x is not None]
+    copy_all([target for target, _ in pairs], [x for _, x in pairs])
     return out
 
 
@@ -371,5 +343,5 @@ def send_shards(
     rank_group: the ranks; None: the ranks of the plan.
     """
     own = plan.rounds[index]
-    sending, receiving = [count(each) for each in own.sent], [count(each) for each in own.received]
-    return (rank_group or plan.rank_group).all_to_all(message, sending, receiving, f"{name} of {plan.describe(index)}")
+    what = f"{name} of {plan.describe(index)}"
+    return (rank_group or plan.rank_group).all_to_all(message, own.sent.lengths, own.received.lengths, what)

@@ -11,22 +11,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.blocks import BlockGrid, Box
+from eigengraft.blocking.blocks import BlockGrid
 
-from .comm_plan import (
-    Arrived,
-    CommPlan,
-    Round,
-    Source,
-    copy_all,
-    count,
-    flattened,
-    pack_shards,
-    send_shards,
-    stack_views,
-    stretches,
-)
-from .layouts import Region
+from .comm_plan import Arrived, CommPlan, EntryView, Round, Source, copy_all, pack_shards, send_shards
 from .rank_group import Work
 
 IN_FLIGHT = 2
@@ -87,8 +74,7 @@ class CommStep:
             index = self.comm_plan.round_of[group]
             own, data = self.comm_plan.rounds[index], self._arriving.pop((source, index)).wait()
             stacks = {group: self.comm_plan.empty(group) for group in own.groups}
-            transfers = flattened(own.received)
-            copy_all(stack_views(transfers, stacks), list(stretches(data, transfers)))
+            copy_all(own.received.in_stacks(stacks), own.received.split(data))
             self._arrived.update({(source, group): stack for group, stack in stacks.items()})
         return self._arrived[source, group]
 
@@ -153,12 +139,10 @@ class CommStep:
             flat = [stack.reshape(-1).to(first.update_dtype) for stack in stacks.values()]
             stacks.clear()
             return plan.rank_group.all_gather_uneven(torch.cat(flat) if len(flat) > 1 else flat[0], own.lengths, label)
-        transfers = flattened(own.owned)
-        out = torch.empty(count(transfers), dtype=first.update_dtype, device=first.device)
-        copy_all(list(stretches(out, transfers)), stack_views(transfers, stacks))
+        out = own.owned.empty(first.update_dtype, first.device)
+        copy_all(own.owned.split(out), own.owned.in_stacks(stacks))
         stacks.clear()
-        sending, receiving = [count(each) for each in own.owned], [count(each) for each in own.held]
-        return plan.rank_group.all_to_all(out, sending, receiving, label)
+        return plan.rank_group.all_to_all(out, own.owned.lengths, own.held.lengths, label)
 
     def _receive(self) -> None:
         """Wait for the updates of the oldest round under way, and pass them to the function `receive`."""
@@ -167,14 +151,11 @@ class CommStep:
         arrived = self._shards(own, data) if isinstance(data, Tensor) else self._blocks(own, data)
         self._handle(list(arrived))
 
-    def _shards(self, own: Round, data: Tensor) -> Iterator[Arrived]:
+    def _shards(self, sent: Round, data: Tensor) -> Iterator[Arrived]:
         """Yield the updates of a round, from a message `[n]`, with views of the same entries in this rank's shards."""
-        plan, transfers = self.comm_plan, flattened(own.held)
-        for transfer, values in zip(transfers, stretches(data, transfers), strict=True):
-            position = transfer.block.position
-            held = plan.layouts[position].boxes[plan.rank_group.rank]
-            dtype, whole = plan.block_groups[transfer.group].dtype, transfer.region.box == held
-            yield Arrived(position, dtype, [values], partial(_in_shard, transfer.region, held), whole)
+        for own, values in zip(sent.held.transfers, sent.held.split(data), strict=True):
+            dtype = self.comm_plan.block_groups[own.group].dtype
+            yield Arrived(own.block.position, dtype, [values], partial(_as_list, own.view), own.whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
         """Yield updates of blocks, from the message `[lengths[r]]` of each rank r, with views of these blocks.
@@ -192,9 +173,8 @@ class CommStep:
                 yield Arrived(block.position, group.dtype, pieces, partial(_in_parameter, grid), grid.is_parameter)
 
 
-def _in_shard(region: Region, held: Box, shard: Tensor) -> list[Tensor]:
-    """Return a view of the entries of a region in a shard. The shard holds a box of its parameter."""
-    return [region.in_shard(shard, held)]
+def _as_list(view: EntryView, shard: Tensor) -> list[Tensor]:
+    return [view(shard)]
 
 
 def _in_parameter(grid: BlockGrid, parameter: Tensor) -> list[Tensor]:

@@ -306,15 +306,8 @@ class Region:
     corner: Numbers
     strides: tuple[Stride, ...]
 
-    def in_shard(self, shard: Tensor, held: Box) -> Tensor:
-        """Return the entries of the region as a view of `shard`, a rank's part of the parameter.
-
-        held: box of all entries of the shard.
-        """
-        return shard[self.box.within(held)]
-
     def in_block(self, block: Tensor) -> Tensor:
-        """Return the entries of the region as a view of `block`, in the shape that `in_shard` returns."""
+        """Return the entries of the region as a view of `block`, in the shape of the box."""
         own = block.stride()
         first = block.storage_offset() + sum(at * stride for at, stride in zip(self.corner, own, strict=True))
         return torch.as_strided(block, self.box.shape, [own[s.axis] * s.places for s in self.strides], first)

@@ -15,10 +15,9 @@ from eigengraft.distributed.comm_plan import (
     Assembly,
     BlockGroup,
     CommPlan,
-    EntryReader,
+    EntryView,
     Source,
     copy_all,
-    read,
     reading,
 )
 from eigengraft.distributed.comm_step import CommStep
@@ -105,7 +104,7 @@ class RankExchange(LocalExchange):
         self._used_gradients.use()
         if self._needs_rms:
             self._rms = self._root_mean_squares()
-        sources: dict[str, Source] = {"gradients": partial(self._reader, step)}
+        sources: dict[str, Source] = {"gradients": partial(self._entries, step)}
         if self._needs_parameters:
             sources["parameters"] = reading(self.iterates.decaying())
         sources.update({name: reading(tensors) for name, tensors in step.entries.items()})
@@ -118,18 +117,18 @@ class RankExchange(LocalExchange):
         norms = self.rank_checks.parameter_norms(self.iterates.parameters)
         return self._rms_from_norms(range(len(self.names)), norms)
 
-    def _reader(self, step: Step, position: int) -> EntryReader | None:
-        """Return an `EntryReader` of a parameter's gradient, with the weight decay that the recipe adds to gradients.
+    def _entries(self, step: Step, position: int, view: EntryView) -> Tensor | None:
+        """Return entries of a parameter's gradient, with the weight decay that the recipe adds to gradients.
 
         Returns None if the parameter has no gradient.
         """
         gradient: Tensor | None = step.gradients[position]
         path = self.paths[position]
         if gradient is None or not step.rates.decays_gradients(path):
-            return read(gradient)
-        scale = step.rates.step_rates(path, position)
+            return None if gradient is None else view(gradient)
         parameter, dtype = self.iterates.parameters[position], compute_dtype(gradient.dtype)
-        return lambda view: decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
+        scale = step.rates.step_rates(path, position)
+        return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         group = blocks.stack_state.block_group

@@ -91,7 +91,7 @@ def test_blocks_are_those_of_separate_parameters_wherever_they_lie(
             alone = grid.block(index)
             assert torch.equal(gathered(alone, x)[0], block) and alone.keys == (key,) and alone.matrices == (own,)
             found[key] = own, block
-            pairs = [(region.in_block(block), region.in_shard(held, box)) for region in regions(shape, alone, box)]
+            pairs = [(region.in_block(block), held[region.box.within(box)]) for region in regions(shape, alone, box)]
             assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
             assert sum(len(ours.flatten()) for ours, _ in pairs) == np.isin(block.numpy(), held.numpy()).sum()
     assert sorted(found) == list(range(len(expected)))

@@ -165,8 +165,8 @@ def check_box(ids: NDArray[np.int64], blocks: Sequence[BlockGrid], box: Box) -> 
         for region in regions(ids.shape, block, box):
             view = region.in_block(own)
             assert own.data_ptr() <= view.data_ptr() < own.data_ptr() + own.nbytes  # a view into the block
-            assert torch.equal(view, region.in_shard(part, box))
-            region.in_shard(seen, box).add_(1)
+            assert torch.equal(view, part[region.box.within(box)])
+            seen[region.box.within(box)].add_(1)
     assert bool((seen == 1).all())
 
 
