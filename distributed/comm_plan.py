@@ -204,7 +204,7 @@ class CommPlan:
         lengths = [0 for _ in ranks]
         held: list[list[Transfer]] = [[] for _ in ranks]
         owned: list[list[Transfer]] = [[] for _ in ranks]
-        for group, block in ((group, own) for group in groups for own in self.block_groups[group].blocks):
+        for group, block in ((at, own) for at in groups for own in self.block_groups[at].blocks):
             lengths[block.owner] += math.prod(block.grid.shape)
             if not self.replicated:
                 held[block.owner] += self._transfers(group, block, me)
@@ -213,7 +213,7 @@ class CommPlan:
                     owned[rank] += self._transfers(group, block, rank)
         sent = [[transfer for transfer in own if self._sends(me, rank, transfer)] for rank, own in enumerate(held)]
         received = [[transfer for transfer in own if self._sends(rank, me, transfer)] for rank, own in enumerate(owned)]
-        return Round(groups, *map(Message, (held, sent, owned, received)), lengths)
+        return Round(groups, Message(held), Message(sent), Message(owned), Message(received), lengths)
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
         """Return transfers that together contain those entries of a block that a rank holds."""

@@ -20,7 +20,7 @@ from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
-from .inspect.reporting import Reporting, require_expected, unfused_warning
+from .inspect.reporting import ComposedOptimizer, require_expected, unfused_warning
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
 from .param_groups import (
     KNOWN_KEYS,
@@ -45,7 +45,7 @@ from .write.rounding import RoundingWatch
 from .write.write import Hyper
 
 
-class Optimizer(Reporting):
+class Optimizer(ComposedOptimizer):
     """W <- W - lr alpha W - lr U  with the update U that the chain of the recipe computes from the gradients.
 
     lr is the learning rate and alpha the weight decay. All state is allocated at construction, except for parameters
@@ -138,13 +138,6 @@ class Optimizer(Reporting):
         None: no model was given, the model was deleted, or this optimizer is a copy.
         """
         return None if self._model is None else self._model.model()
-
-    @property
-    def iterate(self) -> Mode:
-        """The iterate that the parameters hold, "train" or "eval"."""
-        groups = self.param_groups
-        iterate: Mode = groups[0].get("iterate", "train") if groups else "train"
-        return iterate
 
     @isolated
     def add_param_group(self, param_group: dict[str, Any]) -> None:

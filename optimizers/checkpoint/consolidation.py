@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
-from ..state.param_sets import ComposedOptimizer, Consolidated
+from ..inspect.reporting import ComposedOptimizer
 from ..state.shown_state import host_state
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
@@ -27,7 +28,7 @@ GATHER_FIRST = (
 @contextmanager
 def divided_state(optimizer: ComposedOptimizer) -> Iterator[None]:
     """Within this context, torch's `state_dict` has DTensors for sharded state, and names without wrappers."""
-    handle = optimizer.register_state_dict_post_hook(_state_hook, prepend=True)
+    handle = optimizer.register_state_dict_post_hook(lambda _, found: _state_hook(optimizer, found), prepend=True)
     try:
         yield
     finally:
@@ -52,31 +53,27 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
         ValueError: rank `to` does not share all parameters.
         DistributedError: a rank does not call it.
     """
-    param_sets = optimizer.param_sets
     rank_groups = _rank_groups(optimizer)
-    for rank_group in rank_groups:
-        if to not in rank_group.all_ranks.members:
-            raise ValueError(
-                f"consolidate_state_dict: rank {to} does not share all parameters; choose a rank that shares all of "
-                "them"
-            )
+    if any(to not in rank_group.all_ranks.members for rank_group in rank_groups):
+        raise ValueError(
+            f"consolidate_state_dict: rank {to} does not share all parameters; choose a rank that shares all of them"
+        )
     if not rank_groups:
         return
-    here = dist.get_rank() == to
-    found: dict[Tensor, dict[str, Tensor]] = {}
+    here, found = dist.get_rank() == to, dict[Tensor, dict[Any, Tensor]]()
     with _all_ranks("consolidate_state_dict"):
         _synchronize(rank_groups, "consolidate_state_dict")
-        for param_set in param_sets:
+        for param_set in optimizer.param_sets:
             states = param_set.views() if param_set.rank_group is None else sharded_state(param_set)
             for parameter, own in zip(param_set.parameters, states, strict=True):
-                kept = found.setdefault(parameter, {})
+                kept = host_state(optimizer.state[parameter])
                 for key in sorted(own):  # one tensor after the other, in the same order on all ranks
                     value = full_tensor(own[key])
                     kept.update({key: value.detach().to("cpu", copy=True)} if here else {})
-                kept.update(host_state(optimizer.state[parameter]) if here else {})
-    ordered = [parameter for parameters in param_sets.parameters for parameter in parameters]
+                found[parameter] = kept
+    ordered = chain.from_iterable(optimizer.param_sets.parameters)
     state = {index: found[parameter] for index, parameter in enumerate(ordered) if parameter in found}
-    param_sets.consolidated = Consolidated(here, state if here else {})
+    optimizer.param_sets.consolidated = {"state": state} if here else ShardedStateDict(state={})
 
 
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -87,8 +84,7 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
             given = zip(infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
     if (consolidated := optimizer.param_sets.consolidated) is not None:
-        found = {**state_dict, "state": consolidated.state}
-        return found if consolidated.here else ShardedStateDict(found)
+        return type(consolidated)({**state_dict, **consolidated})
     with _all_ranks("state_dict"):
         _synchronize(_rank_groups(optimizer), "state_dict")
         return shard_hook(optimizer, state_dict)

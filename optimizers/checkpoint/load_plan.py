@@ -12,13 +12,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from eigengraft.distributed.checks import gather_differences
 from eigengraft.errors import first_lines, name_some, warn_user
 from eigengraft.slots import FORMAT, StateKey
 
+from ..inspect.reporting import ComposedOptimizer
 from ..state.manifest import manifest
-from ..state.param_sets import ComposedOptimizer, StateValues
+from ..state.param_sets import StateValues
 from ..state.shown_state import host_state, is_host_key, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -103,9 +105,10 @@ def strict_loading(optimizer: ComposedOptimizer, state_dict: Any) -> Iterator[No
     _require_state_dict(state_dict)
     with ExitStack() as hooks:
 
-        def check(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        def check(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             plan = LoadPlan.check(optimizer, state_dict)
-            hooks.callback(optimizer.register_load_state_dict_post_hook(plan.install, prepend=True).remove)
+            hook = optimizer.register_load_state_dict_post_hook(lambda _: plan.install(optimizer), prepend=True)
+            hooks.callback(hook.remove)
             return plan.rest
 
         hooks.callback(optimizer.register_load_state_dict_pre_hook(check).remove)

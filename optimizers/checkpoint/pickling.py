@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..inspect.reporting import ComposedOptimizer
 from ..isolation import isolation
-from ..state.param_sets import ComposedOptimizer, ParamSets
+from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
 
 T = TypeVar("T", bound=ComposedOptimizer)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from eigengraft.errors import counted
 
+from ..inspect.reporting import ComposedOptimizer
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..stacks.placement import ParamSpec
-from ..state.param_sets import ComposedOptimizer, ParamSets, inherit_counts
+from ..state.param_sets import ParamSets, inherit_counts
 
 
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:

@@ -19,6 +19,7 @@ from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import HostBuffer
 from eigengraft.slots import StateKey
 
+from ..inspect.reporting import ComposedOptimizer
 from ..state.manifest import (
     empty_state,
     is_divided,
@@ -28,7 +29,6 @@ from ..state.manifest import (
     manifest,
     numbers_of_holders,
 )
-from ..state.param_sets import ComposedOptimizer
 from ..state.shown_state import host_state, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from eigengraft.component import components_in
 from eigengraft.errors import RecipeError, counted, name_some
@@ -215,16 +214,19 @@ class Released(Protocol):
         """
 
 
-class Reporting(torch.optim.Optimizer):
-    """The methods by which an optimizer reports about itself. None of them changes the result of a step.
+class ComposedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer with a recipe and parameter sets, and the methods by which it reports about itself.
 
+    None of these methods changes the result of a step.
+
+    state: state by parameter, and entries that a user adds under other keys.
     watched_rows: measurements of the step that was watched last.
     released: the object that updates parameters during backward. None: `step` updates all parameters.
     """
 
     recipe: Recipe
     param_sets: ParamSets
-    state: defaultdict[Tensor, Any]
+    state: defaultdict[Any, Any]
     watched_rows: Sequence[Measurement] = ()
     released: Released | None = None
 
@@ -234,8 +236,10 @@ class Reporting(torch.optim.Optimizer):
 
     @property
     def iterate(self) -> Mode:
-        """Return "train" or "eval": the iterate that the parameters hold."""
-        raise NotImplementedError
+        """The iterate that the parameters hold, "train" or "eval"."""
+        groups = self.param_groups
+        iterate: Mode = groups[0].get("iterate", "train") if groups else "train"
+        return iterate
 
     @isolated
     def watch_next_step(self) -> None:

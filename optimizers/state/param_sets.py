@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
@@ -32,17 +31,6 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""
 
 
-class Consolidated(NamedTuple):
-    """Full state that ranks have gathered on one rank.
-
-    here: True on the rank that received the state. An optimizer without parameters has an empty state there, too.
-    state: the state by index of the parameter; {} on the other ranks.
-    """
-
-    here: bool
-    state: Mapping[int, Mapping[Any, Tensor]]
-
-
 class ParamSets:
     """All parameter sets of an optimizer. Param groups that were added together form a batch, and share parameter sets.
 
@@ -59,8 +47,8 @@ class ParamSets:
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
     asks_signals: True if a step needs any signal.
-    consolidated: result of `consolidate` on this rank. None: `consolidate` was not called, or the state has changed
-        since.
+    consolidated: entry "state" of state dicts after `consolidate`: the full state, or an empty `ShardedStateDict` on
+        ranks that did not receive it. None: `consolidate` was not called, or the state has changed since.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
@@ -70,7 +58,7 @@ class ParamSets:
         self.built: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.batches: list[int] = []
-        self.consolidated: Consolidated | None = None
+        self.consolidated: dict[str, Any] | None = None
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
@@ -377,25 +365,3 @@ def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -
         for other, skipped in counts.items():
             if other is not param_set:
                 param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})
-
-
-Hook = Callable[..., Any]
-
-
-class ComposedOptimizer(Protocol):
-    """A torch optimizer with its recipe and its parameter sets.
-
-    state: state by parameter, and entries that a user adds under other keys.
-    """
-
-    recipe: Recipe
-    param_sets: ParamSets
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Any, Any]
-    defaults: dict[str, Any]
-
-    def __setstate__(self, state: dict[str, Any]) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...
-    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...
-    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.component import RENAMED
-from eigengraft.optimizers.state.param_sets import Consolidated
+from eigengraft.optimizers.checkpoint.sharded_state import ShardedStateDict
 
 from ...recipes import SHIPPED, with_options
 from ...refusals import refused, warned
@@ -156,7 +156,9 @@ def test_load_hooks_of_the_user_come_before_the_check_and_after_the_load() -> No
 @pytest.mark.parametrize("here", [True, False])
 def test_a_gathered_state_without_entries_is_no_shard_on_the_rank_that_has_it(here: bool) -> None:
     optimizer = Optimizer(named([nn.Parameter(torch.zeros(2))]), "sgd", lr=0.1)
-    optimizer.param_sets.consolidated = Consolidated(here, {})  # as of an optimizer without parameters
+    optimizer.param_sets.consolidated = (
+        {"state": {}} if here else ShardedStateDict(state={})
+    )  # as of an optimizer without parameters
     found = optimizer.state_dict()
     assert found["state"] == {}
     if here:
