@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,25 +77,15 @@ class SignalCall:
         return self.wanted if level == ALL else self.needed
 
 
-@dataclass
-class GatheredSignals:
-    """The signals of one parameter set in one step.
-
-    numbers: numbers by name of the signal, float64: `[P]`, one for each parameter, or 0-d for the whole step.
-    tensors: tensors by name of the signal and position of the parameter. If a signal has a value for each entry, its
-        tensors have the entries that this rank updates.
-    missing: required signals that are missing on some rank.
-    """
-
-    numbers: dict[str, Tensor] = field(default_factory=dict)
-    tensors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    missing: list[SignalCall] = field(default_factory=list)
-
-
 def gather_signals(
     calls: Sequence[SignalCall], positions: int, device: torch.device, ranks: RankGroup | None, what: str
-) -> GatheredSignals:
+) -> tuple[dict[str, Tensor], dict[str, dict[int, Tensor]], SignalCall | None]:
     """Gather the values of all ranks and reduce them as each signal declares. All ranks of the group must call it.
+
+    Return three values. The first has numbers by name of the signal, float64: `[P]`, one for each parameter, or 0-d for
+    the whole step. The second has tensors by name of the signal and position of the parameter. If a signal has a value
+    for each entry, its tensors have the entries that this rank updates. The third is the first required signal that is
+    missing on some rank, or None.
 
     An optional signal that is missing for some parameters is not used in this step, and a warning says so.
 
@@ -106,23 +96,24 @@ def gather_signals(
     fields: dict[str, Field] = {}
     for call in calls:
         fields |= call.fields(positions, device)
-    found, gathered = gather_fields(ranks, fields, device, what), GatheredSignals()
+    found, missing = gather_fields(ranks, fields, device, what), list[SignalCall]()
+    numbers, tensors = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for call in calls:
         level, values, name = float(found[call.level].min()), found.get(call.signal.name), call.signal.name
         if level == MISSING:
-            gathered.missing.append(call)
+            missing.append(call)
         elif used := call.used(level, values):
             if call.signal.extent in ("step", "parameter") and values is not None:
-                numbers = _reduced(values, call.signal.reduce)
-                gathered.numbers[name] = numbers[:1].sum() if call.signal.extent == "step" else numbers
+                reduced = _reduced(values, call.signal.reduce)
+                numbers[name] = reduced[:1].sum() if call.signal.extent == "step" else reduced
             else:
-                gathered.tensors[name] = _tensors(call, used, values, ranks)
+                tensors[name] = _tensors(call, used, values, ranks)
         elif call.values and call.signal.extent != "outputs":
             warn_user(
                 f"provide: the signal '{name}' is not used in this step, because a parameter has no value on some "
                 f"rank; on this rank {len(call.values)} of {len(call.wanted)} parameters have a value ({what})"
             )
-    return gathered
+    return numbers, tensors, next(iter(missing), None)
 
 
 def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks: RankGroup | None) -> dict[int, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from ..step.exchange import Step
 from ..step.spikes import gradient_norm
 from ..step.step import ParamSet
 from ..write import Constraint
-from .gathered import GatheredSignals, SignalCall, gather_signals
+from .gathered import SignalCall, gather_signals
 
 
 class Listeners:
@@ -144,7 +145,8 @@ class Provided:
         """
         kept = self._kept.setdefault(signal.name, {})
         known = {id(parameter): parameter for parameter in parameters}
-        for key, one in _by_id(value):
+        pairs = [(id(own), x) for own, x in value.items()] if isinstance(value, Mapping) else [(None, value)]
+        for key, one in pairs:
             if key is not None and key not in known:
                 raise ValueError(f"provide: '{signal.name}' has a key that is no parameter of the optimizer")
             one = one.detach() if isinstance(one, Tensor) else float(one)
@@ -172,24 +174,9 @@ class Provided:
         return names
 
 
-def require_form(signal: Signal, value: Given) -> None:
-    """Raise ValueError if a signal of one number for the whole step gets a mapping, or any other signal a number."""
-    if (signal.extent == "step") is isinstance(value, Mapping):
-        wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
-        raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
-
-
 def _as_tensor(value: Tensor | float) -> Tensor:
     """Return a number as a float64 tensor on the CPU, and a tensor unchanged."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
-def _by_id(value: Given) -> Iterator[tuple[int | None, float | Tensor]]:
-    """Yield (id of the parameter, value) for a signal. The id is None for a value of all parameters."""
-    if isinstance(value, Mapping):
-        yield from ((id(parameter), one) for parameter, one in value.items())
-    else:
-        yield None, value
 
 
 def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> None:
@@ -206,36 +193,6 @@ def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> 
     shape = tuple(parameter.shape) if signal.extent == "entry" else ()
     if found not in {shape, tuple(local(parameter).shape) if signal.extent == "entry" else ()}:
         raise ValueError(f"provide: '{signal.name}' must be a tensor of shape {shape} for this parameter, got {found}")
-
-
-class FirstStep:
-    """The signals that stages require in the first step only, until this step has been made.
-
-    open: paths of the update rules that require a signal, by name of the signal. The signal is removed when a parameter
-        of one of these rules has made a step.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.open: dict[str, set[str]] = {}
-        for path, rule in recipe.rules().items():
-            for _, stage in rule.stages(path):
-                for name in (request.name for request in stage.requests if request.when == "first"):
-                    self.open.setdefault(name, set()).add(path)
-
-    def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove a signal if a parameter whose update rule requires it has made a step.
-
-        Steps of the run whose state was loaded count too.
-        """
-        if self.open:
-            rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
-            trained = {spec.path for spec, count in rows if count}
-            self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
-
-    def close(self, names: Iterable[str]) -> None:
-        """Remove signals by name. A step removes those that were provided to it, even if no gradient was usable."""
-        for name in names:
-            self.open.pop(name, None)
 
 
 def steps_taken(param_sets: Iterable[ParamSet]) -> int:
@@ -303,11 +260,17 @@ class Signals:
 
     listeners: the stages and constraints that request signals.
     provided: values for the next step, and functions that return values in every step.
+    open_first: paths of the update rules that require a signal in their first step, by name of the signal. The signal
+        is removed when a parameter of one of these rules has made a step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.listeners = recipe, Listeners(recipe)
-        self.provided, self.first_step = Provided(), FirstStep(recipe)
+        self.provided, self.open_first = Provided(), dict[str, set[str]]()
+        for path, rule in recipe.rules().items():
+            for request in chain.from_iterable(stage.requests for _, stage in rule.stages(path)):
+                if request.when == "first":
+                    self.open_first.setdefault(request.name, set()).add(path)
         self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
         rules = recipe.rules()
         if follows_run(rules) and recipe.total_steps is None:
@@ -332,20 +295,32 @@ class Signals:
             if asked:
                 self.provided.sources.setdefault(name, []).append(value)
             return asked
-        require_form(signal, value)
+        if (signal.extent == "step") is isinstance(value, Mapping):
+            wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
+            raise ValueError(f"provide: the signal '{name}' must be {wanted}, got {type(value).__name__}")
         if asked:
             self.provided.add(signal, value, parameters)
         return asked
 
     def unprovided(self, param_sets: Iterable[ParamSet]) -> list[tuple[str, str, bool]]:
         """Return (signal, path that requests it, True if it is required) for signals without a source or a value."""
-        self.first_step.follow(param_sets)
+        self._follow_first(param_sets)
         known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
         rules = self.recipe.rules().items()
         asked = [request for path, rule in rules for _, own in listeners(rule, path) for request in own.requests]
-        needed = {request.name for request in asked if not request.optional} | self.first_step.open.keys()
+        needed = {request.name for request in asked if not request.optional} | self.open_first.keys()
         left = {name: path for name, path in self.listeners.asking.items() if name not in known}
         return [(name, path, name in needed) for name, path in left.items()]
+
+    def _follow_first(self, param_sets: Iterable[ParamSet]) -> None:
+        """Remove a signal from `open_first` if a parameter whose update rule requires it has made a step.
+
+        Steps of the run whose state was loaded count too.
+        """
+        if self.open_first:
+            rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
+            trained = {spec.path for spec, count in rows if count}
+            self.open_first = {name: paths for name, paths in self.open_first.items() if not paths & trained}
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
         """Return True if steps use a sum of slots over all blocks, or a signal that is not computed for each stack."""
@@ -372,11 +347,12 @@ class Signals:
 
         taken: number of steps before this one. None: the largest step count of the parameters.
         """
-        self.first_step.follow(param_set for param_set, _ in steps)
+        self._follow_first(param_set for param_set, _ in steps)
         ready = [(param_set, step) for param_set, step in steps if step is not None]
         shared = dict(self._of_all(ready, taken))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
-        self.first_step.close(self.provided.clear())
+        for name in self.provided.clear():  # removed even if no gradient was usable
+            self.open_first.pop(name, None)
         made = {name for _, step in found if step is not None for name in step.outputs}
         for name, where in self.listeners.somewhere.items() if ready else ():
             if name not in made:
@@ -449,11 +425,10 @@ class Signals:
             return replace(step, numbers=shared, entries=entries)
         what = f"signals {', '.join(call.signal.name for call in calls)} of {param_set.names[0]}"
         device, ranks = param_set.parameters[0].device, param_set.rank_group
-        gathered = gather_signals(calls, len(param_set.specs), device, ranks and ranks.all_ranks, what)
-        if gathered.missing:
-            raise self._missing(gathered.missing[0], param_set)
-        step = replace(step, numbers={**shared, **gathered.numbers}, entries=entries)
-        return _with_tensors(step, gathered, param_set)
+        numbers, tensors, missing = gather_signals(calls, len(param_set.specs), device, ranks and ranks.all_ranks, what)
+        if missing is not None:
+            raise self._missing(missing, param_set)
+        return _with_tensors(replace(step, numbers={**shared, **numbers}, entries=entries), tensors, param_set)
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
         """Return this rank's values of a signal, and the parameters in the step whose updates request the signal."""
@@ -464,7 +439,7 @@ class Signals:
             if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
                 continue
             wanted.append(at)
-            if signal.name in due(spec.path, counts[at]) or spec.path in self.first_step.open.get(signal.name, ()):
+            if signal.name in due(spec.path, counts[at]) or spec.path in self.open_first.get(signal.name, ()):
                 needed.append(at)
             if (value := self.provided.get(signal, parameter)) is not None:
                 values[at] = param_set.part(at, local(value)) if signal.extent == "entry" else value
@@ -475,7 +450,7 @@ class Signals:
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {name_some(names, 3)}" if names else "none on a rank"
         name = call.signal.name
-        when = "the first step" if name in self.first_step.open else "every step"
+        when = "the first step" if name in self.open_first else "every step"
         return _error(call.signal, self.listeners.asking[name], when, got)
 
 
@@ -490,14 +465,14 @@ def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
     return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, got {got}; provide it with {by}")
 
 
-def _with_tensors(step: Step, gathered: GatheredSignals, param_set: ParamSet) -> Step:
+def _with_tensors(step: Step, gathered: Mapping[str, Mapping[int, Tensor]], param_set: ParamSet) -> Step:
     """Return a step with the gathered tensors, as lists by position of the parameter.
 
     A matrix over the inputs or outputs of a parameter becomes a `SideMatrix`.
     """
     entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
     outputs = dict[str, list[Tensor | None]]()
-    for name, tensors in gathered.tensors.items():
+    for name, tensors in gathered.items():
         extent, specs = known_signals()[name].extent, param_set.specs
         if extent == "entry":
             entries[name] = [tensors.get(at) for at in range(len(specs))]
