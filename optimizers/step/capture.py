@@ -4,15 +4,15 @@ Stacks that have blocks of the same parameter are in the same set. All sets with
 other set has a graph of its own, and a step in which a stack of the set has a refresh runs the set without the graph.
 A graph reads the numbers of a step (rates, step counts) from one tensor, which one copy fills before each run.
 
-A graph is valid for steps with equal addresses and constants (`_Key`):
+A graph is valid for steps with equal addresses, layouts and constants (`_Key`):
 
 1. The first such step runs without a graph, and fills caches.
 2. The operations of the second and the third step are recorded and compared. If they differ, a number of the step
    would be a constant of the graph, and no graph is made.
 3. The third step runs twice from the same state, without a graph and by a replay. If the results differ in any bit,
    the graph is dropped. This check needs memory for a copy of the state and the parameters.
-4. Later steps are replayed. If addresses or constants have changed, a gradient is missing or a refresh is due, the
-   step runs without the graph, and the reason is counted.
+4. Later steps are replayed. If addresses, layouts or constants have changed, a gradient is missing or a refresh is due,
+   the step runs without the graph, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -162,18 +162,28 @@ def difference(one: Signature, other: Signature) -> str | None:
     return None
 
 
-class _Key(NamedTuple):
-    """The kind of a step: the addresses and constants that its graph keeps.
+_Place = tuple[int, tuple[int, ...], torch.dtype]
+"""Address, strides and dtype of a tensor."""
 
-    gradients, parameters, state: addresses of the tensors.
+
+def _place(x: Tensor) -> _Place:
+    return x.data_ptr(), x.stride(), x.dtype
+
+
+class _Key(NamedTuple):
+    """The kind of a step: the addresses, layouts and constants that its graph keeps.
+
+    gradients, parameters: address and layout of each tensor. The kernels of a graph read a tensor at the strides and in
+        the dtype of the capture, so a gradient with other strides at the same address needs another graph.
+    state: addresses of the state tensors, whose layouts never change.
     groups: for each parameter, the index of the first param group that has the rates of the parameter; as bytes.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
     decays: weight decays of the stacks that a fused kernel updates. They are constants of the graph.
     mask: True if there is a mask of usable gradients.
     """
 
-    gradients: tuple[int, ...]
-    parameters: tuple[int, ...]
+    gradients: tuple[_Place, ...]
+    parameters: tuple[_Place, ...]
     state: tuple[int, ...]
     groups: bytes
     zeros: tuple[bool, ...]
@@ -183,8 +193,9 @@ class _Key(NamedTuple):
     def changed(self, before: _Key) -> str:
         """Return a description of the first field in which this key differs from `before`, the key of a graph."""
         hint = " (`zero_grad(set_to_none=False)` keeps them)"
-        moved = {"gradients": f"addresses of gradients{hint}", "parameters": "addresses of parameters"}
-        moved |= {"state": "addresses of state", "groups": "param groups with equal rates"}
+        moved = {"gradients": f"addresses or layouts of gradients{hint}"}
+        moved |= {"parameters": "addresses or layouts of parameters", "state": "addresses of state"}
+        moved |= {"groups": "param groups with equal rates"}
         moved |= {"zeros": "rates of weight decay that are 0", "mask": "whether gradients are masked"}
         moved |= {"decays": "weight decay, which is a constant of a fused kernel,"}
         return next(f"{text} changed" for name, text in moved.items() if getattr(self, name) != getattr(before, name))
@@ -262,9 +273,9 @@ class CapturedStacks:
             body()
             return left
         if self._record is None:
-            self._record = _recorded(body, key.gradients)
+            self._record = _recorded(body, {address for address, *_ in key.gradients})
             return None
-        self.reason = self._capture(body, held, key.gradients)
+        self.reason = self._capture(body, held, {address for address, *_ in key.gradients})
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
@@ -284,8 +295,8 @@ class CapturedStacks:
         scales = self._scales(step.rates).items()
         decays = [(path, float(x)) for (path, _), scale in scales for x in (scale.alpha, scale.gradient_rate)]
         return _Key(
-            tuple(step.gradients[at].data_ptr() for at in positions),
-            tuple(held[at].data_ptr() for at in positions),
+            tuple(_place(step.gradients[at]) for at in positions),
+            tuple(_place(held[at]) for at in positions),
             tuple(x.data_ptr() for own in self.stacks for x in own.tensors.values()),
             step.rates.alike.tobytes(),
             tuple(x == 0 for _, x in decays),

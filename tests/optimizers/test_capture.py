@@ -259,6 +259,14 @@ def moved_gradient(run: Steps) -> None:
     run.held[0].grad = torch.zeros_like(run.held[0])
 
 
+def turned_gradient(run: Steps) -> None:
+    """Give a gradient other strides at its address."""
+    gradient = run.held[0].grad
+    assert gradient is not None
+    run.held[0].grad = gradient.view(*reversed(gradient.shape)).T
+    assert run.held[0].grad.data_ptr() == gradient.data_ptr()
+
+
 def moved_parameter(run: Steps) -> None:
     run.held[0].data = run.held[0].data.clone()
 
@@ -284,7 +292,15 @@ def watched(run: Steps) -> None:
     run.optimizer.watch_next_step()
 
 
-EVENTS = {moved_gradient: 1, moved_parameter: 1, moved_state: 1, missing_gradient: 0, other_decay: 1, watched: 0}
+EVENTS = {
+    moved_gradient: 1,
+    turned_gradient: 1,
+    moved_parameter: 1,
+    moved_state: 1,
+    missing_gradient: 0,
+    other_decay: 1,
+    watched: 0,
+}
 """How many graphs are captured after each event."""
 
 
