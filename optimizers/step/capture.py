@@ -35,8 +35,7 @@ from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepRates, WriteNumbers
 from .exchange import PROVIDERS, Step
-from .fused import GraphNumbers
-from .program import CHECKED_UPDATES, ProgramNumbers
+from .program import CHECKED_UPDATES, GraphNumbers
 from .traced import Program
 
 Body = Callable[[], None]
@@ -93,7 +92,7 @@ CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
 """Names of the signals that stages of a captured step may request. Their values have the same address in every step, or
 are among the numbers that a graph reads."""
 
-StackNumbers = Mapping[int, ProgramNumbers | GraphNumbers]
+StackNumbers = Mapping[int, GraphNumbers]
 """Mapping from the index of a stack to the numbers on the device that its programs or its fused kernel read."""
 Programs = Mapping[int, Mapping[torch.dtype | None, Program]]
 """By index of a stack, `Execution.programs` of the stack."""
@@ -330,7 +329,7 @@ class CapturedStacks:
             assert self._static is not None
             wide = self._static.unbind()
             rounded = {own: wide if own == torch.float64 else self._static.to(own).unbind() for own in dtypes}
-            at, given = 0, dict[int, ProgramNumbers | GraphNumbers]()
+            at, given = 0, dict[int, GraphNumbers]()
             of_paths: dict[str, dict[int, slice]] = {path: {} for path, _ in scales}
             for (path, group), scale in scales.items():
                 of_paths[path][group] = place = slice(at, at := at + len(WriteNumbers._fields))
@@ -345,18 +344,15 @@ class CapturedStacks:
             for own in self.stacks:
                 places, counted = of_paths[own.path], at
                 at += 1
-                if own.number in self.fused:
-                    lrs = wide if self.device.type == "cpu" else rounded[torch.float32]
-                    of_groups = {group: lrs[place.start] for group, place in places.items()}
-                    given[own.number] = GraphNumbers(of_groups, rounded[torch.float32][counted], step.rates)
-                    continue
                 numbers, inputs = rounded[own.stack.dtype], dict[torch.dtype | None, Sequence[Tensor]]()
+                if own.number in self.fused:
+                    numbers = wide if self.device.type == "cpu" else rounded[torch.float32]
                 for key, program in self.programs[own.number].items():
                     scheduled, asked = len(program.source.schedules.of_numbers), len(program.asked)
                     inputs[key] = [*wide[at:][:scheduled], *numbers[at + scheduled :][:asked]]
                     at += scheduled + asked
                 writes = {group: WriteNumbers(*numbers[place]) for group, place in places.items()}
-                given[own.number] = ProgramNumbers(wide[counted], writes, inputs)
+                given[own.number] = GraphNumbers(wide[counted], writes, inputs, step.rates)
             self._run(self.groups, replace(step, rates=rates, mask=mask), moved, given)
 
         return body

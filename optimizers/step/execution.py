@@ -32,7 +32,7 @@ from .capture import never
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
-from .program import ProgramNumbers, StackStep, move
+from .program import GraphNumbers, StackStep, move
 from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
@@ -105,7 +105,7 @@ class Execution:
         step: Step,
         counts: NDArray[np.int64],
         held: Sequence[Tensor],
-        numbers: ProgramNumbers | None = None,
+        numbers: GraphNumbers | None = None,
     ) -> bool:
         """Update active blocks within the memory of their parameters, without a copy in a stack.
 
@@ -389,7 +389,7 @@ def _run_entries(
     counts: NDArray[np.int64],
     held: Sequence[Tensor],
     programs: Mapping[torch.dtype, Program],
-    graph: ProgramNumbers | None,
+    graph: GraphNumbers | None,
 ) -> None:
     """Update active blocks by compiled programs.
 
@@ -448,10 +448,11 @@ def _run_together(
     torch._foreach_copy_([x.view(own.stack.block) for x in parameters], list(after))
 
 
-def _writes(blocks: ActiveBlocks, step: Step, graph: ProgramNumbers | None) -> list[WriteNumbers]:
+def _writes(blocks: ActiveBlocks, step: Step, graph: GraphNumbers | None) -> list[WriteNumbers]:
     """Return the numbers of the write of each active block. Blocks with equal rates and factors have equal numbers.
 
-    graph: numbers that a graph reads on the device. The result then consists of tensors. None: it consists of floats.
+    graph: numbers that a graph reads on the device. The result then consists of tensors. None: it consists of the rates
+        of the step.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()

@@ -32,9 +32,9 @@ from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import Rates
 from .exchange import Step
 from .gradients import leaves_masks
+from .program import GraphNumbers
 
 VECTOR = 64
 """On a CPU, the kernel receives only tensors whose number of entries is a multiple of 64. It rounds all entries of such
@@ -138,29 +138,13 @@ def not_fused(
     return (reason for reason, holds in reasons.items() if holds)
 
 
-@dataclass(frozen=True)
-class GraphNumbers:
-    """Numbers for the captured step of a stack. A replay of the graph reads `lr` and `step`, which are tensors.
-
-    lr: learning rate, 0-d, by index of the group of parameters with equal rates. It is float64 on a CPU, else float32.
-    step: step of all blocks, 0-d float32.
-    rates: learning rates and weight decays on the host, at the time of the capture. The graph contains these weight
-        decays as constants.
-    """
-
-    lr: Mapping[int, Tensor]
-    step: Tensor
-    rates: Rates
-
-
 class _Numbers(NamedTuple):
     """Numbers that are equal for all parameters that one call of a fused kernel updates.
 
     lr: learning rate; if a tensor holds the rate, the id of that tensor and the factor by which it is multiplied.
     decay: weight decay.
     in_gradient: True if the decay is added to the gradient.
-    after: True if the parameters decay after their update. The kernel decays only before the update, so a separate
-        operation then applies the decay.
+    after: True if the parameters decay after their update.
     """
 
     lr: float | tuple[int, float]
@@ -183,7 +167,9 @@ class _Call:
     """Tensors that one call of a kernel updates.
 
     lr: learning rate.
-    step: the step, 0-d float32; None: a tensor is made from `numbers.step`.
+    shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
+        because the kernel decays only before the update. None: no decay follows the update.
+    step: the step, 0-d; None: a tensor is made from `numbers.step`.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -192,6 +178,7 @@ class _Call:
 
     numbers: _Numbers
     lr: float | Tensor
+    shrink: float | Tensor | None
     device: torch.device
     step: Tensor | None = None
     entries: list[Entries] = field(default_factory=list)
@@ -275,9 +262,10 @@ class _Call:
         own, lr = self.numbers, self.lr
         if isinstance(lr, Tensor) and not lr.is_cpu:
             lr = lr.to(torch.float32)
-        step = self.step
-        if step is None:
+        if self.step is None:
             step = torch.full((), float(own.step), dtype=torch.float32, device=self.device)
+        else:
+            step = self.step.to(torch.float32)
         kernel = torch._fused_adam_ if own.in_gradient else torch._fused_adamw_
         kernel(
             parameters,
@@ -294,15 +282,8 @@ class _Call:
             amsgrad=False,
             maximize=False,
         )
-        if own.after and own.decay:
-            kept: float | Tensor
-            if isinstance(lr, Tensor):
-                # computed in float64, so that a captured step rounds like a step whose rate is a float
-                dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-                kept = (1 - lr.to(torch.float64) * own.decay).to(dtype)
-            else:
-                kept = 1 - lr * own.decay
-            torch._foreach_mul_(parameters, kept)
+        if self.shrink is not None:
+            torch._foreach_mul_(parameters, self.shrink)
 
 
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
@@ -400,13 +381,14 @@ class FusedStep:
             scale = rates.step_rates(path, blocks.stack.positions[row])
             self._found[key] = None
             if not isinstance(scale.alpha, Tensor):
-                lr, in_gradient = scale.lr if numbers is None else numbers.lr[group], scale.decay.in_gradient
+                lr, shrink = (scale.lr, scale.shrink) if numbers is None else numbers.writes[group][:2]
+                in_gradient, after = scale.decay.in_gradient, scale.decay.after
                 decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
                 rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
-                own = _Numbers(rate, decay, in_gradient, scale.decay.after, step, *adam.constants)
+                own = _Numbers(rate, decay, in_gradient, after, step, *adam.constants)
                 rate_of_call = lr if factor == 1 else lr * factor
                 at = None if numbers is None else numbers.step
-                new = _Call(own, rate_of_call, adam.first.device, at)
+                new = _Call(own, rate_of_call, shrink if after and decay else None, adam.first.device, at)
                 self._found[key] = self._calls.setdefault(own, new)
         return self._found[key]
 

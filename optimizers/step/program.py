@@ -131,18 +131,21 @@ def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
     return with_decay([found], [parameters], scale)[0]
 
 
-class ProgramNumbers(NamedTuple):
+class GraphNumbers(NamedTuple):
     """Numbers on the device for the captured step of a stack. A replay of the graph reads them.
 
     step: step count of the blocks, 0-d float64.
-    writes: numbers of the write as tensors in the dtype of the stack, by index of the group of parameters with equal
-        rates (`Rates.alike`). The factor is 1.
+    writes: numbers of the write as 0-d tensors, by index of the group of parameters with equal rates (`Rates.alike`).
+        The factor is 1. The dtype is that of the stack; for a fused kernel it is float64 on a CPU, else float32.
     inputs: last inputs of each program (`Program.numbers`), by the key of the program in `Execution.programs`.
+    rates: rates on the host at the time of the capture. A graph of fused kernels contains their weight decays as
+        constants.
     """
 
     step: Tensor
     writes: Mapping[int, WriteNumbers]
     inputs: Mapping[torch.dtype | None, Sequence[Tensor]]
+    rates: Rates
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class StackStep:
     context: StepContext
     rates: Rates
     decaying: Tensor | None = None
-    numbers: ProgramNumbers | None = None
+    numbers: GraphNumbers | None = None
 
     def state(self, chain: ChainName) -> State:
         """Return the state that a chain reads and writes in one call."""

@@ -29,10 +29,10 @@ from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs, StackNumbers
 from .exchange import LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
-from .fused import FusedStep, GraphNumbers
+from .fused import FusedStep
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
 from .offload import OffloadedState
-from .program import ProgramNumbers, StackStep, run_together, sharing_sums
+from .program import GraphNumbers, StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
 
 _is_none = partial(is_, None)
@@ -341,12 +341,10 @@ class ParamSet:
                 own = blocks.stack_state
                 if own.watched:
                     self._stack_step(blocks, step, None).rehearse()
-                given = numbers.get(own.number) if numbers else None
-                if fused.add(how.adam.at(own.tensors), blocks, given if isinstance(given, GraphNumbers) else None):
+                if fused.add(how.adam.at(own.tensors), blocks, numbers.get(own.number)):
                     continue
-            own_numbers = _of_program(numbers, blocks)
-            whole = len(together) > 1 or how.plain
-            if whole or not how.in_place(blocks, step, self.step_counts, self.local, own_numbers):
+            given, whole = numbers.get(blocks.stack_state.number), len(together) > 1 or how.plain
+            if whole or not how.in_place(blocks, step, self.step_counts, self.local, given):
                 self._advance(together, step, priming, numbers)
 
     def _advance(
@@ -362,7 +360,7 @@ class ParamSet:
         priming: True if the gradient only initializes statistics, and no parameter changes.
         numbers: numbers that a graph reads, as in `_run`.
         """
-        steps = [self._stack_step(blocks, step, _of_program(numbers, blocks)) for blocks in together]
+        steps = [self._stack_step(blocks, step, numbers.get(blocks.stack_state.number)) for blocks in together]
         contexts = [one.context for one in steps]
         if priming:
             run_together(steps, StackStep.prime)
@@ -391,7 +389,7 @@ class ParamSet:
         if bad := own.failing(wait):
             self.exchange.report_failed_roots(own.path, bad)
 
-    def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: ProgramNumbers | None) -> StackStep:
+    def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: GraphNumbers | None) -> StackStep:
         """Return the step of one stack, with gathered gradients and signals.
 
         numbers: numbers of a graph, as in `StackStep`.
@@ -441,12 +439,6 @@ class ParamSet:
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)
-
-
-def _of_program(numbers: StackNumbers, blocks: ActiveBlocks) -> ProgramNumbers | None:
-    """Return the numbers on the device that the programs of a stack read. Return None if there are none."""
-    given = numbers.get(blocks.stack_state.number)
-    return given if isinstance(given, ProgramNumbers) else None
 
 
 def prepare(

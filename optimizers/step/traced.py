@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from eigengraft.blocking.parameter_sums import sums_over
 from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
-from eigengraft.numerics import upload
+from eigengraft.numerics import number_like, upload
 from eigengraft.schedules import NO_POWER, Schedule, extremes, value_at, with_numbers
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
@@ -347,11 +347,6 @@ def _json(codec: object) -> str:
     return codec.model_dump_json()
 
 
-def numbers_of(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return the numbers as 0-d tensors on a device, uploaded by one copy."""
-    return list(upload(torch.tensor(values, dtype=dtype, device="cpu"), device).unbind())
-
-
 def _samples_of_numbers(value: float, count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return equal numbers as 0-d sample inputs that are not aligned to 16 bytes.
 
@@ -495,13 +490,17 @@ class Program:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
-        """Return the numbers of a write, which are floats, as tensors on the device.
+        """Return the numbers of a write as tensors on the device, in the dtype of the program.
 
-        A cache keeps the tensors of recent writes.
+        A cache keeps the tensors of recent writes whose numbers are floats. The values of tensors may change.
         """
+        if any(isinstance(x, Tensor) for x in write):
+            like = torch.empty((), dtype=self.source.dtype, device=self.source.device)
+            return [number_like(x, like) for x in write]
         if write not in self._writes:
             self._writes = {} if len(self._writes) == _SPAN else self._writes
-            self._writes[write] = numbers_of([*map(float, write)], self.source.dtype, self.source.device)
+            values = torch.tensor(write, dtype=self.source.dtype, device="cpu")
+            self._writes[write] = list(upload(values, self.source.device).unbind())
         return self._writes[write]
 
 

@@ -172,7 +172,7 @@ class StepRates:
 
 
 class WriteNumbers(NamedTuple):
-    """The numbers of a write as inputs of a program: floats, or 0-d tensors that a graph reads.
+    """The numbers of a write as inputs of a program: floats or 0-d tensors.
 
     lr: learning rate.
     shrink: 1 - lr alpha.
@@ -189,9 +189,8 @@ class WriteNumbers(NamedTuple):
 
     @classmethod
     def of(cls, scale: StepRates) -> Self:
-        """Return the numbers of a write as floats, with the factor 1. Waits for the device if a rate is a tensor."""
-        lr, alpha = float(scale.lr), float(scale.alpha)
-        return cls(lr, 1 - lr * alpha, alpha, float(scale.gradient_rate))
+        """Return the numbers of a write, with the factor 1. Rates that are tensors are not read."""
+        return cls(scale.lr, scale.shrink, scale.alpha, scale.gradient_rate)
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class Hyper:
 
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:
-    """Return a number of a param group as a float. A tensor on a device is returned as it is, without synchronization.
+    """Return a number of a param group as a float. A tensor on a device is returned as a 0-d tensor, which is not read.
 
     Raises ValueError if the value is no number, or if a number on the host is negative or nan.
     """
@@ -239,7 +238,7 @@ def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     if not is_number(value) and not isinstance(value, np.number):
         raise ValueError(f"{key}: it must be a number, got {value!r}")
     if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value
+        return value if value.ndim == 0 else value.reshape(())
     if not float(value) >= 0:
         raise ValueError(f"{key}: it must be a finite number >= 0, got {float(value)}")
     return float(value)

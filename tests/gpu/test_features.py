@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.component import validated
 from eigengraft.numerics import number_like
+from eigengraft.optimizers.step import traced
 from eigengraft.preconditioners import BasisSolver, Eigh, PolarSolver, PowerQR, RootSolver
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
@@ -258,6 +259,28 @@ def test_numbers_of_the_host_are_filled_in_without_a_wait(device: torch.device) 
         found = [number_like(value, like) for value in (0.5, torch.tensor(0.5))]
     assert counts.waits == counts.uploads == 0
     assert all(own.device == like.device and own.dtype is like.dtype and own.item() == 0.5 for own in found)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "one element"])
+def test_a_rate_on_the_device_is_not_read(
+    shape: tuple[int, ...], compiled: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps are those of a rate on the host, also when the tensor changes in place."""
+    monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    given, rate = gradients(6), torch.zeros(shape, device=device)
+    runs = [Run("adamw", device, failure={"detect": "device"}, compile=compiled) for _ in range(2)]
+    for at, step in enumerate(given):
+        lr = 2.0 ** -(7 + at)
+        rate.fill_(lr)
+        for run, own in zip(runs, (lr, rate), strict=True):
+            for group in run.optimizer.param_groups:
+                group["lr"] = own
+        runs[0].step(step)
+        counts = steady(runs[1], step)
+    assert counts.waits == 0, counts.by_line("waits")
+    assert largest_difference(*runs) <= ROUNDING
 
 
 def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
