@@ -11,6 +11,7 @@ from typing import Any
 from .bases import BasisBench as BasisBench
 from .bench import Bench as Bench
 from .bench import load_bench as load_bench
+from .bench import read_bench as read_bench
 from .bench import write_rows as write_rows
 from .budget import BudgetBench as BudgetBench
 from .grafting import GraftingBench as GraftingBench
@@ -20,7 +21,6 @@ from .ranks import RankBench as RankBench
 from .roots import RootBench as RootBench
 from .statistics import StatisticBench as StatisticBench
 from .step import StepBench as StepBench
-from .storage import StorageBench as StorageBench
 from .view import Row as Row
 
 
@@ -39,4 +39,5 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
     Raises:
         RecipeError: The bench, a field or a candidate is unknown, or a field has a value that is not allowed.
     """
-    return load_bench(kind, fields, quick, more).run()
+    declared = {**read_bench(kind), **fields}
+    return load_bench(declared.pop("kind"), declared, quick, more).run()

@@ -20,6 +20,7 @@ from torch.utils.benchmark import Timer
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
+from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..files import write_text
 from .candidates import label
@@ -211,6 +212,22 @@ class Bench(Component, ABC, family="bench"):
                 "devices; use device=cpu"
             )
         return device
+
+
+def read_bench(name: str) -> dict[str, Any]:
+    """Return the declaration of a bench: that of a YAML file, that of the shipped file `name`.yaml, or the kind `name`
+    alone.
+    """
+    shipped = Path(__file__).with_name(f"{name}.yaml")
+    file = shipped if shipped.is_file() else Path(name)
+    if file.suffix not in (".yaml", ".yml"):
+        return {"kind": name}
+    data = read_yaml(file)
+    if not isinstance(data, Mapping) or "kind" not in data:
+        raise RecipeError(
+            f"{file}: must contain a mapping with the 'kind' of a bench, one of {', '.join(Bench.members)}"
+        )
+    return dict(data)
 
 
 def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: Sequence[Any] = ()) -> Bench:

@@ -1,4 +1,4 @@
-"""Steps of recipes and of optimizers of other libraries, measured in turn, and their least possible times."""
+"""Steps of recipes and of optimizers of other libraries, measured in turn, and times counted for this machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from torch.nn import Parameter
 
 from eigengraft.optimizers import Optimizer
+from eigengraft.optimizers.plan.plan import plan
 
+from ..track.cost import Card
 from . import view
 from .bench import Bench, Column, Problem, first_line
 from .candidates import Listed, PositiveInts, listed
 from .steps.cases import QUICK, STEP_CASES, StepCase
-from .steps.floor import MachineRates, step_work
-from .steps.measure import CLOCKS, Contender, Rounds, held_bytes, kernels, operators, peak_bytes, step_times, take_turns
+from .steps.measure import (
+    CLOCKS,
+    Contender,
+    Rounds,
+    held_bytes,
+    kernels,
+    measured_card,
+    operators,
+    peak_bytes,
+    step_times,
+    take_turns,
+)
 from .steps.sets import ShapeSet, initial_values, shape_set, turns_of_gradients
 from .view import BenchRows, LinePoints, Panel, Recommendation, Row, Table
 
@@ -75,9 +87,9 @@ class StepBench(Bench):
         "operators": Column("operators of a step without refresh, views left out, a foreach once; null: not counted"),
         "kernels": Column("kernels that a CUDA device runs in a step without refresh; null on a CPU"),
         "build": Column("time of the construction", "s"),
-        "floor": Column("least time of a step by its arithmetic and traffic; null: unknown", "ms"),
-        "times_floor": Column("amortised over floor; null: unknown"),
-        "over_best_other": Column("amortised over that of the fastest peer with the same maths; null for peers"),
+        "counted": Column("time of a step by its counted operations and bytes; null: unknown", "ms"),
+        "times_counted": Column("amortised over counted; null: unknown"),
+        "over_best_other": Column("amortised over that of the fastest compared candidate; null for these"),
         "steps_ms": Column("time of every measured step", "ms"),
     }
     quick_fields: ClassVar[Mapping[str, Any]] = {
@@ -105,8 +117,8 @@ class StepBench(Bench):
 
     def problems(self) -> Sequence[Problem]:
         @cache  # the machine is measured once for all problems, with the declared number of threads
-        def rates() -> MachineRates:
-            return MachineRates.measured(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock])
+        def card() -> Card:
+            return measured_card(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock])
 
         found = []
         for name in self.sets:
@@ -117,7 +129,7 @@ class StepBench(Bench):
                         "set": name, "maths": maths, "interval": interval, "dtype": self.dtype,
                         "threads": self.threads, "numbers": shapes.numbers,
                     }  # fmt: skip
-                    found.append(Problem(fields, partial(lambda *given: (*given, rates()), shapes, cases)))
+                    found.append(Problem(fields, partial(lambda *given: (*given, card()), shapes, cases)))
         return found
 
     def _by_maths(self) -> dict[str, list[StepCase]]:
@@ -131,7 +143,7 @@ class StepBench(Bench):
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
         """Yield the rows of all candidates on one set of parameters. Candidates with the same algorithm take turns."""
-        shapes, cases, rates = problem.make()
+        shapes, cases, card = problem.make()
         interval = problem.fields["interval"]
         dtype, device = getattr(torch, self.dtype), self.target_device()
         gradients = [[g.to(device, dtype) for g in turn] for turn in turns_of_gradients(shapes.shapes, self.seed)]
@@ -151,7 +163,7 @@ class StepBench(Bench):
             optimizer, peak = contender.optimizer, peak_bytes(contender, gradients[0])
             totals, launched = [step.total for step in own], kernels(contender, gradients[0])
             spent = step_times(totals, interval)
-            floor = rates.milliseconds(step_work(optimizer)) if isinstance(optimizer, Optimizer) else None
+            counted = counted_ms(optimizer, card) if isinstance(optimizer, Optimizer) else None
             rows[case.label()] |= {
                 **spent._asdict(),
                 "state": held_bytes(optimizer) / shapes.numbers,
@@ -160,14 +172,14 @@ class StepBench(Bench):
                 "operators": operators(contender, gradients[0]),
                 "kernels": None if launched is None else launched.kernels,
                 "build": contender.build,
-                "floor": floor,
-                "times_floor": spent.amortised / floor if floor else None,
+                "counted": counted,
+                "times_counted": spent.amortised / counted if counted else None,
                 "steps_ms": totals,
             }
-        peers = [rows[case.label()]["amortised"] for case, _ in ready if case.recipe is None]
+        others = [rows[case.label()]["amortised"] for case, _ in ready if case.is_other]
         for case, _ in ready:
             own_time = rows[case.label()]["amortised"]
-            rows[case.label()]["over_best_other"] = own_time / min(peers) if peers and case.recipe is not None else None
+            rows[case.label()]["over_best_other"] = own_time / min(others) if others and not case.is_other else None
         yield list(rows.values())
 
     def _contender(self, case: StepCase, shapes: ShapeSet, interval: int) -> Contender:
@@ -192,13 +204,13 @@ class StepBench(Bench):
                 "operators": view.first("operators"),
                 "kernels": view.first("kernels"),
                 "build s": view.first("build", view.finite("{:.2f}")),
-                "times floor": view.first("times_floor", view.finite("{:.2f}")),
+                "times counted": view.first("times_counted", view.finite("{:.2f}")),
                 "/ best other": view.first("over_best_other", view.finite("{:.2f}")),
             },
         )
 
     def panels(self) -> tuple[Panel, Panel]:
-        lines = {"{}": _points("numbers", "amortised"), "floor of {}": _points("numbers", "floor")}
+        lines = {"{}": _points("numbers", "amortised"), "{}, counted": _points("numbers", "counted")}
         return (
             Panel("numbers in parameters", "milliseconds a step", lines),
             Panel("bytes of state a parameter", "largest step over the median",
@@ -216,6 +228,15 @@ class StepBench(Bench):
 
     def notes(self, rows: BenchRows) -> list[str]:
         return [f"{name}: milliseconds ~ numbers^{value:.2f} over {varied}" for name, varied, value in slopes(rows)]
+
+
+def counted_ms(optimizer: Optimizer, card: Card) -> float:
+    """Return the milliseconds of a step on a card, by the operations and bytes that `eigengraft plan` counts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = [(str(place), tuple(parameter.shape)) for place, parameter in enumerate(parameters)]
+    found = plan(optimizer.recipe, shapes, (1,), "ddp", parameters[0].dtype)
+    traffic = 3.0 * sum(parameter.nbytes for parameter in parameters) + 2.0 * float(found.state[0])
+    return card.milliseconds(float(found.work[0]), 0.0, traffic)
 
 
 def _points(x: str, y: str) -> LinePoints:

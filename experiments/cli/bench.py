@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,11 +24,14 @@ from .console import LogLines, to_yaml
 if TYPE_CHECKING:
     from ..benches import Bench, Row
 
-KINDS = "roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step"
-
 
 def bench_command(  # noqa: PLR0913  its arguments are the command's options
-    what: Annotated[str, typer.Argument(help=f"{KINDS}; or a YAML file with a bench")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step; or a YAML file"
+        ),
+    ],
     overrides: Annotated[
         list[str] | None,
         override_argument("field=value of the bench: sizes=[32,64] dtypes=float64 ridge=1e-5"),
@@ -61,7 +64,8 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     options = {"checkpoint": checkpoint, "record": record, "device": device}
     given = {name: value for name, value in options.items() if value is not None}
     chosen = _chosen(what, overrides or [], given, only or [], candidates or [], quick)
-    _measure(chosen, out or Path("runs") / f"bench-{chosen.declaration()['kind']}")
+    name = chosen.declaration()["kind"] if Path(what).suffix else what
+    _measure(chosen, out or Path("runs") / f"bench-{name}")
 
 
 def _chosen(
@@ -73,18 +77,13 @@ def _chosen(
     only: declarations of candidates that replace the candidates of the bench.
     more: declarations of candidates that are measured in addition.
     """
-    from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
+    from eigengraft.optimizers.recipe.loading import parse_yaml
     from eigengraft.optimizers.recipe.overrides import apply_overrides
 
-    from ..benches import Bench, load_bench
+    from ..benches import Bench, load_bench, read_bench
 
-    given: dict[str, Any] = {}
-    if Path(what).suffix in (".yaml", ".yml"):
-        data = read_yaml(what)
-        if not isinstance(data, Mapping) or "kind" not in data:
-            raise RecipeError(f"{what}: a mapping with 'kind', one of {KINDS}, is required")
-        given = dict(data)
-    kind = str(given.pop("kind", what))
+    given = read_bench(what)
+    kind = str(given.pop("kind"))
     member = Bench.members.get(kind)
     if member is None or not issubclass(member, Bench):
         hint = did_you_mean(kind, Bench.members, 0.5)
@@ -93,7 +92,7 @@ def _chosen(
         if name in options and name not in member.model_fields:
             having = ", ".join(kind for kind, other in Bench.members.items() if name in other.model_fields)
             raise RecipeError(
-                f"{option} cannot be combined with bench {kind}, which reads no matrices from files; use {having}"
+                f"{option} cannot be combined with bench {what}, which reads no matrices from files; use {having}"
             )
     given |= options
     if only:

@@ -50,6 +50,10 @@ class Card(NamedTuple):
     float32: float
     traffic: float
 
+    def milliseconds(self, full: float, half: float, traffic: float) -> float:
+        """Return the milliseconds for these operations, in float32 and in bfloat16, or for these bytes, if longer."""
+        return 1e3 * max(full / self.float32 + half / self.bfloat16, traffic / self.traffic)
+
 
 H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
 """Rates of NVIDIA's data sheet. The rate in bfloat16 is multiplied by 0.4, the share that passes of models reach."""
@@ -62,8 +66,7 @@ def step_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
 
 def optimizer_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
     """Return the milliseconds of the optimizer in a step of a float32 model, computed from its operations and bytes."""
-    full, half, traffic = _work(json.dumps(recipe), model)
-    return 1e3 * max(full / H100.float32 + half / H100.bfloat16, traffic / H100.traffic)
+    return H100.milliseconds(*_work(json.dumps(recipe), model))
 
 
 def state_bytes(recipe: Mapping[str, Any] | str, model: str) -> float:

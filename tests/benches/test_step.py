@@ -1,4 +1,4 @@
-"""The bench of steps: floors against counts by hand, what times become, and what a row says of a missing library."""
+"""The bench of steps: counted times, what times become, and what a row says of a missing library."""
 
 import math
 
@@ -7,63 +7,29 @@ import torch
 
 from eigengraft import Optimizer
 from eigengraft.errors import RecipeError
-from eigengraft.experiments.benches import load_bench, run_bench
-from eigengraft.experiments.benches.step import slope
-from eigengraft.experiments.benches.steps.floor import MachineRates, StepWork, step_work
+from eigengraft.experiments.benches import StepBench, load_bench, read_bench, run_bench
+from eigengraft.experiments.benches.step import counted_ms, slope
 from eigengraft.experiments.benches.steps.measure import held_bytes, step_times
 from eigengraft.experiments.benches.steps.sets import SETS, TURNS, initial_values, shape_set, turns_of_gradients
 from eigengraft.experiments.benches.view import lay_out
+from eigengraft.experiments.track.cost import Card
+from eigengraft.optimizers.plan.plan import plan
 
 from ..peers.soap_loop import SoapLoop
 from ..refusals import refused
 
-M, N = 24, 16
 BASIS = "update.eigenbasis"
 
 
-def work(recipe: str, *overrides: str, shape: tuple[int, ...] = (M, N)) -> StepWork:
-    changes = ["routes=[]", "blocking={}", *overrides]
-    return step_work(Optimizer([torch.nn.Parameter(torch.zeros(shape))], recipe, overrides=changes))
-
-
-def test_products_of_soap_are_five_for_each_entry_and_axis() -> None:
-    """Statistics m n (m + n) as symmetric products, there and back 2 m n (m + n) each: 5 m n (m + n)."""
-    found = work("soap_fitted", "update.eigenbasis.refresh.steps=10")
-    assert found.flops == 5 * M * N * (M + N)
-    # A Q and QR, R, m and v
-    turned = sum((2 + 8 / 3) * d**3 + 2 * d**3 + 2 * 2 * d * M * N for d in (M, N))
-    assert found.refresh == pytest.approx(turned / 10, rel=1e-12)
-    permuted = work("soap_fitted", "update.eigenbasis.refresh.steps=1", "update.eigenbasis.transport=permute")
-    assert permuted.refresh == pytest.approx(turned - 2 * (M + N) * M * N, rel=1e-12)
-    # by another solver the sums of marginals take A Q with the new Q
-    other = [
-        work("soap_fitted", "update.eigenbasis.solver.kind=cholesky_qr", f"update.eigenbasis.transport={t}").refresh
-        for t in ("marginals", "exact")
-    ]
-    assert other[0] - other[1] == pytest.approx(2 * (M**3 + N**3) / 10, rel=1e-12)
-
-
-def test_products_of_shampoo_are_three_for_each_entry_and_axis() -> None:
-    found = work("shampoo", "update.graft.direction.shampoo.refresh.steps=4")
-    assert found.flops == 3 * M * N * (M + N)
-    assert found.refresh == pytest.approx(10 * (M**3 + N**3) / 4, rel=1e-12)
-    assert work("shampoo", shape=(5, 2, 3)).flops == 3 * 30 * (5 + 2 + 3)
-
-
-def test_products_of_muon_are_those_of_newton_schulz() -> None:
-    assert work("muon").flops == 5 * (N * N * M + N**3 + 2 * N * N * M)
-
-
-def test_traffic_of_adamw_is_28_bytes_a_number() -> None:
-    """Read gradient, two moments and the parameter, write the last three, 4 bytes each; the count is in no stack."""
-    found = work("adamw")
-    assert found == StepWork(0.0, 0.0, 28.0 * M * N)
-
-
-def test_the_floor_is_the_longer_of_arithmetic_and_traffic() -> None:
-    rates = MachineRates(flops=1e9, traffic=1e8)
-    assert rates.milliseconds(StepWork(2e6, 1e6, 1e5)) == pytest.approx(3.0)
-    assert rates.milliseconds(StepWork(1e6, 0.0, 1e6)) == pytest.approx(10.0)
+def test_the_counted_time_is_that_of_the_plan() -> None:
+    """AdamW reads the gradient, two moments and the parameter, and writes the last three: 28 bytes a number. SOAP at
+    slow products takes the operations that `plan` counts."""
+    parameter = torch.nn.Parameter(torch.zeros(24, 16))
+    adamw, soap = (Optimizer([parameter], recipe, overrides=["routes=[]"]) for recipe in ("adamw", "soap_fitted"))
+    slow_memory, slow_products = Card("", 1e30, 1e30, 1e6), Card("", 1e6, 1e6, 1e30)
+    assert counted_ms(adamw, slow_memory) == pytest.approx(1e3 * 28 * 24 * 16 / 1e6, rel=0.01)
+    work = float(plan(soap.recipe, [("0", (24, 16))], (1,), "ddp").work[0])
+    assert counted_ms(soap, slow_products) == pytest.approx(1e3 * work / 1e6) and work > 0
 
 
 def test_refreshes_are_what_places_of_an_interval_take_more() -> None:
@@ -124,7 +90,7 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     candidates = [{"recipe": "adamw", "maths": "adam"}, peer, {"peer": "no_such_library:Adam", "maths": "adam"}]
     rows = run_bench("step", candidates=candidates, sets=["squares:size=4"], warm=1)
     own, other, missing = rows
-    assert own["numbers"] == 256 * 16 and len(own["steps_ms"]) == 10 and own["floor"] and own["times_floor"]
+    assert own["numbers"] == 256 * 16 and len(own["steps_ms"]) == 10 and own["counted"] and own["times_counted"]
     assert own["state"] == pytest.approx(8, abs=2.1) and other["state"] == pytest.approx(
         8 + 4 / 16, abs=0.01
     )  # 8 of steps
@@ -139,6 +105,22 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     assert own["over_best_other"] == pytest.approx(own["amortised"] / other["amortised"])
     assert other["over_best_other"] is None and math.isfinite(own["amortised"])
     assert missing["problem"] in lay_out(load_bench("step", {}).table(), rows)[1][2]
+
+
+def test_storage_is_measured_beside_the_same_recipe_without_it() -> None:
+    declared = read_bench("storage")
+    assert declared.pop("kind") == "step"
+    bench = load_bench("step", declared)
+    assert isinstance(bench, StepBench)
+    pairs = {case.kind_of_maths(): [] for case in bench.candidates}
+    for case in bench.candidates:
+        optimizer = case.build([torch.nn.Parameter(torch.zeros(8, 8))], 10)
+        pairs[case.kind_of_maths()].append((case.is_other, optimizer.recipe.declaration()))
+    for (first, stored), (second, plain) in pairs.values():
+        assert (first, second) == (False, True) and stored["storage"] and plain == {**stored, "storage": {}}
+    rows = run_bench("storage", candidates=declared["candidates"][:2], sets=["squares:size=64"], intervals=10, warm=1)
+    assert rows[0]["state"] < rows[1]["state"] and rows[1]["over_best_other"] is None
+    assert rows[0]["over_best_other"] == pytest.approx(rows[0]["amortised"] / rows[1]["amortised"])
 
 
 def test_what_is_refused() -> None:

@@ -89,12 +89,12 @@ def test_commands_exist(page: str) -> None:
 
 
 def check_arguments(command: str, rest: list[str]) -> None:
-    from eigengraft.experiments.benches import Bench
+    from eigengraft.experiments.benches import Bench, read_bench
 
     if command == "show" and not find_kinds(rest[0]):
         eigengraft.load_recipe(rest[0], [word for word in rest[1:] if "=" in word])
     if command == "bench":
-        assert rest[0] in Bench.members, rest
+        assert read_bench(rest[0])["kind"] in Bench.members, rest
 
 
 TABLE_ROW = re.compile(r"^\| `(torch\.optim\..*?)` \| `(Optimizer\(.*?)` \|$", flags=re.MULTILINE)

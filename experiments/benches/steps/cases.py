@@ -26,7 +26,8 @@ class StepCase(Component):
     """A recipe with overrides, or a peer: an optimizer class "module:Class" or "file.py:Class" with options.
 
     "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. Candidates
-    with the same `maths`, the name of their algorithm, are compared with each other.
+    with the same `maths`, the name of their algorithm, take turns. Their times are compared with those of peers, and of
+    recipes that are `compared`.
     """
 
     recipe: str | None = Field(default=None, examples=["soap"], description="shipped name or YAML file")
@@ -38,6 +39,7 @@ class StepCase(Component):
     )
     maths: str = Field(default="", description="name of the algorithm; default: the recipe, or the class")
     name: str | None = Field(default=None, description="name in tables; default: the recipe, or the class")
+    compared: bool = Field(default=False, description="true: recipes with the same `maths` are compared with this one")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -64,6 +66,11 @@ class StepCase(Component):
     def refreshes(self) -> bool:
         """Return True if the candidate depends on the interval between refreshes."""
         return any(INTERVAL in text for text in self.overrides) or INTERVAL in self.options.values()
+
+    @property
+    def is_other(self) -> bool:
+        """True if recipes with the same algorithm are compared with this candidate."""
+        return self.compared or self.recipe is None
 
     def build(self, parameters: Sequence[Parameter], interval: int) -> torch.optim.Optimizer:
         """Return the optimizer. Raise ImportError if the library of a peer is not installed."""
