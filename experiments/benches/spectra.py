@@ -75,30 +75,6 @@ class Geometric(Synthetic):
         return torch.pow(self.condition, -torch.linspace(0, 1, d, dtype=torch.float64))
 
 
-class OneLarge(Synthetic):
-    """One eigenvalue is 1, the others are 1 / condition: a rank-one signal above a floor."""
-
-    kind: Literal["one_large"] = "one_large"
-    condition: float = Field(1e4, ge=1, description="largest over smallest eigenvalue")
-
-    def eigenvalues(self, d: int) -> Tensor:
-        values = torch.full((d,), 1 / self.condition, dtype=torch.float64)
-        values[0] = 1
-        return values
-
-
-class OneSmall(Synthetic):
-    """One eigenvalue is 1 / condition, the others are 1: one direction with almost no gradient."""
-
-    kind: Literal["one_small"] = "one_small"
-    condition: float = Field(1e4, ge=1, description="largest over smallest eigenvalue")
-
-    def eigenvalues(self, d: int) -> Tensor:
-        values = torch.ones(d, dtype=torch.float64)
-        values[-1] = 1 / self.condition if d > 1 else 1
-        return values
-
-
 class PowerLaw(Synthetic):
     """lambda_i = i^(-power),  i = 1 .. d: similar to the spectra of factors of trained layers"""
 
@@ -112,6 +88,7 @@ class PowerLaw(Synthetic):
 class Clustered(Synthetic):
     """Two clusters: a share of the eigenvalues at 1, the rest at 1 / ratio.
 
+    A small share leaves one large eigenvalue, a signal of rank one above a floor. A share near 1 leaves one small one.
     The default is the test matrix of 4-bit Shampoo (Wang et al. 2024, arXiv:2405.18144): of 1200 eigenvalues 800 are
     1000 and 400 are 1.
     """
@@ -121,7 +98,7 @@ class Clustered(Synthetic):
     share: float = Field(2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
 
     def eigenvalues(self, d: int) -> Tensor:
-        upper = max(1, round(self.share * d))
+        upper = max(1, min(round(self.share * d), d - 1))  # at least one in each cluster
         values = torch.full((d,), 1 / self.ratio, dtype=torch.float64)
         values[:upper] = 1
         return values
@@ -167,8 +144,8 @@ def orthogonal(count: int, d: int, seed: int) -> Tensor:
 
 SPECTRA: tuple[Declaration, ...] = (
     *({"kind": "geometric", "condition": condition} for condition in (1e1, 1e2, 1e3, 1e4, 1e5, 1e6)),
-    {"kind": "one_large"},
-    {"kind": "one_small"},
+    {"kind": "clustered", "ratio": 1e4, "share": 0.01},
+    {"kind": "clustered", "ratio": 1e4, "share": 0.99},
     {"kind": "power_law"},
     {"kind": "clustered"},
     {"kind": "rank_deficient"},

@@ -5,7 +5,6 @@ A tracker is a callback that passes the rows of metrics to another program.
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ import eigengraft
 from eigengraft.component import Component
 from eigengraft.errors import RecipeError, warn_user
 
-from ..files import append_text, make_directory, read_object, read_rows, write_text
+from ..files import read_object
 from ..tasks import Batch
 from ..tasks.base import MetricName
 from .outcome import Result, Tick
@@ -159,16 +158,6 @@ class Tracker(Callback, ABC):
         """Open the log of a run. step: step of the next row; rows of an existing log from this step on are dropped."""
 
 
-class JSONL(Tracker):
-    """Rows of JSON, {"step": 10, "loss": 2.3, ...}, in one file."""
-
-    kind: Literal["jsonl"] = "jsonl"
-    path: str = Field("track.jsonl", min_length=1, description="the file, relative to the run's directory")
-
-    def open(self, run: RunView, step: int) -> Log:
-        return _JSONLLog(run.directory / self.path, step)
-
-
 class TensorBoard(Tracker):
     """Event files of TensorBoard in the folder `tensorboard` of the run: `tensorboard --logdir runs`.
 
@@ -206,23 +195,6 @@ class WandB(Tracker):
         named = {"project": self.project, "name": name, "group": name}
         began = wandb.init(mode=self.mode, dir=directory, config=config, reinit="create_new", **named)
         return _WandBLog(began)
-
-
-@dataclass(frozen=True)
-class _JSONLLog:
-    path: Path
-    first: int
-
-    def __post_init__(self) -> None:
-        make_directory(self.path.parent)
-        kept = (json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] < self.first)
-        write_text(self.path, "".join(kept))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        append_text(self.path, json.dumps({"step": step, **values}) + "\n")
-
-    def close(self) -> None:
-        """Do nothing: no file is open between rows."""
 
 
 @dataclass(frozen=True)

@@ -202,13 +202,13 @@ class TestRoots:
                 yes, n = torch.full((len(a),), True), len(a)
                 return Root(x, yes if not self.refuse else ~yes, torch.full((n,), 7), torch.full((n,), 0.5), yes)
 
-        spectrum = {"kind": "one_large", "condition": 16.0}
+        spectrum = {"kind": "clustered", "ratio": 16.0, "share": 0.01}
         given = [{"kind": "changed", "factor": 2.0}, {"kind": "changed", "factor": -1.0},
                  {"kind": "changed", "factor": 1.0, "refuse": True}]  # fmt: skip
         twice, negative, refused = run_bench(
             "roots", solvers=given, spectra=spectrum, sizes=4, dtypes="float64", ridge=0.0, count=3, **FAST
         )
-        assert twice["condition"] == pytest.approx(16) and twice["spectrum"] == "one_large condition=16"
+        assert twice["condition"] == pytest.approx(16) and twice["spectrum"] == "clustered ratio=16 share=0.01"
         # float64 with condition 16: everything is exact to 1e-12
         assert (twice["error"], twice["residual"]) == pytest.approx((1.0, 2**4 - 1), abs=1e-12)
         assert twice["angle"] == pytest.approx(0, abs=1e-6) and twice["definite"] == twice["ok"] == 1

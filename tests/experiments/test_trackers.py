@@ -2,13 +2,17 @@
 
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment, train
+from eigengraft.experiments.files import append_text, read_rows, write_text
+from eigengraft.experiments.training.callbacks import RunView, Tracker
 
 from ..refusals import refused
 
@@ -44,18 +48,41 @@ def run_in_two(callbacks: list[Any], directory: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if isinstance(v, (int, float))} for row in rows(directory / "metrics.jsonl")]
 
 
-def test_lines_of_json_are_the_rows_of_the_run(tmp_path: Path) -> None:
-    written = run_in_two(["jsonl", {"kind": "jsonl", "path": "more/other.jsonl"}], tmp_path / "run")
+@dataclass(frozen=True)
+class Lines:
+    file: Path
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        append_text(self.file, json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        append_text(self.file, "closed\n")
+
+
+class OwnTracker(Tracker):
+    """A tracker of a user's own."""
+
+    kind: Literal["lines_for_test"] = "lines_for_test"
+
+    def open(self, run: RunView, step: int) -> Lines:
+        file = run.directory / "lines"
+        write_text(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if row["step"] < step))
+        return Lines(file)
+
+
+def test_a_tracker_receives_the_rows_of_the_run(tmp_path: Path) -> None:
+    written = run_in_two(["lines_for_test"], tmp_path / "run")
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6, 7]
     assert all({"gradient_norm", "update_ratio_largest", "weight_growth", "skipped"} <= row.keys() for row in written)
-    assert rows(tmp_path / "run" / "track.jsonl") == written
-    assert rows(tmp_path / "run" / "more" / "other.jsonl") == written
+    *lines, end = (tmp_path / "run" / "lines").read_text().splitlines()
+    assert list(map(json.loads, lines)) == written and end == "closed"
 
 
 def test_a_diverged_run_passes_on_its_last_row(tmp_path: Path) -> None:
-    result = train(load_experiment({**TINY, "recipe": "sgd", "lr": 1e30, "callbacks": ["jsonl"]}), tmp_path)
+    result = train(load_experiment({**TINY, "recipe": "sgd", "lr": 1e30, "callbacks": ["lines_for_test"]}), tmp_path)
     assert result.diverged
-    assert [row["step"] for row in rows(tmp_path / "track.jsonl")] == list(range(1, result.steps + 1))
+    *lines, _ = (tmp_path / "lines").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, result.steps + 1))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ spectral = Spectral(solver={"kind": "newton_schulz", "coefficients": [(3.0, -3.2
 route = Route(name="wide", match={"ndim": 2}, update="momentum", constraints=["hyperball"])
 recipe = Recipe(update=[graft, basis, spectral], routes="default", storage={"basis": "int8"})
 recipe.replace(routes=[route, "default"], weight_decay={"kind": "decoupled", "rate": 0.1}, averaging="ema")
-Experiment(task="digits", recipe=recipe, schedule={"kind": "cosine"}, callbacks=["jsonl"], steps=100)
+Experiment(task="digits", recipe=recipe, schedule={"kind": "cosine"}, callbacks=["patience"], steps=100)
 solver: RootSolver = shampoo.solver
 """
 MISTAKES = {
