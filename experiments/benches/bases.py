@@ -14,11 +14,9 @@ from torch import Tensor
 from eigengraft.preconditioners import BasisSolver
 
 from . import view
-from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, PositiveInts, default_members, label
+from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, default_members, label
 from .gradients import trained_factors
-from .matrices import MatrixBench
-from .measures import worst_of
+from .matrices import MatrixBench, worst_of
 from .spectra import Geometric, PowerLaw, Spectrum, Synthetic, orthogonal, with_unit_norm
 from .view import Panel, Recommendation, Row, Table
 

@@ -18,12 +18,10 @@ from eigengraft.preconditioners.algebra.exponents import Rational
 from eigengraft.quantization import Quantizer
 
 from . import view
-from .bench import Column, Problem
-from .candidates import PositiveInts
-from .candidates import label as label_of
+from .bench import Column, PositiveInts, Problem
+from .bench import label as label_of
 from .gradients import trained_factors
-from .matrices import OWN_BETA, MatrixBench, ridge_for
-from .measures import inverse_power
+from .matrices import OWN_BETA, MatrixBench, inverse_power, ridge_for
 from .quantizers import INT4, StoredStack, parse_quantizers, quantizer_label, role_of
 from .roots import RootSolvers, default_solvers, ridgeless
 from .spectra import with_unit_norm

@@ -16,8 +16,7 @@ from torch import Tensor
 from eigengraft.preconditioners import Stage, Stages
 
 from . import view
-from .bench import Bench, Column, Problem
-from .candidates import Declaration, Listed, MatrixShapes, label
+from .bench import Bench, Column, Declaration, Listed, MatrixShapes, Problem, label
 from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
 

@@ -1,22 +1,52 @@
-"""The matrices of benches: spectra by default, or the user's own from a checkpoint or a training run."""
+"""The matrices of benches, from spectra or from a run of the user's own, and distances between matrices."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
+import torch
 from pydantic import Field, model_validator
 from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor
 
-from .bench import Bench
-from .candidates import Listed, PositiveInts, label
+from .bench import Bench, Listed, PositiveInts, label
 from .gradients import saved_factors, trained_factors
 from .spectra import Geometric, Spectrum, default_spectra, with_unit_norm
 from .view import Panel, Recommendation, Row, groups, measured_rows, xy
+
+
+def relative_error(x: Tensor, reference: Tensor) -> Tensor:
+    """Return ||X - Y||_F / ||Y||_F of stacks `[N, m, n]`, in float64."""
+    x = x.double()
+    error: Tensor = torch.linalg.matrix_norm(x - reference) / torch.linalg.matrix_norm(reference)
+    return error
+
+
+def angle(x: Tensor, reference: Tensor) -> Tensor:
+    """Return the angle between X and Y as vectors in degrees: 2 asin(|x/|x| - y/|y|| / 2), exact also if it is tiny."""
+    x = x.double()
+    x = x / torch.linalg.matrix_norm(x, keepdim=True)
+    reference = reference / torch.linalg.matrix_norm(reference, keepdim=True)
+    found: Tensor = 2 * (torch.linalg.matrix_norm(x - reference) / 2).clamp_max(1).asin() * (180 / math.pi)
+    return found
+
+
+def inverse_power(a: Tensor, exponent: float) -> Tensor:
+    """Return A^(-e) in float64 for positive definite A `[N, d, d]`."""
+    values, q = torch.linalg.eigh(a.double())
+    root: Tensor = (q * values.unsqueeze(1).pow(-exponent)) @ q.mT
+    return root
+
+
+def worst_of(values: Tensor) -> float:
+    """Return the largest of `values`; NaN if `values` is empty or has a NaN."""
+    return float(values.max()) if values.numel() else math.nan
+
 
 OWN_BETA = 0.95
 """Decay per step of the factors of a recorded run, as in the shipped recipes."""

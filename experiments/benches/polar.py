@@ -14,11 +14,9 @@ from torch import Tensor
 from eigengraft.preconditioners import PolarSolver
 
 from . import view
-from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, MatrixShapes, default_members, label
+from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, MatrixShapes, Problem, default_members, label
 from .gradients import LONGEST, GradientRun
-from .matrices import OwnMatrices
-from .measures import relative_error, worst_of
+from .matrices import OwnMatrices, relative_error, worst_of
 from .spectra import orthogonal
 from .view import Panel, Recommendation, Row, Table
 

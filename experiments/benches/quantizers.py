@@ -22,10 +22,8 @@ from eigengraft.quantization import Quantizer
 from eigengraft.slots import Encoded, Role, Slot
 
 from . import view
-from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, PositiveInts, defaults, label, listed
-from .matrices import MatrixBench, MatrixSource, ridge_for
-from .measures import angle, relative_error, worst_of
+from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, defaults, label, listed
+from .matrices import MatrixBench, MatrixSource, angle, relative_error, ridge_for, worst_of
 from .spectra import Synthetic, orthogonal
 from .view import BenchRows, Panel, Recommendation, Row, Table
 

@@ -15,10 +15,8 @@ from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
 from . import view
-from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, Listed, MatrixDtypes, default_members, kinds_as, label
-from .matrices import MatrixBench, MatrixSource, ridge_for
-from .measures import angle, inverse_power, relative_error, worst_of
+from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, Problem, default_members, kinds_as, label
+from .matrices import MatrixBench, MatrixSource, angle, inverse_power, relative_error, ridge_for, worst_of
 from .view import Panel, Recommendation, Row, Table
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eigengraft.component import Component, validated
 
-from .candidates import Declaration
+from .bench import Declaration
 
 FILE = Path(__file__).with_name("recorded.npz")
 """File of the recorded factors. `record_factors.py` writes it."""

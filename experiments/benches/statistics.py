@@ -1,4 +1,7 @@
-"""Statistics: distance of the Kronecker product of their factors from the full second moment of the gradients."""
+"""Statistics: distance of the Kronecker product of their factors from the full second moment of the gradients.
+
+Legend: K gradients G `[K, m, n]`; vec stacks rows, so that (L x R) vec X = vec(L X R^T); C `[m n, m n]`; all float64.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,72 @@ from torch import Tensor
 
 from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
 
-from . import kronecker, view
-from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, PositiveInts, default_members, kinds_as, label
+from . import view
+from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
 from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
 from .matrices import OwnMatrices
 from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
+
+_FLOOR = 1e-12
+
+
+def second_moment(g: Tensor) -> Tensor:
+    """Return C = E[vec G vec G^T], the mean over the gradients."""
+    flat = g.flatten(1)
+    return flat.T @ flat / len(g)
+
+
+def power(a: Tensor, exponent: float) -> Tensor:
+    """Return A^p. Eigenvalues below 1e-12 times the largest are first replaced by 1e-12 times the largest."""
+    values, q = torch.linalg.eigh(a)
+    powers = values.clamp_min(_FLOOR * values[-1]).pow(exponent)
+    result: Tensor = (q * powers) @ q.T
+    return result
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Return <A, B> / (||A|| ||B||)."""
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+def cosine_product(c: Tensor, left: Tensor, right: Tensor) -> float:
+    """Return the cosine of C and L x R."""
+    return cosine(c, torch.kron(left, right))
+
+
+def best_cosine(c: Tensor, m: int, n: int) -> float:
+    """Return the largest cosine of C with any L x R: the spectral norm of C rearranged, over ||C|| (Van Loan)."""
+    rearranged = c.reshape(m, n, m, n).transpose(1, 2).reshape(m * m, n * n)
+    return float(torch.linalg.matrix_norm(rearranged, ord=2) / c.norm())
+
+
+def gains(held_out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return log10 of the gains sqrt(h_i / s_i) `[m, n]` with h_i = u_i^T C u_i, s_i = u_i^T S u_i.
+
+    u_i are the eigenvectors of S = L x R, and C is the second moment of held-out gradients. The logarithm is 0 where
+    S^(-1/2) scales the held-out gradients to unit size.
+    """
+    (a, u), (b, v) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    h = ((u.T @ held_out @ v) ** 2).mean(0)
+    s = a.clamp_min(_FLOOR * a[-1])[:, None] * b.clamp_min(_FLOOR * b[-1])
+    found: Tensor = 0.5 * (h / s).log10()
+    return found
+
+
+def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
+    """Return the median of |log10 gain| (Liu et al. 2026)."""
+    return float(gains(held_out, left, right).abs().median())
+
+
+def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
+    """Return the median of |log10 gain - median log10 gain|.
+
+    This is the part of the gain error that no learning rate removes.
+    """
+    found = gains(held_out, left, right)
+    return float((found - found.median()).abs().median())
+
 
 LONG = 0.995
 """Decay of statistics that are declared by their kind alone, for a mean over about 200 gradients."""
@@ -89,7 +151,7 @@ class StatisticBench(OwnMatrices):
             gradients = torch.stack([found[name] for name in names], dim=1)
             silent = tuple(name for name in found if name not in names)
         seen, unseen = gradients[: max(self.samples)], gradients[max(self.samples) :]
-        moments = torch.stack([kronecker.second_moment(g) for g in seen.unbind(1)])
+        moments = torch.stack([second_moment(g) for g in seen.unbind(1)])
         return LayerGradients(names, seen, unseen, moments, silent)
 
     def label(self, candidate: Statistic) -> str:
@@ -111,14 +173,14 @@ class StatisticBench(OwnMatrices):
                 time = self.milliseconds(partial(self._one_interval, runner, gradient))
                 for layer, name in enumerate(given.names):
                     left, right, c = factors[0][layer], factors[1][layer], given.moments[layer]
-                    roots = kronecker.power(left, 0.5), kronecker.power(right, 0.5)
+                    roots = power(left, 0.5), power(right, 0.5)
                     yield {
                         "layer": name,
                         "samples": k,
-                        "cosine": kronecker.cosine_product(c, left, right),
-                        "cosine_root": kronecker.cosine_product(c, *roots),
-                        "gain_error": kronecker.gain_error(given.unseen[:, layer], left, right),
-                        "gain_spread": kronecker.gain_spread(given.unseen[:, layer], left, right),
+                        "cosine": cosine_product(c, left, right),
+                        "cosine_root": cosine_product(c, *roots),
+                        "gain_error": gain_error(given.unseen[:, layer], left, right),
+                        "gain_spread": gain_spread(given.unseen[:, layer], left, right),
                         "milliseconds": time / self.every / layers,
                     }
 
@@ -152,7 +214,7 @@ class StatisticBench(OwnMatrices):
     def reference(self, given: LayerGradients) -> Iterator[Row]:
         """Yield the cosines of C with its best Kronecker product and with its diagonal, for each layer."""
         for name, c in zip(given.names, given.moments, strict=True):
-            values = kronecker.best_cosine(c, self.width, self.width), kronecker.cosine(c, c.diagonal().diag())
+            values = best_cosine(c, self.width, self.width), cosine(c, c.diagonal().diag())
             for candidate, value in zip((BEST, DIAGONAL), values, strict=True):
                 yield {"candidate": candidate, "layer": name, "samples": max(self.samples), "cosine": value}
         for name in given.silent:

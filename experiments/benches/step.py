@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from statistics import linear_regression, median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from torch import Tensor
 from torch.nn import Parameter
 
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
 
 from ..track.cost import Card
 from . import view
-from .bench import Bench, Column, Problem, first_line
-from .candidates import Listed, PositiveInts, listed
-from .steps.cases import QUICK, STEP_CASES, StepCase
-from .steps.measure import (
+from .bench import Bench, Column, Listed, PositiveInts, Problem, first_line, listed
+from .step_times import (
     CLOCKS,
     Contender,
     Rounds,
@@ -33,8 +37,232 @@ from .steps.measure import (
     step_times,
     take_turns,
 )
-from .steps.sets import ShapeSet, initial_values, shape_set, turns_of_gradients
 from .view import BenchRows, LinePoints, Panel, Recommendation, Row, Table
+
+Shapes = list[tuple[int, ...]]
+TURNS = 8
+"""Number of gradients that are used in turn. With a single gradient, statistics would have low rank."""
+
+
+def gpt(layers: int = 4, width: int = 256, vocabulary: int = 4096) -> Shapes:
+    """Return the shapes of a GPT: an embedding and, in each layer, qkv, output, two MLP matrices, four norms."""
+    w = width
+    layer: Shapes = [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w), (w,), (w,), (w,), (w,)]
+    return [(vocabulary, w), *layers * layer, *2 * [(w,)]]
+
+
+def convolutions() -> Shapes:
+    """Return the shapes of a small ResNet: kernels, the norms after them, and the head."""
+    kernels: Shapes = [(64, 3, 7, 7), *2 * [(64, 64, 3, 3)], (128, 64, 3, 3), (128, 128, 3, 3), (256, 128, 3, 3)]
+    kernels += [(256, 256, 3, 3), (512, 256, 1, 1)]
+    return [*kernels, *(norm for kernel in kernels for norm in 2 * [(kernel[0],)]), (10, 512), (10,)]
+
+
+def matrices() -> Shapes:
+    """Return the shapes of sixteen matrices of sides 256 and 512."""
+    return [*8 * [(256, 256)], *4 * [(512, 256)], *4 * [(256, 512)]]
+
+
+def squares(blocks: int = 256, size: int = 32) -> Shapes:
+    """Return the shapes of many square matrices of one size."""
+    return [(size, size) for _ in range(blocks)]
+
+
+def embedding(rows: int = 50_000, width: int = 64) -> Shapes:
+    """Return the shape of one long embedding."""
+    return [(rows, width)]
+
+
+def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50_257) -> Shapes:
+    """Return the shapes of GPT-2 small with an untied head: 163 million numbers."""
+    return [*gpt(layers, width, vocabulary), (1024, width), (vocabulary, width)]
+
+
+SETS: Mapping[str, Callable[..., Shapes]] = {
+    own.__name__: own for own in (gpt, convolutions, matrices, squares, embedding, gpt2)
+}
+
+
+def shape_set(name: str) -> Shapes:
+    """Return the shapes that a name declares, such as "gpt", or "gpt:layers=8" with a value for one dimension."""
+    kind, _, given = name.partition(":")
+    dimension, _, number = given.partition("=")
+    if kind not in SETS:
+        hint = did_you_mean(kind, SETS)
+        raise RecipeError(f"sets: '{kind}' is no set of shapes{hint} (the sets are {', '.join(SETS)})")
+    if not given:
+        return SETS[kind]()
+    known = SETS[kind].__annotations__.keys() - {"return"}
+    if dimension not in known or not number.isdecimal() or int(number) == 0:
+        options = ", ".join(f"{kind}:{own}=NUMBER" for own in sorted(known)) or f"{kind} alone"
+        raise RecipeError(f"sets: '{name}' must set a dimension of {kind} to a whole number above 0; write {options}")
+    return SETS[kind](**{dimension: int(number)})
+
+
+def initial_values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
+    """Draw parameters from N(0, 0.02^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [0.02 * torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[list[Tensor]]:
+    """Draw TURNS gradients of each parameter from N(0, 1e-4). Row i and column i are then scaled by i^(-1/2)."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return [[_scaled(torch.randn(shape, generator=generator)) for shape in shapes] for _ in range(TURNS)]
+
+
+def _scaled(x: Tensor) -> Tensor:
+    for axis, d in enumerate(x.shape[:2]):
+        x = x * torch.arange(1, d + 1).rsqrt().reshape(-1, *[1] * (x.ndim - 1 - axis))
+    return 1e-2 * x
+
+
+INTERVAL = "{interval}"
+"""Placeholder for the interval between refreshes, in overrides and options."""
+
+
+class StepCase(Component):
+    """A recipe with overrides, or a peer: an optimizer class "module:Class" or "file.py:Class" with options.
+
+    "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. Candidates
+    with the same `maths`, the name of their algorithm, take turns. Their times are compared with those of peers, and of
+    recipes that are `compared`.
+    """
+
+    recipe: str | None = Field(default=None, examples=["soap"], description="shipped name or YAML file")
+    overrides: tuple[str, ...] = Field(default=(), strict=False, description="dotted.path=value, in order")
+    peer: str | None = Field(default=None, description="class of another library: module:Class, or file.py:Class")
+    options: dict[str, Any] = Field(default={}, description="what the class is called with besides parameters")
+    switches: dict[str, Any] = Field(
+        default={}, description="attributes of modules that are set before the class is called: module:name = value"
+    )
+    maths: str = Field(default="", description="name of the algorithm; default: the recipe, or the class")
+    name: str | None = Field(default=None, description="name in tables; default: the recipe, or the class")
+    compared: bool = Field(default=False, description="true: recipes with the same `maths` are compared with this one")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.recipe is None) == (self.peer is None):
+            raise ValueError("exactly one of recipe and peer is required; give one of the two")
+        if self.recipe is not None and (self.options or self.switches):
+            raise ValueError("options and switches cannot be combined with recipe; give overrides, or a peer")
+        if self.peer is not None and (self.overrides or ":" not in self.peer):
+            raise ValueError(
+                f"peer: '{self.peer}' must have the form module:Class, and cannot be combined with overrides; give "
+                "options"
+            )
+        return self
+
+    def label(self) -> str:
+        """Return the name of the candidate in tables."""
+        return self.name or self.recipe or str(self.peer)
+
+    def kind_of_maths(self) -> str:
+        """Return the name of the algorithm. Only candidates with the same algorithm are compared."""
+        return self.maths or self.label()
+
+    @property
+    def refreshes(self) -> bool:
+        """Return True if the candidate depends on the interval between refreshes."""
+        return any(INTERVAL in text for text in self.overrides) or INTERVAL in self.options.values()
+
+    @property
+    def is_other(self) -> bool:
+        """True if recipes with the same algorithm are compared with this candidate."""
+        return self.compared or self.recipe is None
+
+    def build(self, parameters: Sequence[Parameter], interval: int) -> torch.optim.Optimizer:
+        """Return the optimizer. Raise ImportError if the library of a peer is not installed."""
+        if self.recipe is not None:
+            changes = [text.replace(INTERVAL, str(interval)) for text in self.overrides]
+            return Optimizer(list(parameters), self.recipe, lr=1e-3, overrides=changes)
+        options = {key: interval if value == INTERVAL else value for key, value in self.options.items()}
+        for where, value in self.switches.items():
+            module, _, attribute = where.partition(":")
+            setattr(importlib.import_module(module), attribute, value)
+        made: torch.optim.Optimizer = self._peer_class()(list(parameters), **options)
+        return made
+
+    def _peer_class(self) -> Any:
+        where, _, name = str(self.peer).rpartition(":")
+        if where.endswith(".py"):
+            path = Path(where).resolve()
+            if not path.is_file():
+                raise RecipeError(f"peer: '{where}' is not a file; give the path of an existing file")
+            sys.path.insert(0, str(path.parent))
+            where = path.stem
+        module = importlib.import_module(where)
+        if not hasattr(module, name):
+            raise RecipeError(f"peer: '{where}' has no class '{name}'; give a class that '{where}' defines")
+        return getattr(module, name)
+
+
+_AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
+
+
+def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
+    """Return a candidate whose recipe computes the same as optimizers of other libraries with the algorithm `maths`.
+
+    Parameters are not split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of
+    an interval.
+    """
+    refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.min_wave_work=1")
+    same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh, *changes)
+    return StepCase(recipe=recipe, overrides=same, maths=maths, name=maths if changes else recipe)
+
+
+_EIGENBASIS, _SHAMPOO = "update.eigenbasis", "update.graft.direction.shampoo"
+
+
+def _heavyball(name: str, maths: str) -> StepCase:
+    """Return the candidate for an optimizer class of HeavyBall, without compilation.
+
+    name: name of the class.
+    maths: name of its algorithm.
+    """
+    options = {"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precond_dim": 1024, "merge_dims": False}
+    return StepCase(
+        peer=f"heavyball:{name}",
+        options={**options, "use_precond_schedule": False},
+        switches={"heavyball.utils:compile_mode": None},
+        maths=maths,
+        name=f"HeavyBall {name}",
+    )
+
+
+STEP_CASES = (
+    _recipe("soap_fitted", _EIGENBASIS, "soap"),
+    StepCase(
+        peer="pytorch_optimizer:SOAP",
+        options={"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precondition_dim": 1024},
+        maths="soap",
+        name="pytorch-optimizer SOAP",
+    ),
+    _heavyball("SOAP", "soap"),
+    _recipe("soap_fitted", _EIGENBASIS, "soap, permuted", f"{_EIGENBASIS}.transport=permute"),
+    _recipe("soap_kl", _EIGENBASIS, "kl_soap"),
+    _heavyball("KLSOAP", "kl_soap"),
+    _recipe("shampoo", _SHAMPOO, "shampoo"),
+    StepCase(recipe="muon", overrides=("routes=[]",), maths="muon"),
+    StepCase(peer="torch.optim:Muon", options={"lr": 1e-3}, maths="muon", name="torch Muon"),
+    StepCase(recipe="adamw", maths="adamw"),
+    StepCase(peer="torch.optim:AdamW", options={"fused": True}, maths="adamw", name="torch AdamW, fused"),
+    StepCase(peer="torch.optim:AdamW", options={"foreach": True}, maths="adamw", name="torch AdamW, foreach"),
+    StepCase(recipe="sgd", maths="sgd"),
+    StepCase(
+        peer="torch.optim:SGD",
+        options={"lr": 1e-3, "momentum": 0.9, "fused": True},
+        maths="sgd",
+        name="torch SGD, fused",
+    ),
+    StepCase(recipe="lion", maths="lion"),
+    StepCase(recipe="adamw_8bit", maths="adamw_8bit"),
+    StepCase(peer="torchao.optim:AdamW8bit", maths="adamw_8bit", name="torchao AdamW8bit"),
+)
+"""Default candidates. If the library of an optimizer is not installed, its row says so."""
+QUICK = len(STEP_CASES) - 2
+"""Number of candidates of the quick run. The last two are left out, because torchao compiles its steps for minutes."""
+
 
 GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squares:size=16", "squares:size=64")
 """Sets of parameters in which one dimension differs from its default, to measure how times grow with the dimension."""
@@ -127,7 +355,7 @@ class StepBench(Bench):
                     shapes = shape_set(name)
                     fields = {
                         "set": name, "maths": maths, "interval": interval, "dtype": self.dtype,
-                        "threads": self.threads, "numbers": shapes.numbers,
+                        "threads": self.threads, "numbers": sum(map(math.prod, shapes)),
                     }  # fmt: skip
                     found.append(Problem(fields, partial(lambda *given: (*given, card()), shapes, cases)))
         return found
@@ -146,7 +374,7 @@ class StepBench(Bench):
         shapes, cases, card = problem.make()
         interval = problem.fields["interval"]
         dtype, device = getattr(torch, self.dtype), self.target_device()
-        gradients = [[g.to(device, dtype) for g in turn] for turn in turns_of_gradients(shapes.shapes, self.seed)]
+        gradients = [[g.to(device, dtype) for g in turn] for turn in turns_of_gradients(shapes, self.seed)]
         rows: dict[str, Row] = {}
         ready: list[tuple[StepCase, Contender]] = []
         for case in cases:
@@ -166,8 +394,8 @@ class StepBench(Bench):
             counted = counted_ms(optimizer, card) if isinstance(optimizer, Optimizer) else None
             rows[case.label()] |= {
                 **spent._asdict(),
-                "state": held_bytes(optimizer) / shapes.numbers,
-                "peak": None if peak is None else peak / shapes.numbers,
+                "state": held_bytes(optimizer) / problem.fields["numbers"],
+                "peak": None if peak is None else peak / problem.fields["numbers"],
                 "host": median(step.host for step in own),
                 "operators": operators(contender, gradients[0]),
                 "kernels": None if launched is None else launched.kernels,
@@ -182,9 +410,9 @@ class StepBench(Bench):
             rows[case.label()]["over_best_other"] = own_time / min(others) if others and not case.is_other else None
         yield list(rows.values())
 
-    def _contender(self, case: StepCase, shapes: ShapeSet, interval: int) -> Contender:
+    def _contender(self, case: StepCase, shapes: Shapes, interval: int) -> Contender:
         dtype, device = getattr(torch, self.dtype), self.target_device()
-        parameters = [Parameter(x.to(device, dtype)) for x in initial_values(shapes.shapes, self.seed)]
+        parameters = [Parameter(x.to(device, dtype)) for x in initial_values(shapes, self.seed)]
         start = time.perf_counter()
         optimizer = case.build(parameters, interval)
         return Contender(optimizer, parameters, time.perf_counter() - start)

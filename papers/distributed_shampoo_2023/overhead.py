@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import load_recipe
-from eigengraft.experiments.benches.steps.processes import RankJob, busy_times, path_of
+from eigengraft.experiments.benches.ranks import RankJob, busy_times, path_of
 from eigengraft.optimizers import Recipe
 from eigengraft.optimizers.plan.plan import plan
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.experiments.benches.steps.measure import Contender, Rounds, take_turns
+from eigengraft.experiments.benches.step_times import Contender, Rounds, take_turns
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.training.experiment import Experiment

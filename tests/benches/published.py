@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eigengraft.experiments.benches import kronecker
+from eigengraft.experiments.benches import statistics as kronecker
 
 
 def gram_factors(g: Tensor) -> tuple[Tensor, Tensor]:

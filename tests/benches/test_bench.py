@@ -15,9 +15,10 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from eigengraft.errors import RecipeError
-from eigengraft.experiments.benches import Bench, kronecker, load_bench, run_bench
-from eigengraft.experiments.benches.candidates import defaults, label
-from eigengraft.experiments.benches.measures import angle, relative_error
+from eigengraft.experiments.benches import Bench, load_bench, run_bench
+from eigengraft.experiments.benches import statistics as kronecker
+from eigengraft.experiments.benches.bench import defaults, label
+from eigengraft.experiments.benches.matrices import angle, relative_error
 from eigengraft.experiments.benches.roots import ridgeless
 from eigengraft.experiments.benches.spectra import FILE, Geometric, Recorded, Spectrum, Synthetic, recorded_factors
 from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, recommend, typical, worst

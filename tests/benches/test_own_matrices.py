@@ -14,7 +14,7 @@ import eigengraft
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import BudgetBench, load_bench, run_bench
 from eigengraft.experiments.benches.gradients import GradientRun, saved_factors, trained_factors
-from eigengraft.experiments.benches.measures import inverse_power
+from eigengraft.experiments.benches.matrices import inverse_power
 from eigengraft.experiments.benches.spectra import with_unit_norm
 from eigengraft.experiments.cli.main import app
 

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from eigengraft.experiments.benches import kronecker
+from eigengraft.experiments.benches import statistics as kronecker
 from eigengraft.experiments.benches.gradients import GRADIENT_LAYERS, layer_gradients
 from eigengraft.preconditioners import NewtonSchulz
 from eigengraft.preconditioners.polar.coefficients import CoefficientName

@@ -7,8 +7,7 @@ import pytest
 
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Row, load_bench
-from eigengraft.experiments.benches.ranks import RankBench
-from eigengraft.experiments.benches.steps.processes import answer, efficiency_of, path_of
+from eigengraft.experiments.benches.ranks import RankBench, answer, efficiency_of, path_of
 from eigengraft.experiments.benches.view import lay_out, lines_of
 
 from ..processes import fork_what_is_spawned

@@ -37,8 +37,8 @@ import torch
 from torch.nn import Parameter
 
 from eigengraft.experiments.benches.bench import first_line
-from eigengraft.experiments.benches.steps.cases import StepCase
-from eigengraft.experiments.benches.steps.measure import (
+from eigengraft.experiments.benches.step import StepCase
+from eigengraft.experiments.benches.step_times import (
     Contender,
     Rounds,
     StepTime,

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...track.cost import Card
+from ..track.cost import Card
 
 FREE = frozenset(
     {"detach", "lift_fresh", "is_pinned", "empty", "_local_scalar_dense", "_unsafe_view", "_reshape_alias"}
