@@ -17,7 +17,6 @@ from .budget import BudgetBench as BudgetBench
 from .grafting import GraftingBench as GraftingBench
 from .polar import PolarBench as PolarBench
 from .quantizers import QuantizerBench as QuantizerBench
-from .ranks import RankBench as RankBench
 from .roots import RootBench as RootBench
 from .statistics import StatisticBench as StatisticBench
 from .step import StepBench as StepBench
@@ -28,7 +27,7 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
     """Run a bench and return its rows, which are dictionaries.
 
     Args:
-        kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step.
+        kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage or step.
         quick: If True, fields that are not given have the small values of the quick run.
         more: Further candidates, in addition to those of the bench.
         **fields: Fields of the bench, as in its YAML.

@@ -29,7 +29,7 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     what: Annotated[
         str,
         typer.Argument(
-            help="roots, bases, statistics, grafting, polar, quantizers, budget, storage, ranks or step; or a YAML file"
+            help="roots, bases, statistics, grafting, polar, quantizers, budget, storage or step; or a YAML file"
         ),
     ],
     overrides: Annotated[

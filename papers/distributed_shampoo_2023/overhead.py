@@ -15,20 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from eigengraft import load_recipe
-from eigengraft.experiments.benches.ranks import RankJob, busy_times, path_of
-from eigengraft.optimizers import Recipe
+from eigengraft.optimizers import Optimizer, Recipe
 from eigengraft.optimizers.plan.plan import plan
 
 RESULTS = Path(__file__).parent / "results"
@@ -115,6 +120,79 @@ def gradient_ms(shapes: list[Shape], tokens: int, repeats: int = 5) -> float:
             products(matrix)
         times.append(1e3 * (time.thread_time() - start))
     return median(times)
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """A job of the ranks: steps of one recipe, which every rank runs.
+
+    recipe: the recipe as JSON text.
+    shapes: shapes of the parameters, by name.
+    warm: number of first steps, which are not measured.
+    steps: number of steps that are measured.
+    seed: seed of parameters and gradients, which are the same on all ranks.
+    """
+
+    recipe: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    warm: int
+    steps: int
+    seed: int
+
+
+def busy_times(jobs: Sequence[RankJob], ranks: int) -> list[list[list[float]]]:
+    """For each job the milliseconds that each rank computes in each step, without the time that it waits.
+
+    Each rank is a new process with one thread.
+    """
+    context = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as folder:
+        started = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (list(jobs), rank, ranks, Path(folder) / "store", theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        try:
+            found = [ours.recv() for _, ours in started]
+        finally:
+            for process, _ in started:
+                process.terminate()
+                process.join()
+    return [[rank[job] for rank in found] for job in range(len(jobs))]
+
+
+def _serve(jobs: Sequence[RankJob], rank: int, ranks: int, store: Path, theirs: Connection) -> None:
+    """Run all jobs as one rank and send the times. This is the main function of a process."""
+    # Ranks of a bench are expected to wait for each other, so that they need not warn about it.
+    warnings.filterwarnings("ignore", message=".*ranks wait for each other's refreshes")
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    theirs.send([_milliseconds(job) for job in jobs])
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def _milliseconds(job: RankJob) -> list[float]:
+    """Return the milliseconds of each step by the clock of this thread, which stops while the thread waits."""
+    generator = torch.Generator().manual_seed(job.seed)
+    named = [(name, torch.nn.Parameter(0.02 * torch.randn(s, generator=generator))) for name, s in job.shapes]
+    optimizer, times = Optimizer(named, load_recipe(job.recipe), lr=1e-3), []
+    for _ in range(job.warm + job.steps):
+        for _, parameter in named:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        start = time.thread_time()
+        optimizer.step()
+        times.append(1e3 * (time.thread_time() - start))
+    return times[job.warm :]
+
+
+def path_of(busy: Sequence[Sequence[float]]) -> float:
+    """The critical path of a step: the mean over steps of the longest time of any rank."""
+    return fmean(max(step) for step in zip(*busy, strict=True))
 
 
 def measured() -> list[dict[str, Any]]:
