@@ -158,9 +158,9 @@ class CommStep:
             yield Arrived(own.block.position, dtype, [values], partial(_as_list, own.view), own.whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
-        """Yield updates of blocks, from the message `[lengths[r]]` of each rank r, with views of these blocks.
+        """Yield the update of each block of a round, for parameters that every rank holds in full.
 
-        Every rank holds the full parameters of these blocks.
+        data: the message of each rank r, `[lengths[r]]`, with the updates that rank r has computed.
         """
         ends = [0] * self.comm_plan.rank_group.size
         for group in (self.comm_plan.block_groups[index] for index in own.groups):

@@ -44,7 +44,7 @@ class UsedGradients:
         self._used, self._now = list[tuple[ref[Tensor], int]](), list[tuple[ref[Tensor], int]]()
         self._times = 0
 
-    def times(self) -> int:
+    def count(self) -> int:
         """Return the number of steps that have used the present gradients since any of them was written.
 
         Returns 0 if there are no gradients.
@@ -56,8 +56,11 @@ class UsedGradients:
         self._times = self._times if same else 0
         return self._times
 
-    def use(self) -> None:
-        """Record that a step uses the gradients that the last call of `times` has read."""
+    def record_step(self) -> None:
+        """Record that a step uses the gradients, so that the next call of `count` can detect that they are used again.
+
+        The gradients are those of the last call of `count`.
+        """
         self._times, self._used = self._times + 1, self._now
 
 

@@ -28,10 +28,10 @@ from .rank_group import RankGroup, Work
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one parameter that every rank sends in one message, each rank from the part that it updates.
+    """A range of rows that each rank sends, in one message, of its own part of one parameter.
 
     position: position of the parameter.
-    start, stop: range of the rows in each rank's part; row 0 is the first row that the rank updates.
+    start, stop: the range, which is the same on all ranks. Row 0 is the first row of the rank's part.
     """
 
     position: int

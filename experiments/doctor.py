@@ -725,9 +725,10 @@ def _dead(record: Record) -> Iterator[Finding]:
 def _dead_layers(parameters: list[str], dead: list[str]) -> tuple[str, str]:
     """Return the parameter without a gradient that a finding is about, and the names of all layers without a gradient.
 
-    A layer whose outputs are always 0 stops the gradients of its own parameters and of all layers before it. In the
-    layer after it only the weight has no gradient, because its inputs are 0. So the finding is about the layer before
-    such a layer or, without such a layer, about the first layer without a gradient.
+    A layer whose outputs are always 0 stops the gradients of its own parameters and of all layers before it. The next
+    layer has no gradient of its weight, because its inputs are 0, but has a gradient of its bias. So the finding is
+    about the layer before one that lacks only some gradients. If there is none, it is about the first layer without a
+    gradient.
 
     parameters: names of all parameters, in the order of the model.
     dead: names of the parameters without a gradient.

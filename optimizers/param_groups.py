@@ -142,15 +142,15 @@ class Defaults(dict[str, Any]):
 
 
 def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool = False) -> dict[str, Any]:
-    """Return a param group with the user's own keys, but without options such as `foreach` and `fused`.
+    """Return a param group without options that choose torch's implementation, such as `foreach` and `fused`.
 
     recipe: JSON text of the optimizer's recipe.
     follows_peak: True if the recipe depends on the peak of the learning rate, which is `max_lr` if this is larger than
         `lr`.
 
     Raises:
-        ValueError: the group has a different recipe, or a key that the user expects to have an effect: an option of
-            torch's optimizers, a field of recipes, or a misspelt key.
+        ValueError: the group has a different recipe, or a key that would have no effect although the user expects one:
+            another option of torch's optimizers, a field of recipes, or a misspelt key.
         TypeError: the group is not a mapping.
     """
     if not isinstance(group, Mapping):

@@ -285,9 +285,9 @@ class Terminated(DistributedError):
 
 @contextmanager
 def report_lost_rank(ranks: Ranks, advice: Callable[[], str]) -> Iterator[None]:
-    """If the block fails because another rank was lost, raise a DistributedError in place of the error.
+    """If the loss of another rank causes an error in the `with` statement, raise a DistributedError in its place.
 
-    The message of the DistributedError names this rank and ends with `advice()`.
+    The message names the rank of this process and ends with `advice()`.
     """
     if not ranks.distributed:
         yield

@@ -40,9 +40,9 @@ _LIKELY = re.compile(
     r"_?(proj|projection|projector|layer|linear|fc|dense|conv|net)"
 )
 """Names of output heads at the top of a model, used only if no head is found by stronger evidence."""
-_NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
-"""Likely names of output heads that attention also uses for its output projection. The last layer of a model counts as
-a head by such a name only if no other layer may consume its outputs."""
+_ALSO_IN_ATTENTION = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
+"""Names of output heads that are also names of the output projection of attention. If the last layer of a model has
+such a name, it counts as a head only if no other layer may consume its outputs."""
 _NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
 _FINAL = re.compile(
     r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
@@ -302,14 +302,14 @@ class _Search:
         """Return True if a layer with a likely name of a head is at the top of the model and may be a head.
 
         A layer whose outputs another layer may consume is no head. The last layer of the model is an exception, unless
-        its likely name matches `_NEVER_LAST`.
+        its likely name matches `_ALSO_IN_ATTENTION`.
 
         depth: position of the likely name in the layer's path.
         """
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
             return False
-        waived = layer is self.layers[-1] and not _NEVER_LAST.fullmatch(layer.path[depth])
+        waived = layer is self.layers[-1] and not _ALSO_IN_ATTENTION.fullmatch(layer.path[depth])
         return waived or not self.consumed(layer)
 
     def _numbered(self, last: Layer) -> Layer | None:
@@ -408,7 +408,7 @@ def _names(path: Attributes) -> list[str]:
 
 
 def _pads(outputs: int, rows: int) -> bool:
-    """Return True if `outputs` equals `rows`, or is `rows` padded to a multiple of a power of two."""
+    """Return True if `outputs` is `rows`, or `rows` rounded up to a multiple of 8 or of a larger power of two."""
     power = outputs & -outputs  # the largest power of two that divides it
     return outputs == rows or (power >= 8 and 0 < outputs - rows < min(power, MOST_PADDING, rows))
 

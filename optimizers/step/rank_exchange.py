@@ -87,7 +87,7 @@ class RankExchange(LocalExchange):
         self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.times())
+        numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.count())
         rank_checks, gather = self.rank_checks, self._backward_gather
         if gather is None:
             return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
@@ -101,7 +101,7 @@ class RankExchange(LocalExchange):
     def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
         super().begin(step, stacks, moved, write)
         self._moved = moved
-        self._used_gradients.use()
+        self._used_gradients.record_step()
         if self._needs_rms:
             self._rms = self._root_mean_squares()
         sources: dict[str, Source] = {"gradients": partial(self._entries, step)}

@@ -181,11 +181,13 @@ class ParamSet:
         self.iterates.swap(mode, self.update_counts)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
-        """Return the state of each parameter by key.
+        """Return the state of each parameter, as a dictionary.
 
-        The state holds `step`, views of rows of the stacks at "<block>/<stage path>/<slot>", and the iterates.
+        Its keys are `step`, the names of the iterates, and "<block>/<stage path>/<slot>" for views of rows of the
+        stacks.
 
-        mode: iterate that the parameters hold, which determines keys and shapes. None: the iterate that they hold now.
+        mode: the iterate that the parameters are assumed to hold, because keys and shapes depend on it. None: the
+            iterate that they hold now.
         """
         states: list[dict[str, Tensor]] = [{"step": step} for step in torch.from_numpy(self.step_counts).unbind()]
         for stack_state in self.stack_states:

@@ -377,8 +377,8 @@ def _cpu_has_bfloat16() -> bool:
 def multiplied_in_float32(x: Tensor) -> bool:
     """Return True if x is in bfloat16 and products of x are faster if computed in float32 and rounded.
 
-    On a CPU without instructions for bfloat16, products in bfloat16 take 50 times as long, with the same sums in
-    another order.
+    A CPU without instructions for bfloat16 takes 50 times as long for products in bfloat16. Their sums differ only in
+    the order of addition.
     """
     return x.dtype is torch.bfloat16 and x.is_cpu and not _cpu_has_bfloat16()
 

@@ -172,7 +172,9 @@ class StepContext:
         return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:
-        """Return the sum of a slot over all blocks of all parameters of the update, as the step began.
+        """Return the sum of a slot over all blocks of all parameters that have the same update as this stack.
+
+        The sum is of the values that the slot had when the step began.
 
         slot: name of a slot with `total=True`.
         """

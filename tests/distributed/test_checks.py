@@ -274,20 +274,20 @@ def test_used_gradients_are_known_until_one_is_written() -> None:
 
     def backward(steps: int) -> None:
         model(torch.ones(1, 3)).sum().backward()
-        assert used.times() == 0
+        assert used.count() == 0
         for step in range(steps):
-            assert used.times() == step
-            used.use()
+            assert used.count() == step
+            used.record_step()
 
-    assert used.times() == 0
+    assert used.count() == 0
     backward(3)
     backward(2)  # into the same tensors
     model.zero_grad(set_to_none=False)
-    assert used.times() == 0
-    used.use()
-    assert used.times() == 1
+    assert used.count() == 0
+    used.record_step()
+    assert used.count() == 1
     model.zero_grad()
-    assert used.times() == 0
+    assert used.count() == 0
     backward(1)
 
 

@@ -149,7 +149,7 @@ class Tuning(Component, ABC, family="tuning"):
 def best_trial(trials: Sequence[Trial]) -> Trial:
     """Return the trial with the lowest score among trials that were not stopped, or among all if all were stopped.
 
-    Of trials with equal scores, such as diverged trials, the trial with the smallest values is returned.
+    Of trials with equal scores, such as diverged trials, the trial with the smallest hyperparameters is returned.
     """
     whole = [trial for trial in trials if trial.stopped is None]
     return min(whole or trials, key=lambda trial: (trial.score, [_order(value) for value in trial.values.values()]))

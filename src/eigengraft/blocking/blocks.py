@@ -487,7 +487,7 @@ def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[
 
 
 def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
-    """Yield the grids of matrices that consist of full axes of a parameter."""
+    """Yield the grids of blocks of a parameter whose matrices are neither sections nor heads, nor stored transposed."""
     batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
     merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]
     grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))

@@ -368,8 +368,8 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
             require(same, "the state after measures()", "the same bits as before", "others")
 
 
-def unpaired(case: object) -> str | None:
-    """Return the reason why laws with a single parameter do not apply to a case, or None if such laws apply."""
+def needs_a_pair(case: object) -> str | None:
+    """Return the reason to skip laws that train one parameter alone: the stage updates pairs. Else return None."""
     asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.component,)))
     return "a pair of parameters is required" if asks else None
 
@@ -441,7 +441,7 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(dtype_and_device_are_kept),
     Law(a_steady_step_stays_on_the_device, without_accelerator),
     Law(storage_makes_no_difference),
-    Law(state_is_reported_to_the_byte, unpaired),
-    Law(a_checkpoint_resumes_exactly, unpaired),
+    Law(state_is_reported_to_the_byte, needs_a_pair),
+    Law(a_checkpoint_resumes_exactly, needs_a_pair),
     Law(measures_are_of_each_block_alone),
 )
