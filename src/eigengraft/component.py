@@ -103,29 +103,29 @@ _VALIDATION = ConfigDict(
     validate_by_alias=True,
     serialize_by_alias=True,
 )
-"""Settings of validation that type checkers should not know. pydantic's plugin for mypy reads settings that are
-literals in a class, so these settings are outside of the class.
+"""Settings of validation that must be hidden from type checkers.
 
-If the plugin knew `strict`, it would refuse kinds, mappings, lists and schedules, which components accept in calls. If
-it knew `validate_by_name`, it would refuse aliases, which are the names in YAML.
+pydantic's plugin for mypy reads settings that are written as literals in a class. With `strict`, it would refuse kinds,
+mappings, lists and schedules in calls. With `validate_by_name`, it would refuse aliases, which are the names in YAML.
 """
 
 
 class Component(BaseModel, metaclass=ComponentType):
-    """A frozen pydantic model that refuses unknown fields, non-finite numbers and silent conversions.
+    """A frozen pydantic model, the base of all parts of a recipe.
 
-    `replace` returns a changed and validated copy.
+    It refuses unknown fields, numbers that are not finite, and silent conversions. `replace` returns a changed and
+    validated copy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", **_VALIDATION)
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """(kind of a member, name of its field) that a bare number most likely stands for, which errors give as a hint."""
+    """For errors: the kind of member, and its field, that a user probably means by a bare number in place of a
+    component."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Advice for errors about fields that users expect in this component but that belong elsewhere, by name of the
-    field. The key "." stands for every dotted path.
-    """
+    """For errors: advice about fields that users look for in this component although they belong elsewhere, by name of
+    the field. The key "." is the advice for every dotted path."""
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -250,11 +250,10 @@ class Component(BaseModel, metaclass=ComponentType):
         return found
 
     def state_meaning(self) -> Mapping[str, Any]:
-        """Return the fields on which the meaning of the numbers in slots depends, by name.
+        """Return the fields that decide what the numbers in the slots mean, by name.
 
-        A checkpoint is refused if the value of such a field differs, for example a field that chooses between a sum and
-        a mean, or the tensor that a statistic observes. All other fields are settings: the state remains valid, and
-        steps after the load use the new values.
+        A checkpoint is refused if the value of such a field differs. Examples are a choice between a sum and a mean, or
+        the tensor that a statistic observes. Other fields may differ: steps after the load use their new values.
         """
         return {}
 
@@ -310,7 +309,7 @@ def _components_of(
 ) -> Iterator[tuple[str, Component]]:
     """Yield (dotted path, component) for every component in the value of a field.
 
-    path: the parts of the value's path. Empty parts are left out.
+    path: the parts of the field's path. Empty parts are left out.
     """
     if isinstance(value, Component):
         yield from components_in(value, ".".join(filter(None, path)), walked)
@@ -323,11 +322,10 @@ def _components_of(
 
 
 def _same(value: Any, data: Any, default: Any) -> bool:
-    """Return True if a field has its default. The result is False for a field with a schedule, even if the schedule
-    begins with the default.
+    """Return True if a field has its default. A field with a schedule never has its default.
 
-    value: the attribute, which is the first number if the field has a schedule.
-    data: the value as plain data, which is a mapping or a list if the field has a schedule.
+    value: the attribute. For a field with a schedule it is the first number of the schedule.
+    data: the value as plain data. For a field with a schedule it is a mapping or a list.
     """
     return bool(value == default) and not (isinstance(default, float) and isinstance(data, (dict, list)))
 
@@ -335,7 +333,7 @@ def _same(value: Any, data: Any, default: Any) -> bool:
 def as_declared(value: Any, data: Any, short: bool = False) -> Any:
     """Return the value of a field as one would write it in a recipe.
 
-    data: the value as plain data. Values that are not components are written as this data.
+    data: the value as plain data. It is returned unless the value is a component or contains components.
     short: True to leave out fields of components that have their defaults, as in `declaration`.
     """
     if isinstance(value, Component):
@@ -461,7 +459,7 @@ RENAMED = {
     "at_once": "min_wave_work",
     "keep_axes": "min_axes",
 }
-"""Names of fields in version 0.1, and the names of these fields now."""
+"""Fields that were renamed since version 0.1: {old name: new name}."""
 OTHER_NAMES = {
     "learning_rate": "lr",
     "betas": "beta",
@@ -470,11 +468,12 @@ OTHER_NAMES = {
     "optimizer": "recipe",
     **RENAMED,
 }
-"""Names that other libraries and version 0.1 give to fields, and the names of the fields here."""
+"""Names that other libraries and version 0.1 give to fields: {their name: name of the field here}."""
 
 
 def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """Return the error with advice for each unknown field: where the field belongs, or which known field is meant.
+    """Return the error with advice for each unknown field: where the field belongs, or the known field that is probably
+    meant.
 
     cls: the component that refused the fields.
     """
@@ -496,9 +495,7 @@ def _advice(cls: type[Component], name: str) -> str:
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
-    """Search the components that are default values of the fields of `cls`. Yield the dotted path of every field called
-    `name` inside them.
-    """
+    """Yield the dotted path of every field called `name` in the components that are defaults of the fields of `cls`."""
     for field, info in cls.model_fields.items():
         if isinstance(info.default, BaseModel):
             own = type(info.default)
@@ -520,7 +517,8 @@ _REQUIRED = {
     "tuple_type": "a list is required",
     "too_short": "at least 1 item is required",
 }
-"""Messages by the type of pydantic's error, in the words of a YAML file instead of types of Python."""
+"""Messages that replace those of pydantic, by the type of its error. They use the words of YAML instead of Python's
+types."""
 
 
 def _fault(detail: Any, data: Any, where: str) -> str:
@@ -540,8 +538,9 @@ def _fault(detail: Any, data: Any, where: str) -> str:
 
 
 def located(path: str, message: str) -> str:
-    """Return a message with its path in front. If the message begins with a field, as `beta: ...`, the field becomes
-    the last part of the path.
+    """Return a message with a path in front.
+
+    If the message begins with a field, as in `beta: ...`, the field becomes the last part of the path.
     """
     if _names_field(message):
         return message if path == message.partition(": ")[0] or not path else f"{path}.{message}"
@@ -555,9 +554,7 @@ def _names_field(message: str) -> bool:
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
-    """Yield the parts of a pydantic location. A position in a list is replaced by the name or kind of the item at this
-    position, if the item has one.
-    """
+    """Yield the parts of a pydantic location, with the name or kind of an item in place of its position in a list."""
     for part in location:
         alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
         try:

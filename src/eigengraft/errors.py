@@ -17,12 +17,14 @@ class ContractError(ValueError):
 
 
 def with_notes(error: BaseException) -> str:
-    """Return the message of an error, with a line for each of its notes."""
+    """Return the message of an error followed by its notes, one line each."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Return at most eight lines of an error or warning, and one more that counts the lines left out."""
+    """Return the first lines of an error or warning. If there are more than eight, a last line counts the lines left
+    out.
+    """
     return [*lines[:8], *([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])]
 
 
@@ -40,9 +42,9 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = ()) -> str:
-    """Return the part of an error that asks for the nearest of some known names (`near_names`), or "" if none is near.
+    """Return the question "did you mean ...?" for an unknown name, as the end of an error; "" if no known name is near.
 
-    first: names that the caller prefers to near names. If there are any, the error asks for the first of them.
+    first: names to suggest before any near name.
     """
     near = [*first, *near_names(name, known, cutoff)]
     return f", did you mean '{near[0]}'?" if near else ""
@@ -60,8 +62,8 @@ _LEAST_WORD = 3
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the known names that are near `name`, the nearest first.
 
-    Names that are very similar to `name` come first. Then come names in which a word begins with `name`, then names
-    with which a word of `name` begins, and last all other similar names.
+    The order is: names that are very similar to `name`; names in which a word begins with `name`; names with which a
+        word of `name` begins; all other similar names.
 
     cutoff: two names are similar if their similarity is at least this. The similarity is 1 minus the number of typing
         errors per character of the longer name.
@@ -79,7 +81,7 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
 
 
 def _letters(name: str) -> str:
-    """Return the letters and digits of a name, in lower case, without the characters between its words."""
+    """Return the letters and digits of a name, in lower case, without underscores and other characters."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -105,9 +107,9 @@ def typing_errors(a: str, b: str) -> int:
 
 
 def warn_user(message: str) -> None:
-    """Issue a UserWarning at the line of the user's code that called the library.
+    """Issue a UserWarning that points to the line of the user's code that called the library.
 
-    Frames of the library, and of torch, which wraps methods of optimizers, are skipped.
+    Frames of the library are skipped, and frames of torch, which wraps methods of optimizers.
     """
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("eigengraft.", "torch.")):

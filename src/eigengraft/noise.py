@@ -1,8 +1,8 @@
-"""Random numbers of a block: a function of (seed, step, stream, index in the block) and of nothing else.
+"""Random numbers of a block, computed from (seed, step, stream, index in the block) and from nothing else.
 
-The generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and uses SplitMix64
-(Steele, Lea & Flood 2014, section 4). It has no state and uses no global generator. A number does not depend on how
-blocks are stacked, on the order of blocks, or on the rank and device of a block.
+A number therefore does not depend on the order of blocks, on the stack, or on the rank and device of a block. The
+generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and uses SplitMix64
+(Steele, Lea & Flood 2014, section 4). It has no state.
 
 Legend: N blocks; n numbers in a block. Hashes are computed in int64, whose products and sums wrap around modulo 2^64.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _signed(word: int) -> int:
-    """Return the int64 with the bits of an unsigned 64-bit word."""
+    """Return the int64 that has the same 64 bits as an unsigned word."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -31,7 +31,7 @@ def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dt
     Every multiple of 2^-p in [0, 1) is equally likely, with p the precision of `dtype` in bits.
 
     seeds, step: seed and step of each block, int64 `[N]`.
-    stream: number of a stream. Each purpose of random numbers has a stream of its own.
+    stream: number of the purpose. Numbers for different purposes are independent.
     """
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     drawn = _shifted(words(seeds, step, math.prod(shape), stream), 64 - digits)
@@ -54,16 +54,16 @@ def normal(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def words(seeds: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Return random words, int64 `[N, count]`: every bit is a fair coin."""
+    """Return random words, int64 `[N, count]`. Every bit is 0 or 1 with equal probability."""
     key = _mixed(_mixed(_mixed(seeds) + step) + stream)
     places = torch.arange(1, count + 1, dtype=torch.int64, device=seeds.device) * _STRIDE
     return _mixed(key[:, None] + places)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return x after the finalizer of SplitMix64, a bijection.
+    """Return x after the finalizer of SplitMix64, a bijection of 64-bit words.
 
-    If one bit of x is flipped, each bit of the result flips in half of all cases.
+    If one bit of x changes, each bit of the result changes in half of all cases.
     """
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
@@ -71,5 +71,5 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return x >> bits with zeros from the left, where int64 would repeat the sign."""
+    """Return x >> bits with zeros shifted in from the left. The operator itself would repeat the sign bit of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,8 +1,8 @@
-"""Numerics: guards against overflow, underflow, division by zero, and results whose bits depend on an address in
-memory.
+"""Numerical functions that are safe for any numbers, give the same bits for a block in any stack, and fit devices.
 
-The module also has tests for fake tensors and DTensors, copies of numbers between host and device, and operations on
-many tensors in few kernels.
+They avoid overflow, underflow, division by zero, and results that depend on an address in memory. The module also
+recognises fake tensors and DTensors, copies numbers between host and device, and runs operations on many tensors in few
+kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def fake_mode(x: object) -> FakeTensorMode | None:
-    """Return the mode of a fake tensor, or of a DTensor of fake tensors. Return None for any other object."""
+    """Return the fake mode of a fake tensor, or of a DTensor of fake tensors. Return None for any other object."""
     if type(x) is nn.Parameter:
         return None
     own = getattr(x, "_local_tensor", x)
@@ -41,16 +41,16 @@ def fake_mode(x: object) -> FakeTensorMode | None:
 
 
 def is_compiling() -> bool:
-    """Return True while torch compiles a graph, unless the calling thread is in `never_compiled`."""
+    """Return True while torch compiles a graph, but False in a thread that is inside `never_compiled`."""
     return torch.compiler.is_compiling() and not getattr(_thread, "never_compiled", False)
 
 
 @contextmanager
 def never_compiled() -> Iterator[None]:
-    """Mark the calling thread as one whose work is never compiled.
+    """Mark the calling thread as one whose work is never compiled, for the `with` statement.
 
-    torch has one flag for all threads. Without the mark, the branches of a thread would depend on whether another
-    thread compiles a model at that moment.
+    torch's flag for compilation is shared by all threads. Without the mark, code in this thread would change its
+    branches whenever another thread compiles a model.
     """
     _thread.never_compiled = True
     try:
@@ -79,28 +79,28 @@ def active_fake_mode() -> FakeTensorMode | None:
 
 
 def any_dtensors(tensors: Iterable[object]) -> bool:
-    """Return True if one of the tensors is a DTensor. As long as torch's DTensor module is not imported, none is."""
+    """Return True if one of the tensors is a DTensor. The function does not import torch's DTensor module."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and any(issubclass(kind, known.DTensor) for kind in {*map(type, tensors)})
 
 
 def is_dtensor(x: object) -> TypeIs[DTensor]:
-    """Return True if x is a DTensor. As long as torch's DTensor module is not imported, no object is one."""
+    """Return True if x is a DTensor. The function does not import torch's DTensor module."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(x, known.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """Return this rank's tensor of a DTensor, as a view. Return any other tensor itself."""
+    """Return the local tensor of a DTensor on this rank, as a view. Return any other tensor itself."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def apart(x: Tensor) -> Tensor:
-    """Return a tensor that shares the memory of x, and whose storage has only the bytes of x. pickle would store the
-    full storage of x.
+    """Return a tensor that shares the memory of x, but whose storage is only that of x, not of a tensor that contains
+    x.
 
-    The result has its own version counter. Tensors that are not contiguous or have no memory (meta, fake) are returned
-    as views with their full storage.
+    pickle would store the full storage otherwise. The result has its own version counter. A tensor that is not
+    contiguous, or has no memory (meta, fake), is returned as a view with its full storage.
     """
     if type(x) is not Tensor or x.device.type == "meta" or not x.is_contiguous():
         return x.data
@@ -110,9 +110,9 @@ def apart(x: Tensor) -> Tensor:
 
 
 def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator like `functools.lru_cache`, for functions that make tensors.
+    """Return a decorator that caches results, like `functools.lru_cache`, for functions that make tensors.
 
-    In a fake mode and in a traced graph the function is called each time, and its result is not cached.
+    Results that are fake tensors, or tensors of a traced graph, are not cached.
 
     maxsize: largest number of cached results.
     """
@@ -139,16 +139,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def may_branch_on_values(x: Tensor) -> bool:
     """Return True if the host may read values of x at no cost.
 
-    The result is False for a tensor on a device, because the host would have to wait. It is also False in a traced
-    graph, because the graph would break, and for fake tensors, which have no values.
+    The result is False for a tensor on a device, because the host would wait, and False while a graph is traced or for
+    fake tensors, because there are no values.
     """
     return x.is_cpu and may_wait_for_values(x)
 
 
 def may_wait_for_values(x: Tensor) -> bool:
-    """Return True if the host may read values of x, possibly after waiting for the device.
+    """Return True if the host can read values of x, although it may have to wait for the device.
 
-    Costly iterations use this function before they check for convergence.
+    Iterations that are expensive use this function to decide if they check for convergence.
     """
     return not isinstance(x, FakeTensor) and not is_compiling() and active_fake_mode() is None
 
@@ -169,10 +169,7 @@ def finite_blocks(x: Tensor) -> Tensor:
 
 
 def known_to_hold(ok: Tensor) -> bool:
-    """Return True if all entries of ok `[N]` are known to be True.
-
-    On a device the result is False, because the host would have to wait for the entries.
-    """
+    """Return True if all entries of ok `[N]` are True and the host can read them without waiting for a device."""
     return may_branch_on_values(ok) and bool(ok.all())
 
 
@@ -187,8 +184,9 @@ def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
 
 
 def tiny(dtype: torch.dtype) -> float:
-    """Return the number below which a scale counts as 0. It is 16 times the smallest normal number of `dtype`, so that
-    reciprocals of larger scales are finite.
+    """Return the number up to which a scale counts as 0: 16 times the smallest normal number of `dtype`.
+
+    Reciprocals of larger scales are finite.
     """
     return torch.finfo(dtype).tiny * 16
 
@@ -196,8 +194,7 @@ def tiny(dtype: torch.dtype) -> float:
 def block_norm(x: Tensor) -> Tensor:
     """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares.
 
-    A block is scaled first if its largest entry is outside of a range in which squares are safe. On a CPU the scaling
-    is skipped if the norms show that no block needs it.
+    A block is scaled if its largest entry is outside the range in which squares are safe.
     """
     # blocks are made contiguous, because strides differ between ranks, and torch's order of addition depends on them
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
@@ -216,9 +213,8 @@ def block_norm(x: Tensor) -> Tensor:
 
 
 _SMALLER = 4096
-"""Ratio of the largest entry of a block to the smallest entry whose square must not underflow. Even smaller entries do
-not change a norm in float32.
-"""
+"""Squares must not underflow for entries down to the largest entry of the block divided by this number. Smaller entries
+do not change a norm in float32."""
 
 
 def signs(x: Tensor) -> Tensor:
@@ -227,17 +223,16 @@ def signs(x: Tensor) -> Tensor:
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return numerator / denominator for finite values >= 0, and 0 where the denominator is not above `tiny`."""
+    """Return numerator / denominator for finite values >= 0, and 0 where the denominator is at most `tiny`."""
     return numerator / torch.nn.functional.threshold(denominator, tiny(denominator.dtype), math.inf)
 
 
 def to_power(x: Tensor, exponent: float) -> Tensor:
-    """Return x^exponent for each entry, computed in float64 and rounded once. Use this function for spectra and other
-    small tensors.
+    """Return x^exponent for each entry, computed in float64 and rounded once; for spectra and other small tensors.
 
-    On a CPU torch's pow rounds the last entries of a tensor differently if these entries do not fill a vector register.
-    A block's result would then depend on the other blocks of its stack. For float32 the rounding from float64 removes
-    the difference. For float64, ones are appended to x, so that the last register is full.
+    On a CPU torch's pow rounds the last entries of a tensor differently if they do not fill a vector register, so that
+    the result of a block would depend on the other blocks of its stack. For float32 the rounding from float64 removes
+    the difference. For float64, ones are appended so that the last register is full.
     """
     if exponent == 1:
         return x
@@ -249,7 +244,7 @@ def to_power(x: Tensor, exponent: float) -> Tensor:
 
 
 _REGISTER = 16
-"""Largest number of float64 entries that a CPU kernel processes at once: two registers of AVX-512."""
+"""Number of float64 entries that a CPU kernel processes at once, at most: two registers of AVX-512."""
 
 
 def transposed(a: Tensor) -> Tensor:
@@ -283,16 +278,16 @@ def symmetrized(a: Tensor) -> Tensor:
 
 
 def identity_like(a: Tensor) -> Tensor:
-    """Return the identity, expanded to the stack `[N, d, d]`, as a view that must not be written to."""
+    """Return the identity for each matrix of a stack `[N, d, d]`, as one expanded view that must not be written to."""
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Return the products A B of stacks `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
 
-    On a CPU torch uses another kernel, with other rounding errors, for a stack of one pair if the result has one row or
-    one column. The product of such a pair is computed twice in a stack of two, so that no result depends on the number
-    of pairs. Iterations for inverse roots would amplify a difference by the condition number of the matrix.
+    If the result has one row or one column, torch on a CPU uses another kernel for N = 1 than for N > 1, and the last
+    bits differ. So a single product of this kind is computed in a stack of two. Iterations for inverse roots would
+    amplify the difference by the condition number of the matrix.
     """
     if a.shape[0] == 1 and 1 in (a.shape[1], b.shape[2]) and a.is_cpu:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
@@ -300,10 +295,12 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return function(*tensors) for an entry-wise function and tensors of one shape.
+    """Return function(*tensors) for an entry-wise function, so that no entry of the result depends on its index.
 
-    On a CPU torch rounds the last entries differently if these entries do not fill a vector register. Such entries are
-    computed again in full registers, so that no entry depends on its index in the tensor.
+    On a CPU torch rounds the last entries differently if they do not fill a vector register. These entries are computed
+    a second time, in a full register.
+
+    tensors: tensors of one shape.
     """
     found = function(*tensors)
     if not (may_branch_on_values(found) and found.is_contiguous()):
@@ -316,11 +313,10 @@ def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 _REGISTERS = 32
-"""Largest number of float32 entries that a CPU kernel processes at once: two registers of AVX-512."""
+"""Number of float32 entries that a CPU kernel processes at once, at most: two registers of AVX-512."""
 _LINE = 64
-"""Number of bytes of a cache line. If a matrix does not begin at the start of a line, LAPACK uses other instructions,
-which round differently.
-"""
+"""Bytes of a cache line. LAPACK uses other instructions, which round differently, for a matrix that does not begin at
+the start of a line."""
 
 
 def fills_lines(stack: Tensor) -> bool:
@@ -329,16 +325,17 @@ def fills_lines(stack: Tensor) -> bool:
 
 
 def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
-    """Return function(*stacks), for decompositions whose last bits depend on the address of a matrix in its stack.
+    """Return function(*stacks) for a decomposition, so that the result of a matrix does not depend on its index in the
+    stack.
 
-    All stacks and results have the shape `[N, *matrix]`. On a CPU, if matrices do not fill cache lines, the function is
-    called on a copy of each matrix alone, so that no result depends on the matrix's index in the stack. LAPACK computes
-    one matrix at a time in any case. Results have the same strides as results of a single call.
+    On a CPU the last bits depend on the address of a matrix. So if matrices do not fill cache lines, the function is
+    called on a copy of each matrix alone. This costs little, because LAPACK computes one matrix at a time anyway.
 
-    Products are not computed through this function, although the last bits of some products depend on the address, too
-    (measured with MKL on AVX-512): products of few columns and an odd number of rows, float64 matrices with an odd
-    number of entries, and float32 matrices with sides from 8 to 11. `products` removes the dependence for products with
-    one column.
+    Products may depend on the address too, but are not computed through this function: those of few columns with an odd
+    number of rows, of float64 matrices with an odd number of entries, and of float32 matrices with sides from 8 to 11
+    (measured with MKL on AVX-512).
+
+    stacks: tensors `[N, *matrix]`. The results have this form, too, with the strides that a single call would give.
     """
     if stacks[0].device.type != "cpu" or all(map(fills_lines, stacks)) or len(stacks[0]) == 0:
         return function(*stacks)
@@ -349,7 +346,7 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Return stacks of one matrix each as one stack. Contiguous columns of matrices remain contiguous."""
+    """Return results of single matrices as one stack, with the strides that a result for the full stack would have."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].ndim == 3 and not parts[0].is_contiguous():
@@ -365,7 +362,7 @@ def has_fast_bfloat16(device: torch.device) -> bool | None:
 
 
 _IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
-"""True if the processor is one of ARM, for which torch has a test of its own for instructions of bfloat16."""
+"""True on a processor of ARM, for which torch has a separate test for bfloat16 instructions."""
 
 
 def _cpu_has_bfloat16() -> bool:
@@ -384,16 +381,17 @@ def multiplied_in_float32(x: Tensor) -> bool:
 
 
 def products_are_rounded(device: torch.device) -> bool:
-    """Return True if products of float32 on a device are computed with factors of fewer bits, such as TF32."""
+    """Return True if a device rounds the factors of float32 products to fewer bits, such as TF32."""
     return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision not in ("ieee", "none")
 
 
 @contextmanager
 def full_products(device: torch.device) -> Iterator[None]:
-    """Compute products of float32 on a device in float32, whatever `torch.set_float32_matmul_precision` says.
+    """Compute products of float32 in full precision in the `with` statement, whatever the setting of torch is.
 
-    Roots and bases need this: with factors in TF32, which have 11 bits, their iterations do not converge to float32.
-    The setting belongs to the process. No other thread may compute products in the meantime.
+    The setting is that of `torch.set_float32_matmul_precision`. Roots and bases need full precision: with factors in
+    TF32, which have 11 bits, their iterations do not converge. The setting is shared by all threads, so no other thread
+    may compute products at the same time.
     """
     if not products_are_rounded(device):
         yield
@@ -407,9 +405,7 @@ def full_products(device: torch.device) -> Iterator[None]:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on a device, or the tensor itself if the device is the CPU. The host does not wait
-    for the copy.
-    """
+    """Return a copy of a host tensor on a device, without waiting for the copy. For a CPU, return the tensor itself."""
     if device.type == "cuda" and values.is_cpu and has_values(values):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -418,7 +414,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 def kept_on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor on a device.
 
-    All calls with equal numbers return the same cached tensor, which must not be written to.
+    Calls with equal numbers return the same cached tensor, which must not be written to.
     """
     if device.type == "cpu":
         return torch.from_numpy(values)
@@ -431,9 +427,9 @@ def _kept(values: bytes, device: torch.device) -> Tensor:
 
 
 def number_like(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number or a tensor as a tensor of the dtype and on the device of `like`.
+    """Return a number or a tensor as a tensor with the dtype and the device of `like`.
 
-    A number of the host, or a 0-d tensor on the CPU, is written to the device by a kernel instead of a copy.
+    A number of the host is written by a kernel, because a copy would make the host wait.
     """
     copied = isinstance(value, Tensor) and (value.ndim or not value.is_cpu or like.is_cpu or not has_values(value))
     if isinstance(value, Tensor) and copied:
@@ -442,7 +438,10 @@ def number_like(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor to the host. The copy may be in progress: the host waits for a CUDA device only in `wait`."""
+    """A copy of a tensor to the host that may still be in progress.
+
+    For a tensor of a CUDA device, the host waits only in `wait`.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
@@ -458,9 +457,9 @@ class HostCopy:
 
 
 def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
-    """Call `function` with a copy of x on the host, and return the results on the device of x.
+    """Call `function` with a copy of x on the host, and return copies of its results on the device of x.
 
-    The host waits once, for the copy of x. Results are copied without a wait. A tensor on the CPU is not copied.
+    The host waits once, for the copy of x. A tensor on the CPU is not copied.
     """
     if x.is_cpu or not has_values(x):
         return function(x)
@@ -468,15 +467,16 @@ def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Ten
 
 
 _SMALL = 4096
-"""Size of the largest tensor, in entries, for which a copy into a joint tensor is faster than a separate kernel."""
+"""Entries of a tensor up to which a CPU is faster if it copies several such tensors into one, to save calls of kernels.
+"""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply all tensors by one number, in place, as `torch._foreach_mul_` does.
 
-    On a CPU `_foreach_mul_` converts a Python number to a tensor once for each tensor in the list, which takes twice as
-    long as the product of a small tensor. This function converts the number only once, for dtypes in which the result
-    is the same.
+    On a CPU `_foreach_mul_` converts a Python number to a tensor once for each tensor in the list, which takes longer
+    than the product of a small tensor. This function converts the number once, for dtypes in which the result is the
+    same.
     """
     first = tensors[0]
     narrow = first.is_cpu and first.dtype in (torch.float32, torch.float64)
@@ -506,8 +506,8 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 class StackRows(list[Tensor]):
-    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` uses the tensor itself and makes no copy
-    of the rows.
+    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` recognises it and uses `stack` without a
+    copy.
     """
 
     def __init__(self, stack: Tensor) -> None:
@@ -516,12 +516,10 @@ class StackRows(list[Tensor]):
 
 
 def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield (indices, stacks) for each group of rows of a table whose tensors have equal shapes and dtypes.
+    """Group the rows of a table of tensors by shapes and dtypes, and yield each group as stacks.
 
-    indices: indices of the rows of the group.
-    stacks: for each column, one stack of the column's tensors in these rows.
-
-    On a CPU, each row of large tensors is a group of its own, and is not copied.
+    Each item is (indices of the rows of the group, for each column one stack of its tensors in these rows). On a CPU,
+    each row of large tensors is a group of its own, and is not copied.
 
     columns: a column is a list of n tensors, or a tensor `[n]` with a number for each row. In a group of m rows,
         tensors become a stack `[m, *shape]`, and numbers become a tensor `[m, 1, ...]` that broadcasts against the
@@ -542,8 +540,9 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
 
 
 def over_stacks(function: Callable[..., Tensor], *columns: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """Return function(*row) for each of the n rows of a table, in few kernels. The function is called once for each
-    group of rows of `equal_stacks`, with the stacks of the group.
+    """Return function(*row) for each of the n rows of a table of tensors, in few kernels.
+
+    Rows with equal shapes are stacked, and the function is called once for each stack.
 
     function: function of tensors `[m, ...]` that computes each row independently.
     columns: as in `equal_stacks`.
@@ -556,13 +555,13 @@ def over_stacks(function: Callable[..., Tensor], *columns: Sequence[Tensor] | Te
 
 
 def stacked_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors. They are the rows of one stack if all shapes and dtypes are equal."""
+    """Return copies of tensors. If all shapes and dtypes are equal, the copies are the rows of one stack."""
     alike = len({(x.shape, x.dtype) for x in tensors}) == 1
     return StackRows(torch.stack(list(tensors))) if alike else copies(tensors, tensors[0].dtype)
 
 
 def _chosen(numbers: Tensor, indices: list[int]) -> Tensor:
-    """Return the entries of a tensor `[n]` at the given indices, which are in ascending order."""
+    """Return the entries of a tensor `[n]` at the given indices, which must be in ascending order."""
     if len(indices) == len(numbers):
         return numbers
     if len(indices) == 1:
@@ -571,7 +570,9 @@ def _chosen(numbers: Tensor, indices: list[int]) -> Tensor:
 
 
 def in_dtypes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return each tensor in the dtype of its counterpart in `others`. Only tensors of another dtype are copied."""
+    """Return each tensor in the dtype of the tensor in `others` with the same index. Only tensors that change are
+    copied.
+    """
     kept = [x.dtype is other.dtype for x, other in zip(tensors, others, strict=True)]
     if all(kept):
         return tensors
@@ -585,12 +586,13 @@ def in_dtypes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Sequenc
 def norms_by_dtype(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (indices of tensors, their norms `[n]`) for each dtype in which norms are computed.
+    """Yield the norms of tensors in groups: (indices of the tensors, their norms `[n]`), a group for each dtype of
+    norms.
 
-    All norms together are computed by a few kernels.
+    A group takes few kernels, however many tensors it has.
 
-    dtypes: dtype of each norm; None for the dtype in which each tensor is updated.
-    order: 2 for Frobenius norms, inf for the largest size of an entry.
+    dtypes: dtype in which each norm is computed; None for the dtype in which each tensor is updated.
+    order: 2 for Frobenius norms, inf for the largest absolute value of an entry.
     """
     if dtypes is None:
         stored = [x.dtype for x in tensors]
@@ -602,9 +604,10 @@ def norms_by_dtype(
 
 
 def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return True if the sum of squares of each tensor is known to be finite in the dtype in which it is updated.
+    """Return True if the sum of squares of each tensor is finite, and the host can know this without waiting for a
+    device.
 
-    The result is False if the host would have to wait for a device. Fake tensors on a CPU count as finite.
+    The sum is that of the dtype in which the tensor is updated. Fake tensors on a CPU count as finite.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True
@@ -618,10 +621,10 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
-    """Return the indices of tensors in `values` that do not round to the tensor in `rounded` with the same index.
+    """Return the indices at which a tensor of `values` does not round to the tensor of `rounded`.
 
-    If the host would have to wait for a device, all indices are returned. Small tensors of one shape are compared
-    together: if one of them differs, the indices of all of them are returned.
+    On a device all indices are returned, because the host would have to wait. Small tensors of one shape are compared
+    together: if one of them differs, the indices of all are returned.
 
     values: tensors in a wide dtype.
     rounded: tensors with the same shapes in a 16-bit dtype.
@@ -641,18 +644,15 @@ def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) ->
 
 
 def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Return the tensors at the given places as one stack. The result is a view if one tensor is chosen, or if all rows
-    of a `StackRows` are chosen. Else the result is a copy.
-    """
+    """Return the tensors at the given places as one stack, if possible without a copy."""
     if isinstance(tensors, StackRows) and len(places) == len(tensors):
         return tensors.stack
     return tensors[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([tensors[place] for place in places])
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors of 16-bit numbers are equal.
-
-    Large tensors are compared as 64-bit numbers, which takes a sixth of the time.
+    """Return True if two tensors of 16-bit numbers are equal. Large ones are compared as 64-bit numbers, which is
+    faster.
     """
     if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
         x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
@@ -660,9 +660,8 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 _SAFE = 2.9
-"""Largest bound on the squared spectral norm of a matrix for which `rectified` does not scale the matrix down. It is
-less than 3 to allow for rounding errors.
-"""
+"""Bound on the squared spectral norm up to which `rectified` does not scale a matrix down. The iteration converges for
+bounds below 3; the margin allows for rounding errors."""
 
 
 def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
@@ -686,9 +685,9 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """Return for each matrix V `[N, d, r]` a number c <= 1, `[N]`, so that singular values of c V are below sqrt 3.
+    """Return a number c <= 1 for each matrix V `[N, d, r]`, so that the singular values of c V are below sqrt 3.
 
-    c is 1 if the bound of `rectified` shows that V needs no scaling.
+    c is 1 if the bound of `rectified` shows that V needs no scaling. The result is `[N]`.
     """
     return _made_safe(v)[2]
 
@@ -696,9 +695,9 @@ def safe_factor(v: Tensor) -> Tensor:
 def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (c V, c^2 V^T V, c) for matrices V `[N, d, r]`, with c `[N]` as in `safe_factor`.
 
-    With E = V^T V - I, |V|_2^2 has the bounds 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4), which grow with
-    r^(1/2), r^(1/4) and r^(1/8) for errors of one size. For columns that are stored in 3 bits, the second bound reaches
-    3 at r = 1024, where |V|_2^2 is 1.7. On a CPU the bounds are computed in this order, until one is small enough.
+    With E = V^T V - I, the bounds of |V|_2^2 are 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4). Each is sharper
+    than the one before and takes one more product. A CPU stops at the first bound that is small enough. The second
+    bound would not do: for columns stored in 3 bits it reaches 3 at r = 1024, where |V|_2^2 is 1.7.
     """
     peak = v.abs().amax((-2, -1)).clamp_min(1.0)  # no entry of an orthonormal matrix is larger
     v = v / per_block(peak, v)

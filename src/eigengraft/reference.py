@@ -1,6 +1,6 @@
-"""Texts about a component for readers: its docstring, its fields with their ranges, and an example.
+"""Descriptions of a component for readers: its docstring, its fields with their ranges, and an example.
 
-`help`, the commands `list` and `show`, and the reference pages of the documentation show the same texts.
+`help`, the commands `list` and `show`, and the reference pages of the documentation use these functions.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ class FieldText(NamedTuple):
 
 
 def summary(cls: type[BaseModel]) -> str:
-    """Return the docstring as it is written in the class, without the fields and the example that `help` adds."""
+    """Return the docstring of a class as its source has it, without the list of fields and the example that `help`
+    shows.
+    """
     return inspect.cleandoc(vars(cls).get("__doc__") or "")
 
 
 def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
-    """Return the docstring of a class with a list of its fields and an example.
+    """Return the docstring of a class with a list of its fields and an example, as `help` shows it.
 
-    A line of the list has the values that the field accepts, its default and its meaning.
+    For each field the list has the accepted values, the default and the meaning.
 
-    kinds: kinds of the members, if the class is a family. The docstring then has no list of fields, but the signatures
-        of the methods that a member defines, and these kinds.
+    kinds: if the class is a family, the kinds of its members. They are listed in place of fields, after the signatures
+        of the methods that a member defines.
     """
     parts = [summary(cls)]
     if kinds:
@@ -73,9 +75,10 @@ def _entry(field: FieldText) -> str:
 
 
 def example_of(cls: type[BaseModel]) -> str:
-    """Return an import and a call of the class as text. A class that has a kind is shown in YAML too.
+    """Return an import and a call of the class as text, and the same component in YAML if the class has a kind.
 
-    The call has the required fields, or else a field that has an example, or else a field with its default.
+    The call has the required fields. If there are none, it has a field with an example, or else a field with its
+    default.
     """
     examples = [
         (info, info.alias or name, info.examples[0]) for name, info in cls.model_fields.items() if info.examples
@@ -105,8 +108,8 @@ def _short_value(value: Any) -> Any:
 def public_module(cls: type[Any]) -> str:
     """Return the name of the outermost package that exports a class, or of the module that defines it.
 
-    If a recipe imports a file by its path, the name of the module consists of the name of the file and a hash. For
-    classes of such a module, the name of the file is returned.
+    The module of a file that a recipe imports by path has a name with a hash; the name of the file is returned in its
+    place.
     """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if "." not in cls.__module__ and file is not None and cls.__module__ != "__main__":
@@ -215,7 +218,7 @@ def type_text(
 
 
 def interval(schema: dict[str, Any]) -> str:
-    """Return the range of a number as an interval; "" if the number has no bounds."""
+    """Return the bounds of a number as text, such as " in [0, 1)"; "" if the number has no bounds."""
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if low is high is above is below is None:
@@ -232,9 +235,9 @@ def first_sentence(text: str) -> str:
 
 
 class MemberText(NamedTuple):
-    """One method, property or class variable that a member of a family may define.
+    """One method, property or class variable that a member of a family may define, as text.
 
-    signature: its declaration as text, as `decay(t: float) -> float`.
+    signature: its declaration, as `decay(t: float) -> float`.
     required: True if every member has to define it.
     meaning: its docstring.
     """
@@ -247,7 +250,7 @@ class MemberText(NamedTuple):
 def contract_of(family: type[BaseModel]) -> list[MemberText]:
     """Return the methods, properties and class variables that a member of a family may define, the required ones first.
 
-    Final methods are left out, because members cannot define them.
+    Final methods are left out.
     """
     found = []
     for name, value in vars(family).items():
@@ -263,9 +266,9 @@ def contract_of(family: type[BaseModel]) -> list[MemberText]:
 
 
 def types_in_contract(family: type[BaseModel]) -> list[type[Any]]:
-    """Return the classes of the library that are in the signatures of a family's contract, without components.
+    """Return the classes of the library that occur in the signatures of a family's methods, without components.
 
-    These classes are named tuples, data classes and abstract classes.
+    They are named tuples, data classes and abstract classes.
     """
     module = sys.modules[family.__module__]
     names = {name for one in contract_of(family) for name in re.findall(r"\b[A-Z]\w+", one.signature)}
@@ -303,8 +306,9 @@ def _class_variables(cls: type[Any]) -> Iterator[tuple[str, str]]:
 
 
 def aliases_in_contract(family: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """Return {name: (definition, docstring)} of the type aliases of the library that are in the signatures of a
-    family's contract.
+    """Return the type aliases of the library that occur in the signatures of a family's methods.
+
+    The result is {name: (definition, docstring)}.
     """
     own = vars(sys.modules[family.__module__])
     names = {name for one in contract_of(family) for name in re.findall(r"\b[A-Z]\w+", one.signature)}

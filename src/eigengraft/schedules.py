@@ -1,7 +1,7 @@
-"""Schedules of numbers over a run. A field of type float of a component may hold a schedule instead of a constant.
+"""Schedules: values of a field that change over a run. A field of type float of a component may hold one.
 
-A schedule is one segment, or several that follow each other. The learning rate and the weight decay cannot have such a
-schedule. They are in the optimizer's `param_groups`, where the schedulers of torch change them.
+A schedule is one segment, or several in a row. The learning rate and the weight decay cannot have such a schedule,
+because they are in the optimizer's `param_groups`, where torch's schedulers change them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Segment(BaseModel):
         return self.fraction * total_steps
 
     def at(self, x: float) -> float:
-        """Return the number of this segment at x in [0, 1], the fraction of the segment that has passed."""
+        """Return the value of this segment.
+
+        x: fraction of the segment that has passed, in [0, 1].
+        """
         if x in (0, 1):
             return self.end if x else self.start
         if self.shape == "half_life":
@@ -69,19 +72,19 @@ class Segment(BaseModel):
 
 
 Schedule = tuple[Segment, ...]
-"""The segments of a schedule, which follow each other; at least one."""
+"""The segments of a schedule, one after the other; at least one."""
 NO_POWER = (
     "b^t is the product of t equal factors, but b is scheduled and changes from step to step: keep the product of its "
     "values in a slot, as `momentum` does, or declare the field among the class's `constants`"
 )
-"""The error text for a power of a scheduled number."""
+"""Message of the error for a power of a scheduled value."""
 
 
 class Scheduled(float):
-    """The value of a schedule at one step.
+    """The value of a scheduled field at one step, as a float.
 
-    A power of this object raises an error: b^t is a product of t equal factors, but the values of a schedule differ
-    from step to step.
+    Taking a power of it raises an error. b^t stands for a product of t equal factors, but a scheduled b differs from
+    step to step.
     """
 
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
@@ -208,10 +211,11 @@ def component_at(component: C, step: int, total_steps: int | None) -> C:
 
 
 def with_numbers(component: C, number: Callable[[Schedule], Any]) -> C:
-    """Return a component in which every scheduled number is replaced by number(schedule), also in the components inside
-    it. A component without schedules is returned as it is.
+    """Return a component with number(schedule) in place of every schedule, also in the components inside it.
 
-    number: function that is called for each schedule, in the same order for equal components.
+    A component without schedules is returned as it is.
+
+    number: function that is called once for each schedule. Equal components have their schedules in the same order.
     """
     fields = {name: getattr(component, name) for name in type(component).model_fields}
     found = {name: _inside(value, number) for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Signals: values that stages and constraints may request beside the gradient."""
+"""Signals: values other than the gradient that stages and constraints may request."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ for _signal in (
 ):
     register_signal(_signal)
 PARTNER = frozenset(name for name, signal in _SIGNALS.items() if signal.extent == "partner")
-"""Names of the signals with values of the other factor of a product."""
+"""Names of the signals with extent "partner": values of the other factor of a product, such as the pairs of LoRA."""
 SIDES: Mapping[str, MatrixSide] = {"input_matrix": "inputs", "output_matrix": "outputs"}
-"""The side of a parameter that a signal's matrix belongs to, by the extent of the signal."""
+"""Side of a parameter, inputs or outputs, that the matrix of a signal belongs to, by the extent of the signal."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Request:
 
 
 class Asks(Protocol):
-    """The part of the interface of stages and constraints that requests signals."""
+    """The methods by which stages and constraints request signals."""
 
     @property
     def requests(self) -> tuple[Request, ...]: ...
@@ -162,7 +162,7 @@ class Asks(Protocol):
 
 
 def requested(own: Asks) -> frozenset[str]:
-    """Return the names of all signals that a stage or a constraint requests."""
+    """Return the names of all signals that a stage or a constraint requests, whatever the steps."""
     return frozenset(request.name for request in own.requests)
 
 
@@ -198,7 +198,7 @@ def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
 
 
 def entries(asked: Iterable[str]) -> int:
-    """Return how many of the signals `asked` have a number for each entry of a parameter."""
+    """Return how many of the signals named in `asked` have one number for each entry of a parameter."""
     return sum(known_signals()[name].extent == "entry" for name in asked)
 
 

@@ -168,13 +168,16 @@ class Slot:
 Encoded = Mapping[str, Tensor]
 """Tensors `[N, ...]` that a quantized slot is stored in, by name."""
 Uniform = Callable[[Tensor, str], Tensor]
-"""Function uniform(like, purpose) that returns random numbers in [0, 1) for stochastic rounding, with the shape
-`[N, ...]` and dtype of `like`. Each purpose has numbers of its own.
+"""Function uniform(like, purpose) that returns random numbers in [0, 1), with the shape and dtype of `like` `[N, ...]`.
+
+Quantizers use them for stochastic rounding. Numbers for different purposes are independent.
 """
 
 
 class Codec(Protocol):
-    """A way to store a slot as other tensors; `eigengraft.quantization` holds the implementations."""
+    """A way to store a slot as one or more other tensors, such as codes and scales. `eigengraft.quantization` has the
+    implementations.
+    """
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """Return the tensors `[N, ...]` that encode x `[N, *shape]`, by name.
@@ -203,15 +206,16 @@ class EncodedSlot:
 
 
 class Watch(Protocol):
-    """An observer, such as the checks of checked mode (`preconditioners.checked_mode`). It is notified when stages load
-    and write slots, and when hooks of stages run.
+    """Observer of the stages of an optimizer, such as the checks of checked mode (`preconditioners.checked_mode`).
+
+    Its methods are called when a stage loads or writes a slot, and when a hook of a stage runs.
     """
 
     def loaded(self, key: str, value: Tensor) -> None:
         """Called after a slot was loaded. key: "<stage path>/<slot>"."""
 
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
-        """Called before a slot is written back; raises for a value that does not fit.
+        """Called before a slot is written back. Raises an error if the value does not fit.
 
         value: the assigned value.
         rows: number of rows of the slot.
@@ -235,7 +239,9 @@ class Watch(Protocol):
 
 
 class DelayedRefreshes(Protocol):
-    """The delayed refreshes of a stack that have begun, and whose results are not in the stack's pending slots yet."""
+    """Computes refreshes of a stack beside training. A refresh stays here from `begin` until `finish` has stored its
+    results.
+    """
 
     def begin(
         self, state: State, seeds: NDArray[np.int64], what: str, solve: Callable[[], Mapping[str, Tensor]]
@@ -249,20 +255,21 @@ class DelayedRefreshes(Protocol):
         """
 
     def finish(self, path: str, seeds: NDArray[np.int64]) -> None:
-        """Store the results of those refreshes of a stage that include a block with one of these seeds.
+        """Store the results of refreshes of one stage in its pending slots.
 
         path: path of the stage.
+        seeds: seeds of blocks. Every refresh that includes one of these blocks is finished.
         """
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Encoded slots of a stack, and the counters from which the random numbers of the selected rows are computed.
+    """The encoded slots of a stack, with what is needed to encode them.
 
     encoded: the encoded slots, by key.
-    counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends only
-        on the seed, the step, the slot and the index in the slot. None: values are rounded to nearest.
-    watch: observer that is notified when stages load and write slots; None: there is none.
+    counters: function that returns the seed and the step of each selected row, int64 `[n]` each, from which random
+        numbers for stochastic rounding are computed. None: values are rounded to nearest.
+    watch: observer of loads and writes of slots; None: there is none.
     delayed: delayed refreshes that are computed beside training; None: the results of a delayed refresh are computed
         when the refresh is due.
     """
@@ -305,13 +312,13 @@ _STORAGE_STREAM = 1 << 33
 
 
 class State:
-    """The slots of one stage for the selected rows of a stack.
+    """The slots of one stage, for the selected rows of a stack.
 
     tensors: the state tensors of the whole stack, by key.
     block: shape of the blocks that the stage sees.
     path: path of the stage.
     rows: the selected rows; None: all rows.
-    mask: bool `[n]`, True for each selected row that is written; None: all selected rows are written.
+    mask: bool `[n]`, True for each selected row that may be written; None: all of them.
     storage: encoded slots and random numbers; None: every slot is stored as it is.
     """
 
@@ -399,7 +406,7 @@ class State:
         return self._load(name) if self.coded(name) else None
 
     def coded(self, name: str) -> bool:
-        """Return True if a codec stores the slot. Loading then returns a copy, and encoding may change numbers."""
+        """Return True if a codec stores the slot. Then loading decodes a copy, and writing may round the numbers."""
         return StateKey.join(self.path, name) in self.storage.encoded
 
     def copied(self, name: str) -> bool:
@@ -411,7 +418,7 @@ class State:
 
     @property
     def blocks(self) -> int:
-        """Number N of blocks of the whole stack, also if only some rows are selected."""
+        """Number N of blocks of the whole stack, even if only some rows are selected."""
         return len(next(iter(self.tensors.values())))
 
     def _select(self, tensor: Tensor) -> Tensor:
@@ -440,9 +447,9 @@ class State:
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
 
     def snapshot(self, names: Iterable[str]) -> Self:
-        """Return a state of the selected rows with copies of some slots, which later steps do not change.
+        """Return a state of the selected rows in which some slots are copies, so that later steps do not change them.
 
-        names: names of the slots.
+        names: names of these slots.
         """
         copies = {}
         for key in (StateKey.join(self.path, name) for name in names):
@@ -453,7 +460,7 @@ class State:
         return type(self)(copies, self.block, self.path, storage=Storage(self.storage.encoded))
 
     def unwritten(self) -> Self:
-        """Return a copy of this state whose writes are dropped. The states of stages inside it, made by `scope`, still
+        """Return a copy of this state that ignores writes. States made from it by `scope`, for stages inside, still
         write.
         """
         own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)

@@ -18,13 +18,15 @@ from .numerics import cached_tensors, kept_on_device, number_like, per_block, up
 from .slots import State, StateKey
 
 _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
-"""Fields that belong to one step or one stack. A program that is traced for many steps must not read them."""
+"""Fields with the numbers of one step or one stack. They must not be read while a program is traced, because the
+program would keep these numbers for all later steps."""
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
-"""Function of steps `[N]` that returns bool `[N]`, True for steps at which a condition holds."""
+"""A condition on steps: a function of steps `[N]` that returns bool `[N]`."""
 TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)
-"""Step for which conditions are evaluated while a program is traced. It is late in a run, and nothing that happens
-every k steps happens at it. It is a prime p for which (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a
-multiple of any k from 3 to 500,000.
+"""Step at which conditions are evaluated while a program is traced. It stands for all late steps at which nothing
+special happens.
+
+It is a prime p, and (p - 1) / 2 is a prime too, so that neither p nor p - 1 is a multiple of any k from 3 to 500,000.
 """
 
 
@@ -69,7 +71,9 @@ class StepContext:
     questions: list[Question] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise ContractError for a field that a traced program must not read, and AttributeError for unknown names."""
+        """Raise ContractError for a field of `_OF_A_STEP` while a program is traced, and AttributeError for unknown
+        names.
+        """
         if name in _OF_A_STEP and self.__dict__.get("numbers") is not None:
             raise ContractError(
                 f"`context.{name}` cannot be read while a step is traced, as the program would keep its value for all "
@@ -80,8 +84,8 @@ class StepContext:
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
         """Return True if a condition holds at the steps of all blocks, False if it holds at none, else bool `[N]`.
 
-        A compiled program is used for steps at which every condition has the same result as at a late step
-        (`TYPICAL_STEP`). Other steps run without the program.
+        In a traced program the answer is that of a late step (`TYPICAL_STEP`). Steps with another answer run without
+        the program.
 
         question: the condition, a function of steps `[N]` that returns bool `[N]`.
         """
@@ -93,9 +97,7 @@ class StepContext:
 
     @cached_property
     def priming(self) -> bool:
-        """True if this is the first gradient of lagged stages. They accumulate statistics from this gradient, and
-        nothing else is updated.
-        """
+        """True at the first gradient of lagged stages, with which they only initialize their statistics."""
         return self.numbers is None and self.uniform == 0  # lagged chains are not traced while they prime
 
     @cached_property
@@ -118,10 +120,10 @@ class StepContext:
         return kept_on_device(self.seeds, self.device)
 
     def per_block(self, function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return function(step) of each block, computed in float64, in a shape and dtype by which `like` `[N, *block]`
-        can be multiplied.
+        """Return function(step) for each block, in a shape and dtype by which `like` `[N, *block]` can be multiplied.
 
-        If all blocks are at one step, the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
+        It is computed in float64. If all blocks are at one step, the result is a 0-d float64 tensor on the CPU, which
+        torch uses as a scalar without rounding it.
         """
         if self.numbers is not None:
             return self.numbers(function)
@@ -142,10 +144,10 @@ class StepContext:
 
         1 - beta^step is the sum of the weights of a running mean that started from zero (Adam, section 3).
 
-        count: function from a step to the number of terms of the mean, which is then the power of beta; None: the mean
-            has one term for each step.
+        count: function that maps a step to the number of terms of the mean, which replaces the step in the formula;
+            None: the mean has one term for each step.
         exponent: power of the correction.
-        ahead: number of steps that are added to the step; without effect if `count` is given.
+        ahead: number that is added to the step; ignored if `count` is given.
         """
         if count is None and self.numbers is None and self.uniform is not None:  # the same bits, with fewer kernels
             return _uniform_correction(beta, self.uniform + ahead, exponent)
@@ -194,8 +196,9 @@ class StepContext:
         return self.sums(x)
 
     def with_sums(self, sums: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy of this context in which the function `sums` computes sums over parameters. The copy shares
-        values that were already computed from the steps.
+        """Return a copy of this context whose `parameter_sum` uses the function `sums`.
+
+        Values that were computed from the steps are shared with the copy.
         """
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, sums=sums)
@@ -222,8 +225,6 @@ class StepContext:
 
 @cached_tensors(maxsize=64)
 def _uniform_correction(beta: float, step: int, exponent: float) -> Tensor:
-    """Return (1 - beta^step)^exponent as a 0-d tensor. The tensor is cached and shared by all stacks: do not write to
-    it.
-    """
+    """Return (1 - beta^step)^exponent as a 0-d tensor. All stacks share this tensor, so it must not be written to."""
     weights = 1 - beta**step
     return torch.tensor(math.sqrt(weights) if exponent == 0.5 else weights**exponent, dtype=torch.float64, device="cpu")

@@ -1,10 +1,9 @@
-"""Blocks of parameters: matrices of a parameter, after small axes are merged and long ones split.
+"""Rules that cut parameters into blocks.
 
-`Blocking` is the rule that a recipe declares (Shi et al. 2023, section 3.3). The rule covers a parameter with grids of
-equal blocks (`BlockGrid`). A matrix that consists of full axes of the parameter is cut by `_even`. A matrix that is a
-section or a head of the parameter, or is stored transposed, is cut by `divided_grids`.
+`Blocking` is the rule that a recipe declares (Shi et al. 2023, section 3.3): small axes of a matrix are merged, then
+long axes are split. The result is a list of grids of equal blocks (`BlockGrid`), which together cover the parameter.
 
-The merged shape of a parameter is its shape after small axes were merged.
+The merged shape of a matrix is its shape after small axes were merged.
 """
 
 from __future__ import annotations
@@ -57,11 +56,10 @@ class Box:
 
 
 def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
-    """Yield pairs (range of axes of `shape`, range of axes of `merged`) that hold the same entries.
+    """Yield pairs of ranges of axes, one of `shape` and one of `merged`, that contain the same entries.
 
-    `shape` and `merged` are two shapes of one tensor. In each pair, either the axes of `shape` were merged into one
-    axis of `merged`, or one axis of `shape` was divided into the axes of `merged`. An axis of length 1 is in the pair
-    of a neighbouring axis.
+    `shape` and `merged` are two shapes of one tensor. For the shapes (2, 3, 4) and (6, 4) the pairs are (axes 0 and 1,
+    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighbouring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -79,13 +77,12 @@ def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]
 def boxes_of_run(
     start: int, stop: int, lengths: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Divide the entries start <= i < stop of a tensor into boxes, with i the index in the flattened tensor. Yield the
-    boxes in the order of i.
+    """Yield boxes that together contain the entries start <= i < stop of a flattened tensor, in the order of i.
 
-    Each result is (i of the first entry of the box, start of the box, stop of the box). There are at most 2k - 1 boxes
-    for k axes.
+    Each item is (i of the first entry of the box, start of the box, stop of the box). A tensor with k axes needs at
+    most 2k - 1 boxes.
 
-    lengths: lengths of the axes before they were flattened.
+    lengths: shape of the tensor before it was flattened.
     """
     if not lengths:
         yield 0, (), ()
@@ -112,7 +109,8 @@ Numbers = tuple[int, ...]
 class Piece:
     """A set of entries that is a box both in a block and in the parameter.
 
-    Every block of a grid consists of pieces with the same lengths and offsets.
+    A block has several pieces only if an axis of the block was merged from several axes of the parameter. All blocks of
+    a grid have the same pieces, at different places in the parameter.
 
     start: first index of the piece in the parameter, along each axis of the parameter, for the first block of the grid.
     lengths: lengths of the piece along the axes of the parameter.
@@ -126,16 +124,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """An even grid of equal blocks of one parameter. The parameter is used in the shape `merged`.
+    """A grid of equal, evenly spaced blocks of one parameter. The parameter is used in the shape `merged`.
 
     merged: shape of the parameter with small axes merged, or with an axis divided into equal groups.
     count: number of blocks along each axis of the parameter.
     step: distance of neighbouring blocks along each axis of the parameter, in entries.
-    pieces: the pieces that the first block consists of.
+    pieces: the pieces of the first block.
     joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
         of `merged` that are not in `joined`, such as an axis of experts.
-    keys: number of each block among all blocks of the parameter, in row-major order of the grid.
-    matrices: for each block, in the order of `keys`, the number of its matrix among the matrices of the parameter.
+    keys: for each block, in row-major order of the grid, its number among all blocks of the parameter.
+    matrices: for each block, in the same order, the number of its matrix among the matrices of the parameter.
     """
 
     merged: Numbers
@@ -148,7 +146,7 @@ class BlockGrid:
 
     @classmethod
     def single(cls, shape: Numbers) -> BlockGrid:
-        """Return the grid with a single block, which is a full parameter of that shape."""
+        """Return a grid with one block: a full parameter of the given shape."""
         zeros, axes = (0,) * len(shape), tuple((axis,) for axis in range(len(shape)))
         return cls(shape, (1,) * len(shape), shape, (Piece(zeros, shape, zeros),), axes, (0,), (0,))
 
@@ -177,27 +175,30 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return for each piece a view of x that contains this piece of every block.
+        """Return one view of x for each piece. The view contains this piece of every block.
 
-        The shape is `[*count, *lengths]`. The lengths are those of the piece along the axes that `joined` lists, in the
-        order of `joined`.
+        The shape of a view is `[*count, *lengths]`. The lengths are those of the piece along the axes that `joined`
+        lists, in the order of `joined`.
 
         x: the parameter, or a tensor of its size, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return for each piece a tensor that contains this piece of every block, in the shape that `in_parameter`
-        returns.
+        """Return one tensor for each piece, with this piece of every block, in the shapes that `in_parameter` returns.
 
-        The results are views if `blocks` is contiguous.
+        The results are views if `blocks` is contiguous, else copies.
 
         blocks: `[n, *shape]`.
         """
         return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
 
     def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return cut(x), a list of views of x. Later calls make each view by one operation, from a cached layout."""
+        """Return cut(x), a list of views of x.
+
+        Making a view takes `cut` several operations. So the strides and offsets of the views are kept, and later calls
+        make each view by one operation.
+        """
         key, start = (cut.__name__, x.stride()), x.storage_offset()
         if key not in self._layouts:
             found = cut(x)
@@ -253,9 +254,9 @@ class Span:
 
 @dataclass(frozen=True)
 class EqualMatrices:
-    """Equal matrices of one parameter, evenly spaced along some axes of the parameter.
+    """Matrices of one parameter that have the same shape and are evenly spaced.
 
-    lattice: by axis of the parameter, (number of matrices, distance from one matrix to the next) along it.
+    lattice: {axis of the parameter: (number of matrices along this axis, distance from one matrix to the next)}.
     axes: for each axis of the first matrix, the spans of the parameter that are flattened into it.
     """
 
@@ -270,13 +271,12 @@ class EqualMatrices:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of equal length: ranges into which one axis of a matrix is cut. A block consists of the entries in one tile
-    on each axis of its matrix.
+    """Equal ranges (tiles) of one axis of a matrix. A block is the intersection of one tile on each axis of the matrix.
 
     first: number of the first of these tiles among all tiles of the axis.
-    boxes: boxes in the parameter that together contain the entries of the first tile, each as (index in the tile of the
-        box's first entry, {axis of the parameter: (start, length)}).
-    lattice: by axis of the parameter, (number of tiles, distance from one tile to the next) along this axis.
+    boxes: boxes of the parameter that together contain the first tile, each as (index in the tile of the box's first
+        entry, {axis of the parameter: (start, length)}).
+    lattice: {axis of the parameter: (number of tiles along this axis, distance from one tile to the next)}.
     """
 
     first: int
@@ -297,11 +297,11 @@ def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
 def divided_grids(
     shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers], size: int | None
 ) -> Iterator[BlockGrid]:
-    """Yield the grids of the blocks of a parameter that is divided into sections or heads, or is stored transposed.
+    """Yield the grids of blocks of a parameter that is divided into sections or heads, or is stored transposed.
 
-    Keys number the blocks section by section, in each section matrix by matrix, and in each matrix in row-major order.
+    Blocks are numbered section by section, in each section matrix by matrix, and in each matrix in row-major order.
 
-    merge: function from the shape of a matrix to its merged shape.
+    merge: function that maps the shape of a matrix to its merged shape.
     size: longest axis of a block; None: matrices are not cut.
     """
     axis, keys, numbers = matrices.axis(shape), 0, 0
@@ -321,10 +321,10 @@ def divided_grids(
 
 
 def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
-    """Yield for each section its matrices, which are equal and evenly spaced.
+    """Yield the matrices of each section.
 
-    If the sections are repeated in groups, the axis that is divided into sections counts as two axes: one for the
-    number of the group, and one for the entries of a group.
+    If the sections are repeated in groups, the axis that is divided into sections counts as two axes: the number of the
+    group, and the entries of a group.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -345,8 +345,8 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
 
 
 def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
-    """Yield the tiles along one axis of the blocks. Equal tiles that are evenly spaced along one axis of the parameter
-    are yielded together, as one `Tiles`.
+    """Yield the tiles along one axis of the blocks. Tiles that are evenly spaced in the parameter are yielded as one
+    `Tiles`.
 
     spans: spans of the parameter that are flattened into the axis.
     side: length of a tile. The last tile may be shorter.
@@ -372,14 +372,14 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return the grid of the blocks that consist of one of the chosen tiles on each axis, in all of the equal matrices.
+    """Return the grid of the blocks that the chosen tiles cut out of each of the equal matrices.
 
     factored: shape of the parameter, with one axis divided into groups if the matrices have groups.
     equal: the matrices that are cut.
     joined: for each axis of a block, the spans of the parameter that are flattened into it.
-    chosen: the tiles along each axis of a block.
-    tiles: number of tiles along each axis of a matrix.
-    before: (number of blocks, number of matrices) in all earlier sections together.
+    chosen: for each axis of a block, the chosen tiles.
+    tiles: for each axis of a block, the number of all tiles.
+    before: (number of blocks, number of matrices) of earlier sections, where the numbers of this grid begin.
     """
     order = len(factored)
     lattice = dict(equal.lattice)
@@ -400,11 +400,10 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the piece of the grid's first block that consists of the entries in one box on each axis of the block.
+    """Return the piece of the grid's first block that consists of one box on each axis of the block.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, one item of `Tiles.boxes`. It says which range of each axis of the parameter the
-        box covers, and where the box begins in the block.
+    boxes: for each axis of the block, one item of `Tiles.boxes`.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)
@@ -424,7 +423,7 @@ ONE_TENSOR = Matrices()
 
 
 class Blocking(Component):
-    """The rule by which a parameter becomes blocks. By default the parameter is one block."""
+    """The rule that cuts parameters into blocks. By default each matrix of a parameter is one block."""
 
     size: int | None = Field(
         default=None, ge=1, description="longest axis of a block; longer axes are split; default: no splitting"
@@ -452,7 +451,7 @@ class Blocking(Component):
     def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a parameter or matrix after small axes were merged.
 
-        If `merge` is set, axes of length 1 are removed. The shape of a scalar becomes (1,).
+        If `merge` is set, axes of length 1 are removed too. The shape of a scalar becomes (1,).
         """
         if self.merge is None or 0 in shape:
             return shape or (1,)
@@ -471,8 +470,9 @@ class Blocking(Component):
         return hash((self.size, self.merge, self.merge_from, self.min_axes))
 
     def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
-        """Return the grids of equal blocks that cover a parameter of that shape; none for an empty parameter. Each
-        matrix of the parameter is cut separately.
+        """Return grids of blocks that cover a parameter of the given shape; none for an empty parameter.
+
+        Each matrix of the parameter is cut separately.
         """
         return _grids(self, tuple(shape), matrices)
 

@@ -1,11 +1,11 @@
-"""Sums over the blocks of parameters, for `context.parameter_sum`, also if the blocks are in several stacks.
+"""Sums over the blocks of each parameter, for `context.parameter_sum`. The blocks may be in several stacks.
 
-If all blocks of a parameter are in one stack, the sum is an `index_add`. Stacks that share parameters run concurrently,
-each in a greenlet of this thread. When a stack needs a sum, the stack switches to the caller. When every stack has
-reached its sum, the caller adds the numbers of all stacks and switches back. Threads would need locks. With generators,
-every function between the step and the sum would have to be a generator.
+If all blocks of a parameter are in one stack, the sum is an `index_add`. Otherwise the computations of the stacks run
+concurrently, each in a greenlet of this thread. A computation that needs a sum waits. When all computations wait, the
+sums are computed, and the computations continue. Threads would need locks, and with generators every function between
+the step and the sum would have to be a generator.
 
-A context manager must not be open across a sum: other stacks run before the sum returns.
+A context manager must not be open across a sum, because the computations of other stacks run before the sum returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from ..numerics import cached_tensors, kept_on_device
 
 _T = TypeVar("_T")
 ParameterSum = Callable[[Tensor], Tensor]
-"""Function that receives one number for each block of a stack, `[N]`. It returns for each block the sum of the numbers
-of all blocks of its parameter, `[N]`.
-"""
+"""Function that receives one number for each block of a stack, `[N]`. For each block it returns the sum of the numbers
+of all blocks of the same parameter, `[N]`."""
 
 
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
@@ -35,8 +34,8 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     Numbers are added in the order of stacks and rows. An exception in one computation ends all of them. Raises
     ContractError unless all stacks compute the same number of sums.
 
-    runs: the computation of each stack, a function. Its argument is a function that computes sums over parameters.
-    param_ids: for each stack `[N]`, the number of the parameter that each block belongs to.
+    runs: the computation of each stack, as a function of one argument: the function by which it computes sums.
+    param_ids: for each stack, the number of each block's parameter, `[N]`.
     """
     if len(runs) == 1:
         return [runs[0](lambda values: _sums([values], param_ids)[0])]
@@ -64,7 +63,9 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Return for each stack a tensor `[N]`, in which each block has the sum over all blocks of its parameter."""
+    """Return for each stack, and for each of its blocks, the sum of `values` over all blocks of the block's parameter,
+    `[N]`.
+    """
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)
     parameters, index = parameter_index(ids, added.device)
@@ -72,7 +73,7 @@ def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> S
 
 
 def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
-    """Return for each block the sum of `values` `[N]` over the blocks of its parameter.
+    """Return for each block the sum of `values` `[N]` over all blocks of the same parameter.
 
     index: `[N]`, number of each block's parameter, from 0 to parameters - 1.
     parameters: number of parameters.
@@ -81,11 +82,12 @@ def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
 
 
 def parameter_index(param_ids: NDArray[np.int64], device: torch.device) -> tuple[int, Tensor]:
-    """Return the number of distinct parameters, and the index of each block's parameter among them, `[N]` on a device.
+    """Return the number P of distinct parameters, and numbers from 0 to P - 1 for each block's parameter, `[N]` on a
+    device.
 
-    The tensor is cached for equal `param_ids`.
+    Calls with equal `param_ids` return the same cached tensor.
 
-    param_ids: `[N]`, number of the parameter that each block belongs to.
+    param_ids: `[N]`, any number that identifies each block's parameter.
     """
     return _index(param_ids.tobytes(), device)
 

@@ -1,6 +1,9 @@
-"""Stacks: equal blocks as one tensor `[N, *block]`, gathered from parameters and scattered back.
+"""Stacks: equal blocks as one tensor `[N, *block]`, copied from parameters and written back to them.
 
-Signals over the inputs or outputs of a parameter are matrices; `side_blocks` gathers the parts that belong to blocks.
+A signal may be a matrix over the inputs or outputs of a parameter; `side_blocks` returns the part of it that belongs to
+each block.
+
+Parameters are numbered by their position in the list of all parameters of an optimizer.
 
 Legend: a parameter has B matrices along its batch axes, each with n inputs (or outputs); a block has c of the n.
 """
@@ -24,25 +27,27 @@ from .blocks import BlockGrid
 from .views import Matrices
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
-"""Largest size of a stack's tensor, in bytes. A step needs memory for a few such tensors: decoded slots and products.
+"""Largest size of a tensor of a stack, in bytes.
 
-On a CPU several of these tensors must fit into a cache, but fewer and larger stacks save time in Python. Measured for
-mid-size models, a step with 2 MiB takes 0.96 times as long as with 1 MiB. A limit of 4 MiB saves another 2 %. But in a
-process that never frees a larger tensor, such as training, a step with 4 MiB takes 1.1 times as long, because glibc
-returns memory pages and requests them again. A device runs faster with fewer and larger kernels.
+A step needs memory for a few such tensors. On a CPU they should fit into a cache: with 4 MiB a step takes 1.1 times as
+long as with 2 MiB, because glibc returns large tensors to the system and requests them again. With 1 MiB it takes 1.04
+times as long, because more stacks take more time in Python. A device runs faster with fewer and larger kernels.
 """
 ALIGNMENT = 16
-"""Alignment of a stack's address, in bytes. At other addresses, products of small matrices may add in another order, as
-MKL with AVX-512 does in float32 for sides of at most 11.
+"""Alignment of a stack's first entry, in bytes.
+
+At other addresses MKL adds in another order in small products (float32, sides of at most 11, AVX-512), so that results
+would depend on the address.
 """
 JOINED = 1 << 12
-"""Largest parameter, in entries, that a CPU copies into a stack to check its gradient and to write its update. Copying
-larger parameters takes longer than the kernel calls that it saves (measured).
+"""Largest parameter, in entries, for which a CPU checks gradients and writes updates in one tensor for the whole stack.
+
+For larger parameters the copies into this tensor take longer than the kernel calls that they save (measured).
 """
 
 
 def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the largest number of blocks for which no tensor of a stack exceeds the limit in bytes; at least one.
+    """Return the largest number of blocks in a stack whose tensors do not exceed the limit in bytes; at least one.
 
     numbers: entries of a block's largest tensor, which is the block itself or a slot.
     """
@@ -55,9 +60,10 @@ def blocks_that_fit(size: int, numbers: int, dtype: torch.dtype) -> int:
 
 
 def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tuple[int, int]]:
-    """Split blocks into ranges (start, stop) of nearly equal length, with at most `most` blocks each.
+    """Return ranges (start, stop) of nearly equal length that divide blocks among stacks, with at most `most` blocks
+    each.
 
-    param_ids: position of the parameter that each block belongs to.
+    param_ids: position of each block's parameter.
     together: True if all blocks of a parameter must be in one range, which may then be longer.
     """
     blocks = len(param_ids)
@@ -70,12 +76,12 @@ def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tu
 
 @dataclass(frozen=True)
 class Stack:
-    """N equal blocks.
+    """N equal blocks of one or more parameters.
 
     block: shape of a block.
     dtype: dtype that the stack is computed in.
     device: device of the stack.
-    grids: (position of a parameter, grid of the blocks of this parameter). Rows of the stack are in this order.
+    grids: pairs (position of a parameter, grid of its blocks), in the order of the rows of the stack.
     """
 
     block: tuple[int, ...]
@@ -85,18 +91,18 @@ class Stack:
 
     @cached_property
     def param_ids(self) -> NDArray[np.int64]:
-        """`[N]`, position of the parameter that each block belongs to."""
+        """Position of each block's parameter, `[N]`."""
         return np.array([param_id for param_id, grid in self.grids for _ in grid.keys], dtype=np.int64)
 
     @cached_property
     def positions(self) -> list[int]:
-        """`param_ids` as a list."""
+        """Position of each block's parameter, as a list."""
         positions: list[int] = self.param_ids.tolist()
         return positions
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """`[N]`, key of each block: its number in its parameter."""
+        """Number of each block among the blocks of its parameter."""
         return tuple(key for _, grid in self.grids for key in grid.keys)
 
     @cached_property
@@ -106,21 +112,19 @@ class Stack:
 
     @cached_property
     def joins(self) -> bool:
-        """True if it is faster to copy the parameters into this stack and run kernels on the stack than to run kernels
-        on each parameter.
-        """
+        """True if kernels on this stack, with copies of the parameters, are faster than kernels on each parameter."""
         many = self.of_parameters and len(self.param_ids) > 1
         return many and self.device.type == "cpu" and math.prod(self.block) <= JOINED
 
     @cached_property
     def matrix_ids(self) -> NDArray[np.int64]:
-        """`[N]`, a number for the matrix that each block belongs to. All matrices of all parameters have different
+        """Number of the matrix that each block belongs to, `[N]`. Matrices of different parameters have different
         numbers.
         """
         return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
 
     def select(self, active: NDArray[np.bool_]) -> Stack:
-        """Return the stack of the blocks of active parameters.
+        """Return a stack of those blocks whose parameters are active.
 
         active: bool `[P]`, True for each active parameter, by position.
         """
@@ -130,11 +134,11 @@ class Stack:
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the blocks of tensors as `[N, *block]`.
 
-        If the stack has a single block, the result may be a view of its tensor: do not write to the result. A tensor at
-        an unaligned address is copied, so that products are rounded as for other tensors. The views of buckets that
-        `DistributedDataParallel(..., gradient_as_bucket_view=True)` puts into `grad` can be such tensors.
+        The result must not be written to, because it may be a view of a tensor if the stack has a single block. A
+        tensor at an unaligned address is copied, so that products are rounded as for other tensors. Gradients can be
+        such tensors with `DistributedDataParallel(..., gradient_as_bucket_view=True)`.
 
-        tensors: tensors in the shapes of the parameters, by position.
+        tensors: by position, tensors in the shapes of the parameters.
         """
         if self.of_parameters:
             block, dtype = self.block, self.dtype
@@ -150,10 +154,10 @@ class Stack:
         return out
 
     def scatter(self, rows: Tensor, buffers: Mapping[int, Tensor]) -> None:
-        """Write blocks into buffers.
+        """Write blocks into tensors of the size of their parameters.
 
         rows: the blocks, `[N, *block]`.
-        buffers: by position of a parameter, a tensor of its size in the shape `BlockGrid.merged`.
+        buffers: by position, the tensor that is written to, in the shape `BlockGrid.merged`.
         """
         targets = [view for param_id, grid in self.grids for view in grid.in_parameter(buffers[param_id])]
         split = zip(self._split(rows), self.grids, strict=True)
@@ -175,7 +179,7 @@ class Stack:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return True if a tensor is aligned as a new tensor is, so that its matrix products have the same rounding."""
+    """Return True if a tensor is aligned as new tensors are, so that its products have the same rounding."""
     return x.storage_offset() * x.element_size() % ALIGNMENT == 0
 
 
@@ -188,8 +192,8 @@ class SideMatrix:
     """A matrix over the inputs, or over the outputs, of one parameter.
 
     value: the matrix `[n, n]`, or one matrix for each index of the batch axes, `[*batch, n, n]`.
-    index: number of the input (or output) of each entry of the parameter, as a view in the shape of the parameter. The
-        numbers run through all matrices of the parameter: input k belongs to row k of `value.reshape(-1, n)`.
+    index: for each entry of the parameter, the number of its input (or output), as a view in the shape of the
+        parameter. Inputs of all matrices are numbered together: input k belongs to row k of `value.reshape(-1, n)`.
     side: inputs or outputs.
     """
 
@@ -211,9 +215,9 @@ class SideMatrix:
         return cls(value, side_index(shape, matrices, side, value.device), side)
 
     def blocks(self, own: Tensor) -> Tensor:
-        """Return for each of k blocks the matrix over its c inputs or outputs, `[k, c, c]`.
+        """Return for each of k blocks the part of the matrix that belongs to its c inputs or outputs, `[k, c, c]`.
 
-        own: the entries of `index` for the inputs or outputs of each block, `[k, c]`.
+        own: numbers of the inputs or outputs of each block, as in `index`, `[k, c]`.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
@@ -226,9 +230,10 @@ def side_shape(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> 
 
 
 def side_index(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide, device: torch.device) -> Tensor:
-    """Return for each entry of a parameter the number of its input or output, counted over the batch axes.
+    """Return for each entry of a parameter the number of its input or output.
 
-    The result has the shape of the parameter and is a view.
+    Inputs of all matrices along the batch axes are numbered together. The result is a view in the shape of the
+    parameter.
     """
     counted = sorted([*range(matrices.batch), *_axes(shape, matrices, side)])
     lengths = [shape[axis] if axis in counted else 1 for axis in range(len(shape))]
@@ -241,11 +246,11 @@ def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple
 
 
 def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
-    """Return for each block the indices of its c inputs or outputs (`side`), `[N, c]`.
+    """Return for each block the numbers of its c inputs or outputs (`side`), `[N, c]`.
 
     Raises ValueError if the rows of a block have different inputs, or if its columns have different outputs.
 
-    index: for each entry of the blocks the index of its input or output, `[N, *block]`.
+    index: for each entry of the blocks the number of its input or output, `[N, *block]`.
     """
     flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
     flat = flat if side == "inputs" else flat.mT
@@ -258,8 +263,9 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
 
 
 def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
-    """Return for each block of a stack the part of its parameter's matrix that belongs to the c inputs (or outputs) of
-    the block, `[N, c, c]`.
+    """Return for each block the part of its parameter's matrix that belongs to the c inputs (or outputs) of the block.
+
+    The result is `[N, c, c]`.
 
     matrices: the matrix of each parameter, by position; None: blocks of the parameter receive zeros.
     """

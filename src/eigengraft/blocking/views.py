@@ -36,9 +36,8 @@ PAIR_NAMES = (
     ("lora_down", "lora_up"),
     ("lora_embedding_A", "lora_embedding_B"),
 )
-"""Parts of names by which the two factors of a product B A are recognised: (part in the name of A `[r, n]`, part in the
-name of B `[m, r]`).
-"""
+"""Names of the modules that hold the two factors of a product B A: (name for A `[r, n]`, name for B `[m, r]`). A name
+counts if it is one part of the dotted path of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Factor:
 
 
 def named_factor(name: str | None) -> Factor | None:
-    """Return the factor that a qualified parameter name stands for, or None if it is not the name of a factor."""
+    """Return the factor that a parameter is by its qualified name, or None if the name is not one of a factor."""
     parts = [] if name is None else name.split(".")
     for inputs, outputs in PAIR_NAMES:
         if inputs in parts:
@@ -69,8 +68,9 @@ def named_factor(name: str | None) -> Factor | None:
 
 
 def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return N matrices `[p_i, r]` as one tensor `[N, p, r]`, with p the largest p_i. Shorter matrices are filled up
-    with zeros.
+    """Return N matrices `[p_i, r]` as one tensor `[N, p, r]`, with p the largest p_i.
+
+    Shorter matrices are filled up with zeros.
 
     matrices: the matrix of each parameter, by position of the parameter.
     positions: positions of the N parameters whose matrices are stacked.
@@ -84,8 +84,10 @@ def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype
 
 
 KERNEL = 16
-"""Longest axis of a convolution's kernel. A tensor whose module is not known counts as the weight of a convolution if
-its axes after the second are at most this long. Kernels of 7 to 13 are in use, and matrices in batches are larger.
+"""Longest axis of a convolution's kernel.
+
+If the module of a tensor is not known, the tensor counts as the weight of a convolution if its axes after the second
+are at most this long. Kernels of 7 to 13 are common, and matrices in batches are larger.
 """
 
 
@@ -253,8 +255,10 @@ class ViewChoice(NamedTuple):
         return self
 
     def describe(self, shape: tuple[int, ...]) -> str:
-        """Return a short text about the matrices of a parameter of that shape and the reason; "" if there is no
-        reason."""
+        """Return a short text about the matrices of a parameter of that shape, with the reason for the choice.
+
+        The text is "" if the choice has no reason.
+        """
         if not self.why or self.matrices == Matrices():
             return self.why and f"one tensor: {self.why}"
         found = self.matrices.counted(shape).items()
@@ -394,18 +398,19 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the weight of the layer `name` inside a module if the weight is a matrix, else None. If the weight is
-    parametrized, return the parameter that it is computed from.
+    """Return the weight of the layer `name` inside a module if it is a matrix, else None.
+
+    For a parametrized weight, the parameter from which it is computed is returned.
     """
     weight = own_parameter(getattr(module, name, None), "weight")
     return weight if weight is not None and weight.ndim == 2 else None
 
 
 def own_parameter(module: object, name: str) -> nn.Parameter | None:
-    """Return the parameter `name` of a module. If a parametrization or an older hook computes the attribute `name`,
-    return the parameter from which it is computed. Return None if there is no such parameter.
+    """Return the parameter `name` of a module, or None if it has none.
 
-    If a parametrization has several parameters, the largest is returned; for weight_norm these are the directions.
+    A parametrization or an older hook may compute the attribute `name`. Then the parameter from which it is computed is
+    returned. If there are several, the largest is returned; for weight_norm these are the directions.
     """
     if not isinstance(module, nn.Module):
         return None
@@ -420,7 +425,7 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
 
 
 FoundMatrices = Iterator[tuple[Tensor, Matrices, str]]
-"""Iterator of (parameter, its matrices, description of the layout that was recognised)."""
+"""Iterator of (parameter, its matrices, description of the recognised layout)."""
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -433,15 +438,12 @@ SEPARATE = (
 SECTIONED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "to_qkv", "W_pack", "in_proj")
 """Names of fused projections whose rows are all queries, then all keys, then all values."""
 INTERLEAVED = ("query_key_value", "linear_qkv")
-"""Names of fused projections whose rows are queries, keys and values of the first group of heads, then of the next
-group.
-"""
+"""Names of fused projections whose rows are grouped by heads: queries, keys and values of the first group of heads,
+then those of the next group."""
 
 
 def attention_matrices(module: nn.Module) -> FoundMatrices:
-    """Yield the matrices of an attention module's projections onto queries, keys and values. For other modules yield
-    nothing.
-    """
+    """Yield the matrices of projections onto queries, keys and values, if the module is an attention; else nothing."""
     if isinstance(module, nn.MultiheadAttention):
         yield from _multihead_attention(module)
         return
@@ -536,8 +538,9 @@ def _interleaved(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
 
 
 def _number(module: nn.Module, *names: str) -> int | None:
-    """Return the first of the attributes `names` that is a positive whole number. The module is searched first, then
-    its `config`. Return None if neither has such an attribute.
+    """Return the first of the attributes `names` that is a positive whole number; None if there is none.
+
+    The attributes of the module are searched first, then those of its `config`.
     """
     for owner in (module, getattr(module, "config", None)):
         for name in names:
@@ -548,7 +551,7 @@ def _number(module: nn.Module, *names: str) -> int | None:
 
 
 def _outputs(module: nn.Module, name: str) -> Literal["first", "last"]:
-    """Return which axis of a layer's weight holds the outputs; `Conv1D` of Hugging Face stores `[inputs, outputs]`."""
+    """Return the axis of a layer's weight that holds the outputs. `Conv1D` of Hugging Face has `[inputs, outputs]`."""
     return "last" if is_transposed(getattr(module, name)) else "first"
 
 
@@ -618,10 +621,10 @@ def _published(path: str, module: nn.Module) -> FoundMatrices:
 
 
 def _reached(module: nn.Module, name: object) -> object:
-    """Return the attribute of a module at the dotted path `name`; None if there is none. If a parametrization computes
-    the attribute, return the parameter from which it is computed.
+    """Return the attribute of a module at the dotted path `name`; None if there is none.
 
-    Attributes are read by getattr, because wrappers of modules forward attributes of the module inside.
+    If a parametrization computes the attribute, return the parameter from which it is computed. Attributes are read by
+    getattr, because wrappers of modules forward attributes of the module inside.
     """
     found: object = module
     *path, last = str(name).split(".")
@@ -647,7 +650,7 @@ def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
 
 
 GATED_LAYERS = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("w12", "w3"))
-"""Pairs: name of a fused projection onto gates and values, name of the projection that follows it."""
+"""Names of the two projections of a gated layer: the fused projection onto gates and values, and the one after it."""
 
 
 def _gated_layer(module: nn.Module) -> FoundMatrices:
@@ -676,4 +679,4 @@ def _experts(module: nn.Module) -> FoundMatrices:
 
 
 RECOGNISED: tuple[Callable[[nn.Module], FoundMatrices], ...] = (attention_matrices, _gated_layer, _experts)
-"""Functions that recognise layouts of modules. For a parameter that several functions yield, the first one counts."""
+"""Functions that recognise layouts of modules. If several functions yield a parameter, the first one counts."""

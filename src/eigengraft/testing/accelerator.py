@@ -1,5 +1,4 @@
-"""A simulated accelerator: tensors whose device is `cuda:0` but whose operations run on the CPU, and counts of the work
-that a device would have.
+"""A simulated accelerator: its tensors claim to be on `cuda:0`, but all operations run on the CPU and are counted.
 
     with accelerator("cuda") as run:
         model.to(run.device)
@@ -10,17 +9,16 @@ that a device would have.
     step.waits, step.uploads, step.kernels, step.traffic    # totals
     step.by_line()                                          # the same by "file:line operation"
 
-With the simulated accelerator, a test suite without a GPU can check that steps stay on the device. Numbers are those of
-the CPU, bit for bit, if the code takes the same branches. Like CUDA, the device refuses operations that mix devices.
-The host waits for values, for sizes that depend on values, and for copies from or to pageable memory. Time, the
-rounding of CUDA's kernels and the cost of fragmented memory are not simulated. Delayed refreshes are computed when they
-are due, because other threads have no stream.
+So a test suite without a GPU can check that steps stay on the device. Numbers have the bits of a CPU, if the code takes
+the same branches. Like CUDA, the device refuses operations that mix devices, and the host waits for values, for sizes
+that depend on values, and for copies from or to pageable memory. Time, the rounding of CUDA's kernels and fragmented
+memory are not simulated. Delayed refreshes are computed at the step at which they are due.
 
-With the kind "cuda", code runs its branches for `device.type == "cuda"`, and nothing in the process is changed after
-the `with` statement. A copy on a second stream runs only when the code waits for it. This kind has no backward, so
-gradients must be assigned. The kind "sim" uses torch's PrivateUse1. This kind has backward, hooks and autocast, stays
-registered, and must be entered before the first backward of a process. Both kinds use names that are private to torch;
-`missing_names` returns the names that this version of torch lacks.
+There are two kinds. With "cuda", code runs its branches for `device.type == "cuda"`. It has no backward, so gradients
+must be assigned. A copy on a second stream runs only when the code waits for it. After the `with` statement, torch is
+as before. With "sim", which uses torch's PrivateUse1, there are backward, hooks and autocast. It stays registered after
+the `with` statement, and must be entered before the first backward of a process. Both kinds use names that are private
+to torch; `missing_names` returns those that this version of torch lacks.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ AcceleratorKind = Literal["cuda", "sim"]
 
 @dataclass(eq=False)
 class LineCounts:
-    """Work that one line of code caused on a device.
+    """Device work that one line of code caused.
 
     waits: number of times that the host waited for the device.
     uploads, downloads: number of copies to and from the device, including copies without a wait.
@@ -66,7 +64,7 @@ class LineCounts:
     traffic: int = 0
 
     def add(self, waits: int = 0, uploads: int = 0, downloads: int = 0, kernels: int = 0, traffic: int = 0) -> None:
-        """Add each of the given numbers to the field that has the number's name."""
+        """Add numbers to the fields of the same names."""
         self.waits += waits
         self.uploads += uploads
         self.downloads += downloads
@@ -152,7 +150,7 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor, shares: SimulatedTensor | None = None) -> SimulatedTensor:
-        """Make a tensor on the entered device.
+        """Make a tensor on the device of the entered accelerator.
 
         Args:
             host: a CPU tensor that requires no gradient.
@@ -211,7 +209,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 class _Memory:
-    """The bytes of a tensor's storage, counted until the last tensor that shares the storage is deleted."""
+    """The bytes of a tensor's storage. They count until the last tensor that shares the storage is deleted."""
 
     def __init__(self, device: _Device, host: Tensor) -> None:
         storage = host.untyped_storage()
@@ -228,27 +226,28 @@ class _Memory:
 
 
 class _Stream:
-    """A replacement of `torch.cuda.Stream`. A copy on a stream other than the first one runs as late as possible.
+    """A replacement of `torch.cuda.Stream` that finds code which forgets to wait.
 
-    Such a copy runs when the host, or another stream, waits for an event that was recorded after the copy. Code that
-    forgets to wait therefore reads old numbers. All other work runs at once.
+    A copy on a stream other than the first one runs only when the host, or another stream, waits for an event that was
+    recorded after the copy. Code that does not wait therefore reads old numbers. All other work runs at once.
     """
 
     present = local()
-    """Thread-local object whose attribute `stream` is the present stream of the thread. Without the attribute, the
-    first stream is present.
-    """
+    """Thread-local object with the present stream of the thread in its attribute `stream`; without it, the first
+    stream."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
 
     def add(self, work: Callable[[], Any]) -> None:
-        """Add a piece of work that is to run after all earlier work of the stream."""
+        """Add work that must run after all earlier work of the stream."""
         self._waiting.append(work)
         self.asked += 1
 
     def run(self, number: int) -> None:
-        """Run the first `number` pieces of work that were added to the stream, except those that have run already."""
+        """Run the first `number` pieces of work that were ever added to the stream, without those that have run
+        already.
+        """
         with self._lock:
             while self._done < number:
                 self._done += 1
@@ -283,8 +282,8 @@ _Stream.first = _Stream()
 class _Event:
     """A replacement of `torch.cuda.Event`.
 
-    If the host waits for an event, the wait is counted only if the innermost `with accelerator(...)` statement is the
-    same as when the event was recorded. Inside any other statement, the event counts as reached.
+    If the host waits for an event, the wait is counted only in the `with accelerator(...)` statement in which the event
+    was recorded. In any other statement, the event counts as reached.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -309,7 +308,7 @@ class _Event:
 
 
 def _cuda_answers() -> dict[str, Any]:
-    """Return, by name, the objects that replace attributes of `torch.cuda` while the device is entered."""
+    """Return the functions that replace attributes of `torch.cuda` while the device is entered, by name."""
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}
@@ -318,9 +317,9 @@ def _cuda_answers() -> dict[str, Any]:
 
 
 class _Device(TorchDispatchMode):
-    """The dispatch mode of an entered accelerator, which runs each operation on the CPU and counts its cost.
+    """The dispatch mode of an entered accelerator. It runs each operation on the CPU and counts its cost.
 
-    sections: counts of the `with` statements that are open, with the innermost one last.
+    sections: counts of the open `with` statements, the innermost one last.
     held: number of tensors that share each storage.
     """
 
@@ -356,13 +355,13 @@ class _Device(TorchDispatchMode):
         self._undo.close()
 
     def hold(self, size: int) -> None:
-        """Add a number of bytes, which may be negative, to the bytes of all tensors on the device."""
+        """Add to the number of bytes on the device; a negative number is subtracted."""
         for counts in self.sections:
             counts.live += size
             counts.peak = max(counts.peak, counts.live)
 
     def note(self, operation: str, **numbers: int) -> None:
-        """Add numbers to the counts of all open blocks and of the calling line."""
+        """Add numbers to the counts of all open `with` statements, for the line of code that runs."""
         line = (*_site(), operation)
         for counts in self.sections:
             counts.add(**numbers)
@@ -453,8 +452,9 @@ def _on_host(x: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the CPU. torch has products in low precision with sums in float32 only on CUDA, so that such
-    products are computed from float32 copies.
+    """Return the result of an operation on the CPU.
+
+    Products in low precision with sums in float32 exist only on CUDA, so they are computed from float32 copies.
     """
     if func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype":
         return torch.bmm(args[0].float(), args[1].float()).to(args[2])
@@ -469,7 +469,7 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
-    """Add all tensors among items, and inside of items that are lists, tuples or dicts, to a list."""
+    """Append to a list all tensors among items, also those inside lists, tuples and dicts."""
     for item in items:
         if isinstance(item, Tensor):
             found.append(item)
@@ -480,7 +480,7 @@ def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
 
 
 def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Return arguments or results with each tensor replaced by function(tensor)."""
+    """Return arguments or results with function(tensor) in place of each tensor, also inside lists, tuples, dicts."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, (tuple, list)):
@@ -496,7 +496,7 @@ _OWN_FILES = (__file__, costs.__file__, mock.__file__)
 
 
 def _site() -> tuple[CodeType, int]:
-    """Return the code and line of the innermost caller outside of torch and of this file."""
+    """Return the code object and the line of the innermost function call outside of torch and of this file."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The laws of cadences: each block is due by its own step, phase and seed, and as often as the cadence declares."""
+"""The laws of cadences. Each block is due by its own step, phase and seed, and as often as the cadence declares."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class CadenceCase(Case[Cadence]):
         return StepContext(updates, np.array(_PHASES)[rows], np.arange(len(updates)), seeds=seeds[rows])
 
     def due(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> dict[int, bool]:
-        """Return {row: True if this is its first refresh} for the rows of a slice that are due.
+        """Return {row: True if this is its first refresh} for the rows of a slice that have a refresh.
 
         steps: step of each block of the stack.
-        earliest: first step at which a refresh may be due.
+        earliest: first step at which a refresh may happen.
         rows: the slice.
         """
         spans = self.component.due(self.context(steps, rows), earliest)

@@ -1,7 +1,7 @@
-"""Causes of broken laws, by line of code: random numbers, operations that mix the blocks of a stack, writes to inputs.
+"""Probable causes of a broken law, by line of code: random numbers, operations that mix blocks, and writes to inputs.
 
-A law compares numbers, and different numbers have many causes. If a law is broken, the component runs once more under
-an `OperationWatch`, which records the operations that explain the difference.
+A law is a test that every component of a family must pass. If one fails, the component runs once more under an
+`OperationWatch`, which records operations that can explain the wrong numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from eigengraft.component import Component
 from .accelerator import tensors_in
 
 WATCHED_BLOCKS = 11
-"""Number of blocks of the stack on which a component is watched. No axis of a block has this length, so that an axis of
-this length is the stack axis.
-"""
+"""Number of blocks of the stack on which a component is watched. No axis of a block has this length, so every axis of
+this length is the stack axis."""
 _ALONG = {"cumsum", "cumprod", "logcumsumexp", "cummax", "_softmax", "_log_softmax", "sort", "flip", "roll"}
-"""Operations that keep the shape and mix the entries along the axes that they receive as their last arguments."""
+"""Operations that keep the shape and mix entries along axes. The axes are their last arguments."""
 RANDOM_NUMBERS: Mapping[str, str] = {
     "stage": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
     "statistic": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
@@ -41,7 +40,7 @@ RANDOM_NUMBERS: Mapping[str, str] = {
     "averaging": "`eigengraft.noise.words` of the bits of each entry and its step, as the constraint `rounding` does",
     "constraint": "`eigengraft.noise.words` of the bits of each entry and a slot with its step, as `rounding` does",
 }
-"""Sources of random numbers that members may use, as text for errors, by family."""
+"""Text for errors: where members of a family must get random numbers from, by family."""
 
 
 class RandomStates(NamedTuple):
@@ -59,14 +58,14 @@ class RandomStates(NamedTuple):
         return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
 
     def drawn_from(self) -> str | None:
-        """Return the name of a generator whose state has changed since these states were recorded; None if none has."""
+        """Return the name of a generator that has been used since these states were recorded; None if none has."""
         now = RandomStates.now()
         names = ("torch's global generator", "NumPy's global generator", "the global generator of Python's `random`")
         return next((name for name, old, new in zip(names, self, now, strict=True) if old != new), None)
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records operations of a component, in the order of the calls, as "operation at file:line in function".
+    """Records operations of a component, as "operation at file:line in function", in the order of the calls.
 
     global_draws: draws of random numbers from torch's global generator.
     draws: draws from generators of torch that the component passes to the operation.
@@ -107,11 +106,11 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def _record(self, found: list[str], operation: str) -> None:
-        """Add an operation and the line of the component that caused it.
+        """Add an operation, with the line of the component that caused it.
 
-        Operations of the law itself are left out. Operations that mix blocks are also left out if a function of this
-        library runs them for a component of another package. The result of such a function, for example of
-        `finite_blocks`, does not depend on other blocks.
+        Operations of the law itself are left out. Operations that mix blocks are left out too if they are inside a
+        function of this library which a component of another package calls, such as `finite_blocks`: its result for a
+        block does not depend on other blocks.
         """
         calls = list(_calls())
         if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):
@@ -137,10 +136,10 @@ class OperationWatch(TorchDispatchMode):
 
 
 def global_draw(component: Component, generator: str, run: Callable[[], object]) -> str:
-    """Return the text of an error about the use of a global generator, with the line of a draw and the remedy.
+    """Return the text of an error about the use of a global generator, with the line and the remedy.
 
     generator: name of the generator.
-    run: function that repeats the draw.
+    run: function that draws the random numbers again.
     """
     found: list[str] = []
     if generator.startswith("torch"):
@@ -152,7 +151,7 @@ def global_draw(component: Component, generator: str, run: Callable[[], object])
 
 
 def stack_cause(component: Component, run: Callable[[], object]) -> str:
-    """Return the reason why a block gets another result in a stack than alone, in parentheses.
+    """Return the probable reason why a block gets another result in a stack than alone, in parentheses.
 
     run: function that runs the component on a stack of `WATCHED_BLOCKS` blocks.
     """

@@ -1,7 +1,8 @@
-"""Waits and kernels of operations on a CUDA device, computed from names, shapes and strides.
+"""Numbers of waits and kernels that an operation causes on a CUDA device, from its name and its tensors' shapes and
+strides.
 
-The simulated accelerator counts by these rules, each of which was read in torch's sources (version 2.13). Numbers of
-kernels are lower bounds.
+The simulated accelerator counts by these rules, which were read in torch's sources (version 2.13). Numbers of kernels
+are lower bounds.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import torch
 from torch import Tensor
 
 DECOMPOSITIONS = {"_linalg_check_errors", "_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq"}
-"""Operations after which torch waits for LAPACK's `info`."""
+"""Operations of torch that wait for the error code (`info`) of the decomposition."""
 WAITING = DECOMPOSITIONS | {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim",
     "bincount", "repeat_interleave", "multinomial",
 }  # fmt: skip
-"""Operations after which the host waits: for `info`, for a value, or for the size of the result."""
+"""Operations that make the host wait: for an error code, for a value, or for the size of the result."""
 ONE_DEVICE = {
     "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm", "_foreach_norm",
 }  # fmt: skip
-"""Operations that refuse a 0-d tensor of the host. Entry-wise operations accept such a tensor as a kernel argument."""
-INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-"""Operations that upload indices of the host. If the index is a mask, the host also waits for the number of selected
-entries.
+"""Operations that refuse to mix a 0-d tensor of the host with tensors of the device. Entry-wise operations accept it.
 """
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+"""Operations that upload indices given on the host. If the index is a mask, the host waits for the number of selected
+entries."""
 _NO_KERNEL = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh",
     "lift", "_unsafe_view", "_local_scalar_dense", "set_", "is_pinned", "record_stream",
@@ -54,7 +55,8 @@ def launched_kernels(func: Any, args: Sequence[Any]) -> int:
 def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
     """Return the number of kernels of an operation on lists of tensors.
 
-    The fast path (MultiTensorApply.cuh) needs few kernels, the slow path one kernel for each tensor.
+    The fast path (MultiTensorApply.cuh) puts many tensors into a kernel. The slow path launches a kernel for each
+    tensor.
     """
     if not lists:
         return 0
@@ -70,7 +72,7 @@ def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Return True if the entries of x fill its memory, in any order of axes."""
+    """Return True if the entries of x fill its memory without gaps, in any order of axes."""
     if x.is_contiguous():
         return True
     expected = 1

@@ -1,4 +1,4 @@
-"""The check that laws about devices have in common: the host must not wait for a simulated accelerator."""
+"""The check that all laws about devices share: the host must not wait for a simulated accelerator."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ def missing_names() -> list[str]:
 
 
 def set_cuda_guard(stack: ExitStack) -> None:
-    """Register with torch a device guard for CUDA that does nothing. The guard is removed when the given `stack` of
-    exit callbacks is closed.
+    """Register a device guard for CUDA that does nothing, until the exit callbacks of `stack` run.
 
-    Without a guard not even `x[0]` works. If torch is built for CUDA, torch's own guard is used.
+    Without a guard, operations on tensors that claim to be on CUDA fail, even `x[0]`. If torch is built for CUDA,
+    torch's own guard is used.
     """
     if _TORCH.backends.cuda.is_built():
         _TORCH._C._ensureCUDADeviceGuardSet()
@@ -81,8 +81,8 @@ def _device_types() -> tuple[int, int]:
 def _cuda_guard() -> Any:
     """Make a guard for CUDA and return its address.
 
-    torch can register a guard that is made in Python only for PrivateUse1, so the guard of PrivateUse1 is restored
-    afterwards.
+    torch lets Python register a guard only for PrivateUse1. So this function registers one for PrivateUse1, takes its
+    address, and restores the guard that was there before.
     """
     private, table, own = _TORCH._C._acc, _guard_table(), _device_types()[0]
     type_of_device = _TORCH._C._autograd.DeviceType.CUDA

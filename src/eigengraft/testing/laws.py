@@ -1,4 +1,4 @@
-"""Laws, the error about a broken law, and the report on a component that breaks no law."""
+"""Laws (tests that every component of a family must pass), the error about a broken law, and the report of a check."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ AnyCase = TypeVar("AnyCase", bound=Case[Any])
 
 @dataclass(frozen=True)
 class Law(Generic[AnyCase]):
-    """A statement about every component of a family.
+    """A test that every component of a family must pass.
 
-    check: function that raises a LawError if the case breaks the law. Any exception of the component breaks it, too.
-    skip: function that returns the reason why the law does not apply to a case, or None if it applies.
-    decisive: True if a component that breaks this law breaks other laws because of it. A decisive law is checked first,
-        and if it is broken, the error names no other law.
+    check: function that raises a LawError if the component breaks the law. Any exception of the component counts as a
+        break, too.
+    skip: function that returns the reason why the law does not apply to a component, or None if it applies.
+    decisive: True if breaking this law makes a component break other laws. A decisive law is checked first, and if it
+        is broken, the error names no other law.
     """
 
     check: Callable[[AnyCase], None]
@@ -65,10 +66,10 @@ class Law(Generic[AnyCase]):
         return self.name
 
     def require(self, case: AnyCase) -> None:
-        """Raise a LawError that names the case and this law if the law is broken.
+        """Raise a LawError that names the component and this law if the component breaks the law.
 
-        Raises a GlobalDrawError instead if the component draws from a global generator, because a draw may be the cause
-        of the broken law.
+        If the component draws random numbers from a global generator, raise a GlobalDrawError instead, because the draw
+        may be the cause.
         """
         states = RandomStates.now()
         broken = self._broken(case)
@@ -151,12 +152,13 @@ def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
 
 
 def broken(what: str, expected: str, got: object, cause: str = "") -> LawError:
-    """Return the error about a broken law. All laws word their errors by this function.
+    """Return the error about a broken law, in the form that all laws use.
 
-    what: the value that was checked, and the step or the block if there are several.
+    what: the value that was checked, with the step or the block if there are several.
     expected: the value that the law requires.
     got: the value that was found.
-    cause: likely cause or remedy, as `in_parentheses` or a function of `causes` words it. "": none is known.
+    cause: end of the message with a likely cause or remedy, from `in_parentheses` or a function of `causes`; "": none
+        is known.
     """
     return LawError(f"{what}: expected {expected}, got {got}{cause}")
 

@@ -130,8 +130,9 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """A zero matrix in a stack is decoded as zero, with and without random numbers, also if another matrix was stored
-    before.
+    """In a stack with other matrices, a zero matrix is decoded as zero, and the others are not.
+
+    This holds with and without random numbers, and also if the tensors stored another matrix before.
     """
     slot, x = case.example()
     zero = x.clone()

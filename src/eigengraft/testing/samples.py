@@ -13,7 +13,7 @@ from torch import Tensor
 from eigengraft.signals import SIDES, Signal
 
 TRAJECTORY_STEPS = 12
-"""Length of a trajectory in steps: enough for every cadence to be due."""
+"""Number of steps in the training runs of laws: enough for a refresh by every cadence."""
 
 
 def standard_normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -41,7 +41,9 @@ def gradients(block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torc
 
 
 def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, gradients) for numerically difficult gradients in float32."""
+    """Yield (name, gradients) for gradients that cause numerical problems, such as huge or rank-deficient ones, in
+    float32.
+    """
     base = gradients(block, dtype=torch.float32)
     yield "zero", torch.zeros_like(base)
     yield "huge", base * 1e12

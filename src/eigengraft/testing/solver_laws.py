@@ -18,7 +18,7 @@ from .laws import Case, Law, broken, in_parentheses, require, require_close, the
 from .samples import definite, rotation, standard_normal
 
 ROUNDING = 1e-10
-"""Relative tolerance in float64 for results that differ by up to some thousand rounding errors."""
+"""Relative tolerance in float64 for results that may differ by some thousand rounding errors."""
 EQUAL = 1e-5
 """Relative tolerance in float64 for results of solvers that are equal in exact arithmetic. Results differ because
 iterations stop at an error of 1e-6, and because a ridge is in units of an estimate of the largest eigenvalue.
@@ -52,7 +52,7 @@ class SolverCase(Case[_S]):
 
 
 def usual_exponent(solver: RootSolver) -> Fraction:
-    """Return the first of `EXPONENTS` that a solver accepts."""
+    """Return the first exponent of `EXPONENTS` that a root solver accepts."""
     return next((exponent for exponent in EXPONENTS if solver.check(exponent) is None), EXPONENTS[0])
 
 
@@ -76,7 +76,7 @@ def solve(solver: AnySolver, a: Tensor) -> Tensor:
 
 
 def cold(solver: BasisSolver, a: Tensor) -> Tensor:
-    """Return the basis before the first refresh, the first columns of the identity."""
+    """Return the basis that a solver starts from at the first refresh: the first columns of the identity."""
     d = a.shape[-1]
     return torch.eye(d, solver.columns(d), dtype=a.dtype).expand(len(a), -1, -1)
 
@@ -188,7 +188,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
 
 
 def _equals(case: SolverCase[AnySolver]) -> list[RootSolver | BasisSolver]:
-    """Return the solvers that declare by `equal_to` that they have the same result as the checked solver."""
+    """Return the solvers with which the checked solver claims, by `equal_to`, to have equal results."""
     if isinstance(case.component, PolarSolver):
         return []
     members = [member for member in case.component.members.values() if issubclass(member, (RootSolver, BasisSolver))]

@@ -38,7 +38,7 @@ class Recorder(dict[str, Tensor]):
 
 
 class StageBench:
-    """A stage with the state of N blocks of one shape.
+    """A stage with the state of N blocks of one shape, which laws run without an optimizer.
 
     counts: `[N]`, number of gradients that each block has received.
     lagging: True if the stage, or a stage inside it, is lagged.
@@ -104,7 +104,7 @@ class StageBench:
     def start(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Callable[[], Tensor], StepContext]:
-        """Return (function that runs a step, context of the step). The arguments are those of `step`."""
+        """Return a function that runs one step, and the context of the step. The arguments are those of `step`."""
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.encoded, watch=self.watch)
@@ -224,7 +224,7 @@ class StageCase(Case[Stage]):
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
         """Return (directions, bench after the last step) of a run of three blocks on `gradients`, from fresh state.
 
-        The run is computed once for each shape and dtype. All laws receive the same bench, and must not step it.
+        All laws share one run for each shape and dtype, so they must not step the bench.
         """
         out, _, bench = self._trajectory(block, dtype)
         return out, bench
@@ -251,7 +251,7 @@ class StageCase(Case[Stage]):
 
 @contextmanager
 def on(block: tuple[int, ...], what: str = "") -> Iterator[None]:
-    """Add the shape of the blocks, and the text `what`, to an error that is raised in this context."""
+    """Add the shape of the blocks, and the text `what`, to errors that are raised in the `with` statement."""
     where = f"on blocks of shape {block}" + (f", {what}" if what else "")
     try:
         yield

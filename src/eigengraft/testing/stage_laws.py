@@ -1,7 +1,5 @@
 """The laws of stages: about the directions that a stage computes, and about its state.
 
-All state of a stage is in its slots and in checkpoints, and the size of this state is reported to the byte.
-
 The relative tolerance in float64 is 1e-10, which allows thousands of rounding errors, unless a law says otherwise.
 Numbers that must be the same are compared bit for bit.
 """
@@ -56,7 +54,7 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def _steps(bench: StageBench, gradient: Tensor, direction: Tensor) -> None:
-    """Run two steps with the same gradient, because the first step of a lagged stage only primes it."""
+    """Run two steps with the same gradient, because a lagged stage only initializes its statistics in the first one."""
     for _ in range(2):
         bench.step(gradient, direction)
 
@@ -104,7 +102,7 @@ _DROPPED = (
 def masked_rows_change_nothing(case: StageCase) -> None:
     """A row whose gradient is not finite keeps its state bit for bit, and other rows are not affected.
 
-    The law is tried in the first step, in which every cadence has a refresh, and in the second half of a trajectory.
+    This is checked in the first step, in which every cadence has a refresh, and in the second half of a run.
     """
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
@@ -254,7 +252,7 @@ def a_declared_moment_is_adams(case: StageCase) -> None:
 
 
 def _odd(x: Tensor) -> str:
-    """Return as text the first entry of x that is not finite, or the largest entry if all are finite."""
+    """Return, as text, the first entry of x that is not finite, or the largest entry if all are finite."""
     bad = x[~x.isfinite()]
     return f"{float(bad[0] if len(bad) else x.abs().max()):g}"
 

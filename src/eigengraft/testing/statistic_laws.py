@@ -26,9 +26,10 @@ from .stage_case import Degree, on
 STATISTIC_BLOCKS = ((6, 3), (5,), (3, 2, 4))
 """Shapes of the blocks to try: matrices, vectors and tensors."""
 _STEPS = 5
-"""Number of gradients that a law observes."""
+"""Number of gradients from which each law accumulates a statistic."""
 _LEAST = 1e-3
-"""Lower limit of the eigenvalues of a factor in `FactorBench.powers`, in units of the mean eigenvalue."""
+"""Eigenvalues of a factor are raised to at least this multiple of their mean in `FactorBench.powers`, so that powers
+stay finite."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ class FactorBench:
         return StepContext(np.full(n, self.step), np.zeros(n), ids, device, self.seeds, found)
 
     def powers(self, context: StepContext, axis: int, exponent: Fraction) -> Power:
-        """Return a power of the factor of an axis, from which statistics compute contributions to other factors. The
-        power is computed by an eigendecomposition.
+        """Return a power of the factor of an axis, by an eigendecomposition.
+
+        Some statistics need powers of the other axes' factors to compute a contribution.
         """
         a = self.statistic.estimate(self.state, axis, context, behind=1)
         unit, known = mean_eigenvalue(a), has_data(a)

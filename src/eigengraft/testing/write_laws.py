@@ -88,7 +88,7 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _CountedUpdate(ParameterUpdate):
-    """An update that counts how often it is applied."""
+    """An update that counts how often it was applied."""
 
     calls: list[None] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class AveragingBench(_Bench):
         """Allocate the iterates.
 
         places: index of each parameter's shape in `PARAMETER_SHAPES`.
-        size: factor of the updates.
+        size: factor by which updates are multiplied.
         apart: True if parameters begin at different steps.
         """
         self.averaging, self.places, self.size, self.compute = averaging, places, size, compute_dtype(dtype)
@@ -315,7 +315,7 @@ class ConstraintBench(_Bench):
 
         places: index of each parameter's shape in `PARAMETER_SHAPES`.
         shard: function that returns a rank's shard of a parameter.
-        size: factor of parameters and updates.
+        size: factor by which parameters and updates are multiplied.
         """
         self.constraint, self.places, self.shard, self.size = constraint, places, shard, size
         self.compute, self.steps = compute_dtype(dtype), 0
