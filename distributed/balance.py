@@ -22,7 +22,7 @@ none of its entries."""
 
 
 class Item(NamedTuple):
-    """The cost of a block for its owner, or of several blocks with one owner.
+    """What a block costs its owner, or several blocks that must have one owner.
 
     constant: work of every step, in any unit.
     state: bytes of state.
@@ -67,11 +67,13 @@ class Loads:
 
     @property
     def critical_path(self) -> float:
-        """Return the work of an interval in which every step lasts until the slowest rank is done."""
+        """Return the work of an interval if every step ends when the busiest rank of that step is done."""
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 
     def divide(self, fractions: Sequence[float], work: float, state: float) -> None:
-        """Add work and state of a parameter that several ranks update in parts. Rank r gets `fractions[r]` of both."""
+        """Add work and state of a parameter that several ranks update in parts. Rank r gets the part `fractions[r]` of
+        both.
+        """
         self.constant += np.array(fractions) * work
         self.state += np.array(fractions) * state
 
@@ -85,9 +87,9 @@ class Loads:
 
 @dataclass(frozen=True)
 class Balance:
-    """The evenness of the division of work over ranks.
+    """How evenly work is divided over ranks.
 
-    critical_path: work of a refresh interval in which every step lasts until the slowest rank is done.
+    critical_path: work of a refresh interval if every step ends when the busiest rank of that step is done.
     least: lower bound of the critical path over all choices of owners and of refresh steps.
     """
 
@@ -101,9 +103,11 @@ class Balance:
 
 
 SLACK = 1.02
-"""Largest work of a rank that still receives items, in units of the mean over ranks. With 1.00, memory is divided up to
-1.4 times less evenly over ranks if one item has much state and little work. With 1.08, ranks wait 0.1 % longer in the
-mean."""
+"""Work up to which a rank receives items, in units of the mean over ranks.
+
+A larger value divides memory more evenly and work less evenly. Compared with 1.02, a value of 1.00 divides memory up to
+1.4 times less evenly if one item has much state and little work, and with 1.08 ranks wait 0.1 % longer in the mean.
+"""
 
 
 def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> list[int]:

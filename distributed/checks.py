@@ -1,13 +1,13 @@
-"""Checks between ranks: named numbers that must be equal on all ranks, and named sums, in one all-reduce.
+"""Checks between ranks, by one all-reduce: named numbers must be equal on all ranks, and named sums are computed.
 
-A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks in one
-all-reduce and unpacked by name. Checks read the sums: if ranks do not agree, all ranks raise the same error, which
-names the number, the ranks and their values. If the sums are on a device, the host reads and checks them in the next
-call, so that it never waits for the device.
+A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks, and unpacked
+by name. Checks read the sums. If ranks do not agree, all ranks raise the same error, which names the number, the ranks
+and their values. If the sums are on a device, the host checks them in the next call, so that it never waits for the
+device.
 
 Legend: R is the number of ranks; x is a number, or one of the four 16-bit integers that form its bits in float64. All
-ranks have the same x if and only if R sum(x^2) = sum(x)^2, with sums over ranks. For 16-bit integers, float64 computes
-both sides exactly up to 2^19 ranks.
+    ranks have the same x if and only if R sum(x^2) = sum(x)^2, with sums over ranks. For 16-bit integers, float64
+    computes both sides exactly up to 2^19 ranks.
 """
 
 from __future__ import annotations

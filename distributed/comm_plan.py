@@ -259,11 +259,11 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Updates of some entries of a parameter, received from their owner.
+    """Updates of some entries of a parameter, received from the owner of their block.
 
     position: position of the parameter.
     dtype: dtype in which the updates were computed.
-    values: the updates, views of a message.
+    values: the updates, as views of a message.
     views: function that returns views of the same entries in a tensor with the layout of this rank's shard.
     complete: True if `values` is one tensor with all entries of this rank's shard, in their order.
     """
@@ -276,14 +276,14 @@ class Arrived:
 
 
 class Assembly:
-    """Assembles the updates of whole shards of this rank from received updates of some of their entries."""
+    """Collects received updates of entries until all updates of a shard of this rank are there."""
 
     def __init__(self) -> None:
         self._begun: dict[int, Tensor] = {}
         self._missing: dict[int, int] = {}
 
     def add(self, arrived: Sequence[Arrived], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Collect received parts of updates. Return, by position of the parameter, each update that is now complete.
+        """Add received updates. Return the updates of those parameters for which they are now complete, by position.
 
         parameters: this rank's shard of each parameter.
         """
@@ -305,7 +305,7 @@ class Assembly:
 
 
 def reading(tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None]) -> Source:
-    """Return a `Source` that returns the selected entries of the given tensors unchanged.
+    """Return a `Source` that reads entries of the given tensors.
 
     tensors: the tensor of each parameter, by position; None: the parameter has no tensor.
     """

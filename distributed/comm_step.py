@@ -58,7 +58,7 @@ class CommStep:
             self._send(index)
 
     def carries(self, source: str) -> bool:
-        """Return True if a source is sent to owners. If not, every rank holds the full tensors of the source."""
+        """Return True if a source is sent to owners. It is not if every rank holds the full tensors of the source."""
         return source in self.sources
 
     def _send(self, index: int) -> None:

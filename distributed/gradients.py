@@ -1,7 +1,4 @@
-"""Gradients that are sent to owners during backward, and the detection of gradients that a step has used before.
-
-The value of a DTensor gradient follows from its local tensor and its placements, never from the local tensor alone.
-"""
+"""Gradients that are sent to owners during backward, and the detection of gradients that a step uses twice."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ class BackwardGather:
                 self._watched.add(position)
 
     def note(self, position: int) -> None:
-        """Record that backward has written the gradient at a position, and begin the rounds that are now complete."""
+        """Record that backward has written a gradient, and send the rounds whose gradients are now complete."""
         self._writes[position] += 1
         while self._next < len(self.comm_plan.rounds):
             positions = self._positions[self._next]
@@ -124,7 +121,7 @@ class BackwardGather:
         return self._writes[position] >= self._expected[position] and self._held(position) is not None
 
     def _held(self, position: int) -> Tensor | None:
-        """Return this rank's local tensor of a gradient; None if parameter and gradient differ in layout."""
+        """Return this rank's local tensor of a gradient; None if its layout is not that of the parameter."""
         parameter, gradient = self.parameters[position], self.parameters[position].grad
         if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing it takes as long as all of this library
 
 
 def chunk_length(length: int, ranks: int) -> int:
-    """Return the length of each rank's part of an axis in torch.chunk; the last parts may be shorter, or empty."""
+    """Return the length of the parts into which torch.chunk cuts an axis. The last parts may be shorter, or empty."""
     return -(-length // ranks)
 
 
@@ -283,9 +283,9 @@ Counts = NDArray[np.int64]
 
 
 class Stride(NamedTuple):
-    """Distance in a block between entries that are neighbours along an axis of the parameter.
+    """Where the next entry along an axis of the parameter is in a block.
 
-    axis: axis of the block along which the indices of the two neighbours differ.
+    axis: axis of the block along which the indices of two such neighbours differ.
     places: difference of these two indices.
     """
 

@@ -1,5 +1,6 @@
-"""Storage of slots. A quantizer encodes a slot when a stage writes the slot, and decodes it when a stage reads it.
-Stages do not know of quantizers.
+"""How slots are stored. A quantizer encodes a slot when a stage writes it, and decodes it when a stage reads it.
+
+Stages do not know how their slots are stored.
 """
 
 from .base import Quantizer as Quantizer

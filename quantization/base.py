@@ -16,11 +16,12 @@ from eigengraft.component import Component
 from eigengraft.slots import Encoded, Slot, StateKey, Uniform
 
 FORMAT_VERSION = 2
-"""Version of the stored tensors, to be raised when the same declaration gives the stored tensors another meaning."""
+"""Version of the encodings. Raise it when a change gives tensors that were stored with the same declaration another
+meaning."""
 
 
 class Location(NamedTuple):
-    """Memory in which tensors of a slot are stored between steps, instead of the memory of their device.
+    """Where tensors of a slot are stored between steps, if not in the memory of their device.
 
     to: "cpu" for pinned memory of the host, "disk" for a file.
     directory: directory of the file. None: the directory that TMPDIR names, or the system's.
@@ -124,8 +125,10 @@ NEVER_CODED = frozenset({"iterate", "count", "failures", "pending"})
 
 
 def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
-    """Raise ValueError if the recipe has no slot with this role that can be quantized, or if the quantizer cannot store
-    slots with this role.
+    """Raise ValueError for an entry of a recipe's `storage` that has no effect.
+
+    This is the case if the recipe has no slot with the role, or no slot with the role that can be quantized, or if the
+    quantizer cannot store slots with the role.
 
     role: role in `storage`.
     quantizer: the quantizer that `storage` names for the role.
@@ -170,13 +173,14 @@ def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) ->
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the storage of a slot: by the slot's key, else by the path of its stage, else by its role. None: the slot
-    is stored as it is on its device.
+    """Return the storage of a slot: that of the slot's key, else of its stage's path, else of its role.
+
+    None: the slot is stored as it is on its device.
 
     A quantizer that cannot store the slot is ignored if it is chosen by path or role. If it is chosen by the slot's
     key, ValueError is raised. An entry for a role does not quantize sensitive slots, such as the second moments of a
-    graft's magnitude. Sensitive slots set the size of every update, and quantizing them does harm (DALL-E mini's
-    study). An entry for a role that only chooses the memory applies to sensitive slots, too.
+    graft's magnitude. They set the size of every update, and quantizing them does harm (DALL-E mini's study). An entry
+    for a role that only chooses the memory applies to sensitive slots, too.
     """
     for where in (key.name, key.stage):
         if where in storage:

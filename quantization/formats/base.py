@@ -93,10 +93,10 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return the width of the shorter rows into which a row of n numbers may be cut: B, or n if it must not be cut.
+    """Return a width into which rows of n numbers can be cut so that the parts are encoded and decoded separately.
 
-    The width is B if all blocks of the row are full and B is even. Two codes in one byte are then of the same shorter
-    row, so that shorter rows can be encoded and decoded separately.
+    The width is B if all blocks of a row are full and B is even, because two codes in one byte then never belong to two
+    parts. Otherwise rows cannot be cut, and the width is n.
 
     size: B.
     """
@@ -105,9 +105,9 @@ def even_width(n: int, size: int) -> int:
 
 def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
     """Apply a function to each block of x `[..., n]` and the scale of the block. Write the results to `out`, and return
-    `out`.
+    it.
 
-    A traced program cannot use this function, because the function writes to views.
+    A traced program cannot use this function, because it writes to views.
 
     work: as in `map_blocks`, with a parameter `out` for the tensor that the results are written to.
     """
@@ -252,10 +252,9 @@ class Blockwise(Format, ABC):
         return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
-        """Return the codes of z, which is `rows` `[..., n]` with each block multiplied by its factor.
+        """Return the codes of `rows` `[..., n]`, after each block was multiplied by its factor.
 
-        z and its codes are computed for a few rows at a time, so that this part of z stays in a CPU's cache until its
-        codes are written.
+        A few rows are processed at a time, so that the products stay in a CPU's cache until they are encoded.
 
         factors: for each block, the factor that scales its numbers to [-span, span].
         """
@@ -278,7 +277,7 @@ class Blockwise(Format, ABC):
         return codes.reshape(*rows.shape[:-1], codes.shape[-1] * n // width)
 
     def _bounded(self, z: Tensor) -> Tensor:
-        """Return z, clamped in place to [-span, span] if scales are quantized and may therefore be below max |x|."""
+        """Return z clamped in place to [-span, span], which is needed only if rounded scales may be too small."""
         return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
@@ -298,8 +297,7 @@ class Blockwise(Format, ABC):
 
 
 _FAR = 2.0**100
-"""Ordinary scales are in [1 / _FAR, _FAR]. Their reciprocals, multiplied by any span, neither over- nor underflow in
-float32.
+"""Scales in [1 / _FAR, _FAR] are ordinary: their reciprocals, times any span, neither over- nor underflow in float32.
 """
 
 

@@ -70,7 +70,8 @@ def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
 
     Codes at even positions are in the low half of a byte.
 
-    out: tensor to which the bytes are written where a fast path exists; None for a new tensor.
+    out: tensor that the bytes may be written to; None for a new tensor. Use the returned tensor, because only some
+        cases write to `out`.
     """
     codes = codes.to(torch.uint8)
     if codes.shape[-1] % 2:
@@ -163,10 +164,9 @@ class Codebook:
 def _found(y: Tensor, steps: Tensor) -> Tensor:
     """Return the codes of y as int32, in a buffer that the next call overwrites.
 
-    The code of a number is the upper half of k + steps[h]. k is the absolute value of the bits of the number, read as a
-    signed integer, and h is the absolute value of the upper half of the bits.
+    The docstring of `_steps` explains the method.
 
-    steps: the table, as `_steps` returns it.
+    steps: the table that `_steps` returns.
     """
     bits, n = y.reshape(-1).view(torch.int32), y.numel()
     k, codes = scratch("k", n, torch.int32), scratch("codes", n, torch.int32)
@@ -188,14 +188,15 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return the table by which `_found` computes the codes of float32 in (-2, 2), int32 `[2^15 + 1]`.
+    """Return a table by which `_found` finds the code of a float32 in (-2, 2) with two integer operations, int32 `[2^15
+    + 1]`.
 
-    The code of a float is the upper half of k + table[h]. k is the absolute value of the bits of the float, read as a
-    signed integer, and h is the absolute value of the upper half of these bits. All floats with the same h share an
-    entry of the table. The entry is 2^16 c - s, where c is the largest code of a float with this h, and s is the
-    smallest k of a float with this h and the code c. The upper half of the sum is therefore c for k >= s, and c - 1 for
-    k < s. The floats with the same h must not have more than two codes. This is the case if midpoints between levels
-    differ by at least 2^-7 of their size.
+    Read the bits of the float as a signed integer. Let k be its absolute value, and h the absolute value of its upper
+    16 bits. The code is the upper 16 bits of k + table[h].
+
+    All floats with the same h share an entry of the table. They must have at most two codes, c and c - 1, which is so
+    if midpoints between levels differ by at least 2^-7 of their size. The entry is 2^16 c - s, where s is the smallest
+    k with the code c. So the upper half of the sum is c for k >= s, and c - 1 for k < s.
 
     Floats >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.

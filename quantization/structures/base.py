@@ -130,7 +130,7 @@ def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int
 
 
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
-    """Return the tensors with names "<prefix>.<name>", by <name>, as the inner format returned them."""
+    """Return the tensors named "<prefix>.<name>", by <name>: the inverse of the renaming in `encode_under`."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in encoded.items() if name.startswith(start)}
 
@@ -138,12 +138,13 @@ def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
 def encode_under(
     encode: Callable[..., Encoded], prefix: str, x: Tensor, before: Encoded | None, uniform: Uniform | None
 ) -> Mapping[str, Tensor]:
-    """Return x encoded by an inner format, with "<prefix>." before the names of the tensors.
+    """Return x encoded by an inner quantizer, with "<prefix>." in front of the names of its tensors.
 
-    If a structure encodes two tensors, their prefixes also make their random numbers independent.
+    A structure that encodes two tensors gives them two prefixes. Their random numbers for rounding are then
+    independent.
 
-    encode: `encode` or `encode_hollow` of the inner format.
-    before: tensors of the last encoding of the whole structure, or None.
+    encode: `encode` or `encode_hollow` of the inner quantizer.
+    before: the tensors that the structure stored last, or None.
     """
 
     def draw(like: Tensor, purpose: str) -> Tensor:
