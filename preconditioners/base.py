@@ -1,4 +1,6 @@
-"""The contract of a stage: eight hooks over explicit state, traits for the engine, and functions that run a chain."""
+"""The contract of a stage: the base class with eight hooks, the facts that a stage declares, and functions that run a
+chain.
+"""
 
 from __future__ import annotations
 
@@ -52,22 +54,23 @@ class SecondMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts that the engine needs about a stage on blocks of one shape, beside the results of the other hooks.
+    """Facts that a stage declares about itself, for blocks of one shape. The engine uses them to run and to distribute
+    it.
 
     The defaults are correct for any stage, but may make its steps slower. The engine calls `traits(block)` once for
     each shape and caches the result. The first six fields must not depend on the shape, because the engine reads them
     from `traits(())`, the traits for the empty shape.
 
-    signals: signals that the stage requests beside the gradient.
+    signals: signals that the stage requests in addition to the gradient.
     lagged: True if the stage applies its state to a gradient before it learns from that gradient. A step then runs
         apply, observe, refresh. The first gradient of a parameter only primes the chain: statistics accumulate the
         gradient, and the parameter is not changed.
-    entrywise: True if each entry of direction and state depends on the same entry of the gradients alone. Parts of a
-        block may then be updated on different ranks.
+    entrywise: True if each entry of the direction and of the state depends only on the same entry of the gradients.
+        Parts of a block may then be updated on different ranks.
     matrices: True if the stage reads blocks as matrices, first axis x the rest.
-    sums: True if `apply` calls `context.parameter_sum`. All blocks of a parameter then have one owner and step
-        together.
-    learns: tensor that `observe` and `refresh` receive: the gradient, or the incoming direction.
+    sums: True if `apply` calls `context.parameter_sum`. All blocks of a parameter are then updated by one rank, in the
+        same step.
+    learns: input of `observe` and `refresh`: the gradient, or the incoming direction.
     refresh_cost: cost of one refresh of the block, in a unit that all stages share. Refreshes are spread over steps so
         that every step has about the same cost.
     work: floating-point operations of one step without refreshes. None: the number is computed from the slots.
@@ -108,8 +111,8 @@ class Inner:
 
     chain: stages of the chain, in order.
     block: shape of a block inside the chain.
-    sensitive: True if the second moments of the chain set the size of every update. Storage that a recipe chooses by
-        role then does not apply to these second moments.
+    sensitive: True if an error in the chain's second moments changes the size of every update. The format that a recipe
+        chooses for the role `second_moment` is then not used for these second moments.
     """
 
     chain: Stages
@@ -215,7 +218,7 @@ class Stage(Schedulable, ABC, family="stage"):
         return {}
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
-        """Return the chains inside the stage, by the name of their scope in the state."""
+        """Return the chains inside the stage, by name. A chain keeps its state in the scope of this name."""
         return {}
 
     def cadence(self) -> Cadence | None:
@@ -223,27 +226,31 @@ class Stage(Schedulable, ABC, family="stage"):
         return None
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        """Return the facts that the engine needs about the stage on blocks of this shape."""
+        """Return facts about the stage for blocks of this shape, which the engine needs to run it."""
         return Traits()
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Update the statistics that `refresh` reads. This hook is called in every step, so it has to be cheap."""
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Recompute roots, bases or learned factors, on any contiguous slice `[n, *block]` of the stack.
+        """Recompute roots, bases or learned factors from the statistics. The tensors are any contiguous slice `[n,
+        *block]` of the stack.
 
         This hook is called only when it is due, so it may be expensive.
         """
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """Return the new direction `[N, *block]`, and update moments in the present basis, in every step."""
+        """Return the new direction `[N, *block]`, and update moments in the present basis. This hook is called in every
+        step.
+        """
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return numbers `[N]` about the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>".
+        """Return measures of the present state, which `Optimizer.inspect` reports. They are tensors `[N]`, by
+        "<measure>" or "<slot>/<measure>".
 
-        Nothing is written back, and the context has no signals. `inspect` adds measures that follow from roles and
-        cadence. A measure that is returned here replaces an added measure of the same name.
+        The state is not written back, and the context has no signals. `inspect` adds measures that follow from the
+        roles of slots and from the cadence. A measure that is returned here replaces an added measure of the same name.
         """
         return {}
 
@@ -255,7 +262,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """Return the traits for a block, computed once for each shape.
+        """Return the result of `traits` from a cache, which has one entry for each shape.
 
         block: shape of the block; the default () for traits that do not depend on the shape.
         """
@@ -265,12 +272,12 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def work(self, block: tuple[int, ...]) -> float:
-        """Return the floating-point operations of one step of one block, without refreshes. Blocks are assigned to
-        ranks so that this number is balanced.
+        """Return the number of floating-point operations of one step of one block, without refreshes. Blocks are
+        assigned to ranks so that each rank has about the same number.
 
-        The number is `Traits.work` if the stage declares it, else it is computed from the slots. A square matrix of
-        order d on an axis of length d costs one product with the block, 2 d numel operations. A basis costs two
-        products, into the basis and back. Every other slot costs four operations for each of its numbers.
+        The number is `Traits.work` if the stage declares it. Otherwise it is computed from the slots: a matrix for an
+        axis counts as one product with the block, a basis as two products, and every other slot as four operations for
+        each of its numbers.
         """
         if (known := self.cached_traits(block).work) is not None:
             return known
@@ -296,12 +303,12 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @cached_property
     def _traits(self) -> dict[tuple[int, ...], Traits]:
-        """Cache of `cached_traits`, by block."""
+        """Cache of `cached_traits`, by shape of the block."""
         return {}
 
     @cached_property
     def _keeps(self) -> dict[tuple[int, ...], bool]:
-        """Cache of `keeps_state`, by block."""
+        """Cache of `keeps_state`, by shape of the block."""
         return {}
 
     @property
@@ -312,17 +319,17 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def signals_at(self, step: int) -> frozenset[str]:
-        """Return the names of the signals that the stage needs when a block is at this step."""
+        """Return the names of the signals that the stage needs in step number `step` of a block."""
         cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
         refreshes = cadence is not None and cadence.possible(step, earliest)
         return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))
 
     @final
     def asked(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the blocks for which a refresh is due in this step.
+        """Return the blocks whose refresh begins in this step, as spans (start, stop, first) of the stack.
 
-        first: True at the first refresh of these blocks. Any other refresh begins in this step and, with a delay, takes
-            effect in a later step.
+        first: True at the first refresh of these blocks. With a delay, every later refresh takes effect some steps
+        after it begins.
         """
         if id(self) not in context.asked:
             context.asked[id(self)] = self._spans(self.cadence(), context)
@@ -330,10 +337,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the spans (start, stop, first) of the blocks for which a refresh takes effect in this step.
+        """Return the blocks for which a refresh takes effect in this step, as spans (start, stop, first) of the stack.
 
-        Without a delay these are the spans of `asked`. With a delay of k updates a refresh takes effect k updates after
-        it was due, except the first refresh of a block, which is never delayed.
+        Without a delay these are the spans of `asked`. With a delay of k, a refresh takes effect k updates after it
+        began. The first refresh of a block is never delayed.
         """
         if id(self) not in context.due:
             cadence = self.cadence()
@@ -351,7 +358,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def refreshes(self, context: StepContext) -> bool:
-        """Return True if in this step a refresh of any block is due, or a delayed refresh takes effect."""
+        """Return True if a refresh of any block begins or takes effect in this step."""
         return bool(self.due(context) or self.asked(context))
 
     @final
@@ -363,7 +370,7 @@ class Stage(Schedulable, ABC, family="stage"):
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         """Run one step and return the new direction.
 
-        The order is observe, refresh of the rows that are due, apply. In a lagged stage, apply is first.
+        The order is `observe`, `refresh` of the blocks that are due, `apply`. In a lagged stage, `apply` is first.
         """
         lagged = self.cached_traits().lagged
         try:
@@ -383,11 +390,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Let this stage, if it is lagged, and the lagged stages inside it observe and refresh from a first gradient.
-        No other state is written, and no parameter changes.
+        """Update the statistics and factors of lagged stages from a parameter's first gradient, and change nothing
+        else.
 
-        `apply` of this stage is called if there are lagged stages inside, because it passes the gradient on to them.
-        The direction that `apply` returns, and the state of this stage that it writes, are dropped.
+        This concerns this stage, if it is lagged, and the lagged stages inside it. To pass the gradient on to the
+        stages inside, `apply` of this stage is called. Its direction and the state that it writes are dropped.
         """
         try:
             if self.cached_traits().lagged:
@@ -401,7 +408,6 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Call `observe`, then `refresh` for the blocks that are due."""
         x = gradient if self.cached_traits().learns == "gradient" else direction
         self._hooks(state).observe(state, x, context)
         for start, stop, first in self.due(context):
@@ -410,12 +416,12 @@ class Stage(Schedulable, ABC, family="stage"):
         self._begin_refreshes(state, context)
 
     def _refresh_rows(self, rows: State, x: Tensor, context: StepContext) -> None:
-        """Let the refresh of some rows take effect."""
+        """Run `refresh` on some rows. In a `DelayedRefresh`, a refresh that began earlier may take effect instead."""
         with full_products(x.device):
             self._hooks(rows).refresh(rows, x, context)
 
     def _begin_refreshes(self, state: State, context: StepContext) -> None:
-        """Begin the refreshes that take effect in a later step."""
+        """Begin the refreshes that take effect in a later step. Only a `DelayedRefresh` has such refreshes."""
 
 
 class DelayedRefresh(Stage):
@@ -424,17 +430,18 @@ class DelayedRefresh(Stage):
     solve(state, context) -> {name: Tensor}     when due         compute the results, without writing state
     adopt(state, context)                       k updates later  write the results to the state
 
-    A stage of this class also declares a slot of role "pending" for each result, if `cadence().postponed` is not 0.
-    `solve` returns a tensor for each pending slot. `adopt` writes the other slots, from the pending slots and from the
-    state at that time, and resets the pending slots to their initial values. If the pending slots of a block have
-    their initial values already, as after a checkpoint with another cadence was loaded, there is no result, and `adopt`
-    must leave the block as it is. `refresh` computes the first refresh of each block, which is never delayed, and all
-    refreshes without a delay.
+    If `cadence().postponed` is not 0, the stage also declares a slot of role "pending" for each result. `solve` returns
+    a tensor for each pending slot. `adopt` writes the other slots, from the pending slots and from the state at that
+    time, and resets the pending slots to their initial values.
+
+    If the pending slots of a block still have their initial values, for example after a checkpoint with another cadence
+    was loaded, then there is no result, and `adopt` must leave the block as it is. `refresh` computes the first refresh
+    of each block and all refreshes without a delay.
     """
 
     @abstractmethod
     def solve(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return the results of a delayed refresh, by name of the pending slot, on any contiguous slice of the stack.
+        """Compute a delayed refresh of a contiguous slice of the stack. Return its results by name of the pending slot.
 
         The method may run in another thread. It reads a copy of the stage's slots, and must not write state.
 
@@ -443,8 +450,10 @@ class DelayedRefresh(Stage):
 
     @abstractmethod
     def adopt(self, state: State, context: StepContext) -> None:
-        """Let a delayed refresh take effect: write roots, bases and transported moments from the pending slots, and
-        reset the pending slots. Called on any contiguous slice of the stack.
+        """Let a delayed refresh of a contiguous slice of the stack take effect.
+
+        The method computes roots, bases and transported moments from the pending slots, writes them to their slots, and
+        resets the pending slots.
         """
 
     @property
@@ -473,8 +482,10 @@ class DelayedRefresh(Stage):
 
     @final
     def _begin(self, rows: State, context: StepContext) -> None:
-        """Begin a delayed refresh of some rows, from a copy of their present state. If refreshes are not computed
-        beside training, compute the results at once and store them in the pending slots.
+        """Begin a delayed refresh of some rows, from a copy of their present state.
+
+        If the optimizer does not compute refreshes in another thread, the results are computed at once and stored in
+        the pending slots.
         """
         pending = {name: slot.role == "pending" for name, slot in self.slots(rows.block).items()}
         kept = rows.snapshot(name for name, is_result in pending.items() if not is_result)
@@ -488,7 +499,7 @@ class DelayedRefresh(Stage):
 
     @final
     def _solve_checked(self, kept: State, context: StepContext, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Call `solve` and return its results. Raise ContractError unless there is a result for each pending slot.
+        """Call `solve` and return its results. Raise ContractError unless there is one result for each pending slot.
 
         kept: copy of the state at the beginning of the refresh.
         names: names of the pending slots.
@@ -500,7 +511,7 @@ class DelayedRefresh(Stage):
 
 
 def store_results(rows: State, found: Mapping[str, Tensor]) -> None:
-    """Store the results of a delayed refresh of some rows in the pending slots of these rows.
+    """Store the results of a delayed refresh in the pending slots of the refreshed rows.
 
     found: the results, by name of the pending slot.
     """
@@ -509,10 +520,11 @@ def store_results(rows: State, found: Mapping[str, Tensor]) -> None:
 
 
 def name_stage(error: Exception, stage: Stage, path: str) -> None:
-    """Add a note to an error that a hook of a stage raised: the class and the path of the stage, and file and line.
+    """Add a note to an error that a hook raised. The note names the stage's class, its path, and a file and line.
 
-    The line is the last one that was reached in code of neither this library nor torch, or the last one at all. No note
-    is added if the message has the path, or if a stage inside this one has added a note.
+    The line is the last one that was reached in the user's code, that is, outside of this library and of torch. If no
+    such line was reached, it is the last line of all. No note is added if the message already has the path, or if a
+    stage inside this one has added a note.
     """
     begin = "raised in the stage "
     if path in str(error) or any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
@@ -524,7 +536,7 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
 
 
 _PACKAGES = ("eigengraft", "torch")
-"""Packages whose lines are not given as the place of an error in a stage, if a line of other code was reached."""
+"""Packages that are not the user's code. `name_stage` prefers lines outside of them."""
 
 
 Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain"), Field(examples=[["momentum", "rms"]])]
@@ -565,23 +577,23 @@ def run_chain(
 
 
 def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) -> tuple[_T, _T]:
-    """Apply a function to the gradient and the direction before a chain inside a stage receives them.
+    """Return (f(gradient), f(direction)), for a stage that maps its inputs before a chain inside it receives them.
 
     Args:
         f: a function of a tensor.
-        gradient: the first tensor that f is applied to.
-        direction: the second tensor that f is applied to, unless it is the same object as `gradient`.
+        gradient: the gradient.
+        direction: the direction, which may be the same object as `gradient`.
 
     Returns:
-        (f(gradient), f(direction)). If gradient and direction are one object, f is computed once, and the two results
-        are one object, too.
+        The two results. If gradient and direction are one object, f is computed once, and the results are one object,
+            too.
     """
     mapped = f(gradient)
     return mapped, mapped if direction is gradient else f(direction)
 
 
 def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[float | None, float | None]:
-    """Return (norm, gain) of a chain, combined from the traits `spectral_norm` and `spectral_gain` of its stages.
+    """Return (norm, gain) of a chain, computed from the traits `spectral_norm` and `spectral_gain` of its stages.
 
     norm: upper bound of the spectral norm of the last direction. None: no bound is known.
     gain: upper bound of the ratio of the spectral norms of the last and the incoming direction. None: no bound is
@@ -625,12 +637,14 @@ def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage
 
 
 def first_lagged(stages: tuple[Stage, ...], path: str = "") -> str | None:
-    """Return the dotted path of the first lagged stage in a chain or inside its stages, or None."""
+    """Return the dotted path of the first lagged stage in a chain or inside its stages. Return None if there is no
+    lagged stage.
+    """
     return next((here for here, stage in walk(stages, path) if stage.cached_traits().lagged), None)
 
 
 def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:
-    """Iterate over all state that a chain needs for one block.
+    """Iterate over the slots of all stages of a chain, and of the chains inside its stages, for one block.
 
     Args:
         stages: the chain.
@@ -641,7 +655,8 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
         An iterator of (stage path, slot name, slot).
 
     Raises:
-        ValueError: a stage does not accept the block, or a slot cannot be filled. The message has the path.
+        ValueError: a stage does not accept the block, or a slot cannot be filled with its initial value. The message
+            has the path of the stage.
     """
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label

@@ -1,4 +1,4 @@
-"""Cadences: the steps in which a refresh is due, decided on the host from steps alone, without waiting for a device."""
+"""Cadences: rules for the steps in which a refresh is due. They are decided on the host, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from eigengraft.component import Component
 from eigengraft.step_context import StepContext
 
 _PHASES = np.array([0.0, 0.5])
-"""Two phases, half a period apart. A cadence spreads refreshes if blocks with these phases are due at different steps.
-"""
+"""Two phases, half a period apart. `Cadence.spread` tests with them if phases change the step of a refresh."""
 ROUNDED = 1e-9
-"""Number of steps that is added to the product of a phase and a period before the product is rounded down. For a phase
-k / n of a period n the product is k, but in floating point n * (k / n) may be slightly less than k.
+"""Number of steps that is added before a step is rounded down, against rounding errors. The step of the phase k / n in
+a period n is k, but in floating point n * (k / n) may be slightly less than k.
 """
 
 
 class Cadence(Component, ABC, family="cadence"):
     """The rule that decides which blocks of a stack are due for a refresh.
 
-    A member defines `due_again`; `due` adds the first refresh of each block. The decision is made on the host, before
-    the hooks of a step run, from numbers that are on the host: the steps, phases and seeds of the context.
+    A member defines `due_again`, and `due` adds the first refresh of each block. The decision is made on the host
+    before the hooks of a step run. It uses only numbers that are on the host: the steps, phases and seeds of the
+    context. The phase of a block is a number from 0 to 1 that shifts its refreshes within a period, so that not all
+    blocks are due at once.
     """
 
     number: ClassVar[tuple[str, str] | None] = ("every", "steps")
@@ -36,8 +37,8 @@ class Cadence(Component, ABC, family="cadence"):
     def due_again(self, context: StepContext) -> NDArray[np.bool_] | bool:
         """Return bool `[N]`, True for each block that is due at its present step, or one bool for all blocks.
 
-        Only results for blocks past their first refresh are used; `due` adds first refreshes. The result for a block
-        must follow from its own step, phase and seed alone, so that it is the same on all ranks and in every stack.
+        The result is ignored for blocks without a first refresh, which `due` handles. The result for a block must
+        follow from its own step, phase and seed alone, so that it is the same on all ranks and in every stack.
 
         context: `context.steps`, `context.phases` and `context.seeds`, NumPy arrays `[N]`. A random cadence draws with
             `eigengraft.noise.uniform` from seeds and steps.
@@ -52,8 +53,8 @@ class Cadence(Component, ABC, family="cadence"):
 
     @property
     def postponed(self) -> int:
-        """Number of updates of a block after which a refresh takes effect. The first refresh of a block is never
-        delayed.
+        """Number of updates of a block from the start of a refresh until it takes effect. The first refresh of a block
+        is never delayed.
         """
         return 0
 
@@ -61,34 +62,38 @@ class Cadence(Component, ABC, family="cadence"):
     def interval(self) -> float:
         """Mean number of steps between two refreshes of a block.
 
-        When blocks are assigned to ranks, a refresh counts as the fraction 1 / interval of its cost in every step.
+        The number is used when blocks are assigned to ranks: it spreads the cost of a refresh over the steps of an
+        interval.
         """
         return 1.0
 
     @property
     def period(self) -> int | None:
-        """Number of steps after which the same blocks are due again. None: there is no fixed number."""
+        """Number of steps after which the same blocks are due again, or None if this number is not fixed."""
         return None
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the step of a period, 0 .. period - 1, at which blocks with these phases are due. Called for cadences
-        with a period when blocks are assigned to ranks.
+        """Return the step of a period, 0 .. period - 1, at which blocks with these phases are due.
+
+        The method is called when blocks are assigned to ranks, and only for cadences with a period.
         """
         return np.zeros(len(phases), dtype=np.int64)
 
     def possible(self, step: int, earliest: int) -> bool:
-        """Return True if a block may be due at its update number `step`. By default a block may be due at every step
-        from its first refresh on. Called when a stage requires a signal for its refreshes.
+        """Return True if a block may be due at its update number `step`. The default: at every update from its first
+        refresh on.
+
+        The method is called when a stage requires a signal for its refreshes.
 
         earliest: first step at which the stage can refresh, as in `first_due`.
         """
         return step >= self.first_due(earliest)
 
     def waves(self, refreshes: float) -> int | None:
-        """Return the number of waves in a period. None: there is one wave for each step of the period.
+        """Return the number of waves in a period. A wave is the set of blocks that are due in the same step.
 
-        A wave is the set of blocks that are due in the same step, and the waves divide a period into equal parts.
-        Called when phases are assigned to blocks.
+        Waves divide a period into equal parts. None: there is one wave for each step of the period. The method is
+        called when phases are assigned to blocks.
 
         refreshes: cost of all refreshes of a period, in units of the costliest refresh.
         """
@@ -102,7 +107,7 @@ class Cadence(Component, ABC, family="cadence"):
 
     @final
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the spans (start, stop, first) of the blocks of a stack that are due.
+        """Yield the blocks of a stack that are due, as spans (start, stop, first).
 
         first: True at the first refresh of these blocks.
         earliest: first step at which the stage can refresh, as in `first_due`.
@@ -119,12 +124,13 @@ class Cadence(Component, ABC, family="cadence"):
 class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
-    t is the number of the block's own step; `start`, `offset` and `steps` are fields. A wave is the set of blocks that
-    are due in the same step. With `stagger: cost` the phases spread the blocks over the interval in waves of about
-    equal work. The number of waves is as large as possible, as long as the mean work of a wave is at least
-    `min_wave_work` times the work of the costliest block. Ranks refresh the blocks of a wave in parallel, so that some
-    ranks wait if a wave has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
-    With `stagger: none` all blocks are due at once, as in the published codes.
+    t is the number of the block's own step; `start`, `offset` and `steps` are fields. With `stagger: none` all blocks
+    are due at once, as in the published codes. With `stagger: cost` the phases spread the blocks over the interval in
+    waves of about equal work. A wave is the set of blocks that are due in the same step.
+
+    The number of waves is as large as possible, as long as the mean work of a wave is at least `min_wave_work` times
+    the work of the costliest block. Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave
+    has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
 
     With `delay: k` a refresh that is due at t reads the state of update t and takes effect at update t + k. Until then
     it is computed beside training, if the device can do so. The first refresh of a block takes effect at once.
@@ -218,15 +224,15 @@ def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: 
 
 @lru_cache(maxsize=1024)
 def _places(phases: bytes, steps: int, offset: int, staggered: bool) -> frozenset[int]:
-    """Return the steps of a period in which any of the blocks with these phases is due, as in `_steps_due`.
+    """Return the set of steps of a period in which any of the blocks with these phases is due.
 
-    The result is cached, because each step asks for the same phases.
+    The arguments are those of `_steps_due`. The result is cached, because the phases are the same in every step.
     """
     return frozenset(_steps_due(np.frombuffer(phases), steps, offset, staggered).tolist())
 
 
 def _spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """Yield each run of equal codes as (start, stop, first), except runs of the code 0.
+    """Yield (start, stop, first) for each run of consecutive blocks with the same code 1 or 2.
 
     codes: `[N]`, 0 for blocks that are not due, 2 for blocks at their first refresh, and 1 for all other due blocks.
         `first` is True for the code 2.

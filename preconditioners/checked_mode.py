@@ -1,8 +1,8 @@
 """Checked mode: checks of a stage's contract before and after each of its hooks, while an optimizer runs.
 
 A violation is raised as a `ContractError` with the path of the stage, its hook and the step. Violations are a wrong
-shape, dtype or device, an input that was written to, state that was changed and not written back, and a number that is
-not finite although all inputs were. No tensor is copied to detect writes: torch counts the writes to a tensor
+shape, dtype or device, a write to an input, a change of state that was not written back, and a number that is not
+finite although all inputs were finite. No tensor is copied to detect writes: torch counts the writes to a tensor
 (`Tensor._version`), and the counts before and after a hook are compared.
 """
 
@@ -35,12 +35,13 @@ class Hooks(Protocol):
 
 @dataclass
 class Call:
-    """One call of one hook of a stage, while it runs.
+    """A hook call that is running.
 
     what: "<path>: <hook>() at step <t>", for error messages.
     fine: bool `[N]`, True for blocks whose inputs are finite and whose state this step may change. The results of these
         blocks must be finite.
-    loads: by key of a slot, the tensors that the hook loaded, each with its count of writes at that time.
+    loads: the tensors that the hook has loaded, by key of the slot. Each is stored with the number of writes to it
+        (`Tensor._version`) when it was loaded.
     """
 
     what: str
@@ -49,9 +50,9 @@ class Call:
 
 
 class Checks(Watch):
-    """Checks of the stages of one stack. The methods are called when a hook runs, loads a slot or writes a slot.
+    """The checks of all stages of one stack. The methods are called when a hook runs, loads a slot or writes a slot.
 
-    declared: the declared slots by "<stage path>/<slot>".
+    declared: the slots that the stages declare, by "<stage path>/<slot>".
     written: keys of the slots that have been written back so far.
     """
 
@@ -60,7 +61,7 @@ class Checks(Watch):
         self._calls: list[Call] = []
 
     def loaded(self, key: str, value: Tensor) -> None:
-        """Record that the running hook loaded a slot, and the present count of writes to the tensor."""
+        """Record that the running hook loaded a slot, and how often the tensor has been written to so far."""
         if self._calls:
             self._calls[-1].loads.setdefault(key, []).append((value, value._version))
 
@@ -80,8 +81,8 @@ class Checks(Watch):
     def stored(self, state: State, name: str, value: Tensor) -> None:
         """Record that a slot was written back.
 
-        If the value is a tensor that a hook loaded, later writes to this tensor are still checked. Any other value has
-        been copied into the state, so that later writes to it do no harm.
+        A hook may write back a tensor that it loaded. Later writes to that tensor are still checked. Any other value
+        has been copied into the state, so that later writes to it change nothing.
         """
         key = StateKey.join(state.path, name)
         self.written.add(key)
@@ -91,10 +92,9 @@ class Checks(Watch):
 
     @contextmanager
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
-        """Check one call of a hook. The hook must run inside the context manager that this method returns.
+        """Return a context manager that checks the hook call that runs inside it.
 
-        When the context ends, raise ContractError if the hook wrote to an input, or changed state without writing it
-        back.
+        At the end, ContractError is raised if the hook wrote to an input, or changed state without writing it back.
         """
         versions = {name: tensor._version for name, tensor in inputs.items()}
         call = Call(what, _fine(inputs, state.mask))
@@ -119,8 +119,8 @@ class Checks(Watch):
             self._calls.pop()
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """Raise ContractError if the result of `apply` is not a finite tensor with the shape, dtype and device of the
-        direction.
+        """Raise ContractError if `value`, the result of `apply`, is not finite or differs from the direction in shape,
+        dtype or device.
         """
         what, shape = self._calls[-1].what, _stack(tuple(direction.shape[1:]))
         if not isinstance(value, Tensor):
@@ -140,7 +140,7 @@ class Checks(Watch):
     def _require_finite(self, did: str, value: Tensor) -> None:
         """Raise ContractError if a value is not finite in a block whose inputs are finite.
 
-        did: text about the action of the hook that produced the value, for the message.
+        did: text for the message that says how the hook produced the value.
         """
         call = self._calls[-1]
         if not value.is_floating_point() or len(value) != len(call.fine) or not has_values(value):
@@ -156,7 +156,7 @@ class Checks(Watch):
 
 
 class CheckedHooks:
-    """Run each hook of a stage inside `watch.call`, which checks it."""
+    """The hooks of a stage, each run inside the context manager `watch.call`, which checks it."""
 
     def __init__(self, stage: Hooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
@@ -178,9 +178,9 @@ class CheckedHooks:
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
-    """Raise ContractError if an input was written to since its writes were counted.
+    """Raise ContractError if a hook wrote to one of its inputs.
 
-    versions: by name of the input, the tensor's count of writes before the hook ran.
+    versions: number of writes to each input (`Tensor._version`) before the hook ran, by name of the input.
     """
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:
@@ -211,7 +211,7 @@ def _fine(inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
 
 
 def call_text(hook: str, state: State, context: StepContext) -> str:
-    """Return "<path>: <hook>() at step <t>", with a range of steps if the blocks are at different steps."""
+    """Return "<path>: <hook>() at step <t>", or "... at step <t> to <u>" if the blocks are at different steps."""
     steps = sorted({int(step) for step in context.steps}) or [0]
     return f"{state.path}: {hook}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")
 
