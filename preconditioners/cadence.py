@@ -1,4 +1,4 @@
-"""Cadences: rules for the steps in which a refresh is due. They are decided on the host, without waiting for a device."""
+"""Cadences: rules for the steps in which a refresh is due, decided on the host without waiting for a device."""
 
 from __future__ import annotations
 

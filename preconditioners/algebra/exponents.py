@@ -15,7 +15,7 @@ _FRACTION = {"type": "string", "pattern": "^[0-9]+(/[0-9]+)?$"}
 
 
 def _fraction(value: Any, zero: bool) -> Fraction:
-    """Return a number or a text such as '1/4' as a fraction.
+    """Return a number, or a text such as '1/4', as a fraction.
 
     zero: True if 0 is allowed.
     """
@@ -23,7 +23,7 @@ def _fraction(value: Any, zero: bool) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, (int, float, str, Fraction)):
         raise ValueError(required)
     try:
-        # limited to denominators up to 1000, because 0.3 means 3/10 and not the binary expansion of the float
+        # the float 0.3 is read as 3/10, not as its binary expansion, by limiting the denominator to 1000
         fraction = Fraction(value).limit_denominator(1000)
     except (ValueError, ZeroDivisionError, OverflowError):
         raise ValueError(required) from None
@@ -54,8 +54,8 @@ ByOrder = dict[int, tuple[Fraction, ...]]
 def _by_order(value: Any) -> ByOrder | Fraction | None:
     """Return exponents in their validated form.
 
-    A single exponent becomes a fraction. A mapping {order of a block: exponent, or list of exponents} becomes {order:
-    one exponent for each axis}. None stays None.
+    A single exponent becomes a fraction. A mapping from the order of a block to one exponent, or to a list of
+    exponents, becomes {order: one exponent for each axis}. None stays None.
     """
     if value is None or not isinstance(value, Mapping):
         return None if value is None else _fraction(value, zero=False)
@@ -95,16 +95,16 @@ Exponents = Annotated[
         }
     ),
 ]
-"""The exponents of the axes of a block.
+"""The exponents of the inverse roots of a block, one for each axis.
 
-A single exponent applies to every axis. A mapping from the order of a block (its number of axes) has one exponent, or a
-list with one exponent for each axis, such as {2: [1/2, 0]}. An axis with exponent 0 has no factor.
+A single number applies to every axis. A mapping gives exponents by order, which is the number of axes of a block: one
+exponent for all axes, or a list with one for each axis, such as {2: [1/2, 0]}. An axis with exponent 0 has no factor.
 """
 
 
 def default_exponent(axes: Sequence[int]) -> Fraction:
-    """Return 1 / (2k) for k axes with a factor. With this exponent the product of all roots is proportional to 1 /
-    ||gradient||, for any k.
+    """Return 1 / (2k), the default exponent of inverse roots, for k axes with a factor. With this exponent the product
+    of all roots is proportional to 1 / ||gradient||, for any k.
     """
     return Fraction(1, 2 * max(1, len(axes)))
 

@@ -1,7 +1,11 @@
-"""Products along the axes of stacked blocks, symmetric products, and reordered columns.
+"""Products along the axes of stacked blocks, symmetric products, and copies with reordered columns.
 
-Legend: N is the number of blocks; d is the length of the axis a of a block; p and q are the products of the lengths of
-the axes before and after a; T is `[N, d, d]`; Y and Z are `[N, d, rest]` with Y Z^T = Z Y^T.
+Legend:
+    N: number of blocks.
+    d: length of one axis of a block.
+    p, q: products of the lengths of the axes before and after this axis.
+    T: `[N, d, d]`, symmetric matrices.
+    Y, Z: `[N, d, rest]` with Y Z^T = Z Y^T.
 """
 
 from __future__ import annotations
@@ -36,8 +40,10 @@ def as_matrices(x: Tensor) -> Tensor:
 
 
 def unfold(x: Tensor, axis: int) -> Tensor:
-    """Return the blocks x `[N, *block]` as matrices `[N, d, rest]` with `axis` first: d is its length, and rest the
-    product of all other lengths. The result is a view if the layout allows it.
+    """Return the blocks x `[N, *block]` as matrices `[N, d, rest]`, with `axis` first.
+
+    d is the length of `axis`, and rest is the product of all other lengths. The result is a view if the layout allows
+    it.
     """
     if x.ndim == 3:
         return x.mT if axis else x
@@ -45,7 +51,8 @@ def unfold(x: Tensor, axis: int) -> Tensor:
 
 
 def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
-    """Return the blocks `[N, *block]` whose unfolding along `axis` is y `[N, d, rest]`. This inverts `unfold`.
+    """Return the blocks `[N, *block]` whose unfolding along `axis` is y `[N, d, rest]`. This is the inverse of
+    `unfold`.
 
     shape: shape `[N, *block]` of the result.
     """
@@ -54,8 +61,10 @@ def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
 
 
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Return the product of x along one axis with a matrix: sum_j matrix[i, j] x[p, j, q] for x as `[N, p, d, q]`,
-    where d is the length of the axis, and p and q are the products of the lengths before and after it.
+    """Return the product of blocks with a matrix along one axis.
+
+    The result is sum_j matrix[i, j] x[p, j, q] for x seen as `[N, p, d, q]`, where d is the length of the axis, and p
+    and q are the products of the lengths before and after it.
 
     x: blocks `[N, *block]`.
     matrix: `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
@@ -84,22 +93,22 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 _FEW = 16
 """Number of columns below which products are slow, because the columns do not fill a vector register."""
 _LONG = 4
-"""A middle axis is long if its length exceeds this number times the product of the lengths after it. One product of a
-reordered copy is then faster than many products with few columns each.
+"""A middle axis counts as long if its length exceeds this number times the product of the lengths after it. For a long
+axis, one product of a reordered copy is faster than many products with few columns each.
 """
 
 _SHORT = 64
-"""Adjacent axes are rotated together, by one Kronecker product, if the product of their lengths is below this number.
-On a CPU axes of 3 x 3 and 7 x 7 are faster together, axes of 8 x 8 are not.
+"""Limit for joining axes: adjacent axes are rotated by one Kronecker product if the product of their lengths is
+smaller. On a CPU, joining two axes of length 7 saves time, and joining two axes of length 8 does not.
 """
 
 
 def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """Return x `[N, *block]` multiplied along each axis in `matrices` by the axis's matrix `[N, d', d]`.
+    """Return x `[N, *block]` multiplied along each axis in `matrices` by the matrix `[N, d', d]` of that axis.
 
     Entries of the matrices must be at most about 1, as in rotations. In blocks of three axes or more, adjacent short
-    axes are rotated by the Kronecker product of their matrices. Use `mode_products` for roots: the Kronecker product of
-    roots may overflow although the product of each root with x does not.
+    axes are rotated by the Kronecker product of their matrices. For roots use `mode_products`, because the Kronecker
+    product of roots may overflow although the product of each root with x does not.
     """
     if precision == "bfloat16":
         return rotate(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -109,7 +118,7 @@ def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = 
 def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
     """Return x `[N, *block]` multiplied along each axis in `matrices`, one axis after another.
 
-    matrices: for each axis its matrix `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
+    matrices: for each axis a matrix `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
     """
     if precision == "bfloat16":
         return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -122,9 +131,7 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of axes at the end of a block that are too short for a product of their own in `_cycled`.
-    Return None if `_cycled` is not faster for these matrices.
-    """
+    """Return the argument `short` for `_cycled`, or None if `_cycled` is not faster for these matrices."""
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
         return None
@@ -138,10 +145,9 @@ def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     """Return x multiplied by the matrix of every axis, without a copy of x for each axis.
 
     Each product X^T M^T multiplies the first axis by its matrix M and moves this axis to the end, so that the next axis
-    becomes the first. The last `short` axes are multiplied where they are, and moved to the end together by one copy of
-    x.
+    becomes the first. The last `short` axes are moved together, by one copy of x.
 
-    short: number of axes at the end that are too short for a product of their own; 0 for none.
+    short: number of axes at the end that are too short for this product; 0 for none.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -172,10 +178,10 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
-    """Return the axes of a block as an ordered list of runs.
+    """Group the axes of a block into runs. Return the runs in order, each as a list of axes.
 
-    Adjacent axes that are in `axes` are in one run as long as the product of their lengths is below `_SHORT`. Any other
-    axis is a run of its own.
+    Adjacent axes that are in `axes` form one run as long as the product of their lengths is below `_SHORT`. Any other
+    axis is a run by itself.
     """
     runs: list[list[int]] = []
     for axis in reversed(range(len(block))):
@@ -201,7 +207,7 @@ def kronecker(factors: Sequence[Tensor]) -> Tensor:
 
 
 def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
-    """Return the product Y Z^T `[N, d, d]` of stacks y and z `[N, d, rest]` for which this product is symmetric."""
+    """Return the product Y Z^T `[N, d, d]` of stacks y and z `[N, d, rest]`. The product must be symmetric."""
     if multiplied_in_float32(y):
         return symmetric_product(y.float(), z.float()).to(y.dtype)
     if not _halved(y):
@@ -212,9 +218,8 @@ def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
 def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """Compute T <- beta T + alpha Y Z^T in place, for a symmetric T, and return T. If beta is 0, T is not read.
 
-    On a CPU a large T is computed in panels of columns, each from the diagonal down. The entries above a panel are
-    copied from their mirror images. Every matrix is multiplied separately, so that no result depends on the other
-    matrices of a stack.
+    On a CPU only the lower triangle of a large T is computed, and then copied to the upper triangle. Every matrix is
+    multiplied separately, so that its result does not depend on the other matrices of the stack.
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
@@ -234,29 +239,29 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """Return a copy of the rows of a matrix `[c, k]` with padding between the rows.
+    """Return a copy of a matrix `[c, k]` with padding between its rows, whose columns a CPU reads faster.
 
-    With the padding, entries of a column are in different sets of a CPU's cache, so that columns are read faster.
+    Without padding, all entries of a column may compete for one set of the cache.
     """
     copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
     return copied.copy_(rows)
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if `add_symmetric` is faster for y `[N, d, rest]` when it computes only one triangle, in panels."""
+    """Return True if it is faster that `add_symmetric` computes only the lower triangle, for y `[N, d, rest]`."""
     return y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL and may_branch_on_values(y)
 
 
 _PANEL = 128
-"""Number of columns of a panel. Panels of 64 or 256 columns were slower for some matrices of order 256 to 1024, and not
-much faster for any.
+"""Number of columns that `add_symmetric` computes at a time. 64 and 256 columns were slower for some matrices of order
+256 to 1024, and not much faster for any.
 """
 
 
 def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
     """Return x `[N, *block]` with the entries along a block axis reordered.
 
-    On a CPU entries are copied by rows where possible, because `gather` takes three to eight times as long.
+    On a CPU whole rows or blocks are copied where possible, because `gather` is slower.
 
     order: `[N, d']`, the old index of each new entry. d' is at most the length d of the axis.
     """
@@ -274,11 +279,14 @@ def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
 
 @cached_tensors(maxsize=64)
 def _first_rows(blocks: int, rows: int) -> Tensor:
-    """Return the index `[N, 1]` of each block's first row among all rows. The tensor is cached: do not write to it."""
+    """Return the index `[N, 1]` of the first row of each block in a tensor that has the rows of all blocks.
+
+    The tensor is cached: do not write to it.
+    """
     return torch.arange(0, blocks * rows, rows, dtype=torch.int64, device="cpu")[:, None]
 
 
 _ONE_BY_ONE = 1 << 12
-"""Least number of entries of a block for which `reordered` copies blocks one by one on a CPU. For smaller blocks the
+"""Number of entries of a block from which `reordered` copies blocks one by one on a CPU. For smaller blocks the
 separate calls cost more time than they save.
 """

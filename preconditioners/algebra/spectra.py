@@ -1,4 +1,4 @@
-"""Measures of factors for inspection: condition numbers, and the distance of a basis from eigenvectors.
+"""Measures of factors that `Optimizer.inspect` reports: condition numbers, and errors of bases and roots.
 
 All measures are computed in float64. The measure of a matrix that is not finite is nan.
 
@@ -35,7 +35,8 @@ def condition(a: Tensor, symmetric: bool = True) -> Tensor:
 def off_diagonal_share(m: Tensor) -> Tensor:
     """Return ||M - diag M||_F / ||M||_F of each matrix M = Q^T A Q, `[N]`, for a statistic A and its basis Q.
 
-    The share is 0 if the columns of Q are eigenvectors of A, at most 1, and nan where M is zero.
+    This share of off-diagonal entries is 0 if the columns of Q are eigenvectors of A. It is at most 1, and nan where M
+    is zero.
 
     m: M `[N, r, r]`.
     """
@@ -45,10 +46,9 @@ def off_diagonal_share(m: Tensor) -> Tensor:
 
 
 def turning_angle(a: Tensor, q: Tensor) -> Tensor:
-    """Return the mean angle in degrees by which a statistic A turns the columns q of its basis Q, `[N]`.
+    """Return for each basis Q the mean angle in degrees between a column q and A q, `[N]`, where A is the statistic.
 
-    This is the angle between q and A q, and its weight in the mean is q^T A q. The angle is 0 if all columns are
-    eigenvectors.
+    A column has the weight q^T A q in the mean. The angle is 0 if all columns are eigenvectors.
     """
     known, a = _finite(a)
     q = q.double()
@@ -61,9 +61,7 @@ def turning_angle(a: Tensor, q: Tensor) -> Tensor:
 
 
 def orthogonality(q: Tensor) -> Tensor:
-    """Return ||Q^T Q - I||_F / sqrt(r) of each basis Q `[N, d, r]`, the distance of its columns from orthonormal
-    columns, `[N]`.
-    """
+    """Return ||Q^T Q - I||_F / sqrt(r) for each basis Q `[N, d, r]`, `[N]`. It is 0 if the columns are orthonormal."""
     known, q = _finite(q)
     gram = torch.bmm(q.mT, q)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
@@ -71,10 +69,10 @@ def orthogonality(q: Tensor) -> Tensor:
 
 
 def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
-    """Return ||A (X^m A^n - I)||_F / ||A||_F of each matrix, `[N]`, the error of a root X = A^(-n/m).
+    """Return the error ||A (X^m A^n - I)||_F / ||A||_F of each root X of A^(-n/m), `[N]`.
 
-    An exact root has X^m A^n = I on the range of A. If X was computed with a ridge r, that is for A + r I, the ridge
-    changes the result by at most r / ||A||.
+    An exact root has X^m A^n = I on the range of A, and the error 0. If X is a root of A + r I, with a ridge r, the
+    error is larger by at most r / ||A||.
 
     a: A `[N, d, d]`, or diagonals `[N, d]`.
     root: X, in the same form as A.

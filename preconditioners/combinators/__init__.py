@@ -1,1 +1,1 @@
-"""Stages that contain other stages: chain, sum, transform, graft, and chains in other coordinates."""
+"""Stages that contain chains of other stages: named chains, sums, grafting, and chains in other coordinates."""

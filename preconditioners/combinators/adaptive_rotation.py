@@ -1,4 +1,4 @@
-"""A basis that is computed from the result of a chain in that basis (ARO, arXiv:2602.09006)."""
+"""A rotation of coordinates that is computed from the result of a chain in them (ARO, arXiv:2602.09006)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..roots.power_qr import householder
 class AdaptiveRotation(Stage):
     """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T),  f = inner, one step of the power method towards max <d, Q f(Q^T d)>
 
-    d is the direction, Q `[N, n, n]` an orthogonal matrix that multiplies one axis of length n, and f the chain
-    `inner`, which has no state: for example `sign`, `sinkhorn`, or rows of unit size. If f is the direction of steepest
-    descent in a norm, as `sign` is in the maximum norm, the stage is steepest descent in this norm after a rotation Q
-    of the coordinates. Q is chosen so that <d, Q f(Q^T d)> is large.
+    d is the direction, and Q `[N, n, n]` is an orthogonal matrix that multiplies one axis of length n. f is the chain
+    `inner`, which has no state: for example `sign`, or `sinkhorn`. If f is the direction of steepest descent in a norm,
+    as `sign` is in the maximum norm, the stage is steepest descent in this norm after a rotation Q of the coordinates.
+    Q is chosen so that <d, Q f(Q^T d)> is large.
 
     The shorter axis is rotated, or with `side: left` the first axis, as in the authors' code. If a longer axis is
     rotated, some rows of Q^T d have only rounding errors, which signs would make large. Blocks with one axis are passed
@@ -89,7 +89,7 @@ class AdaptiveRotation(Stage):
         return mode_product(self._mapped(state, direction, q, axis, context), q, axis)
 
     def _mapped(self, state: State, direction: Tensor, q: Tensor, axis: int, context: StepContext) -> Tensor:
-        """Return f(Q^T d), the result of the inner chain f for the direction d in the coordinates of the rotation Q."""
+        """Return f(Q^T d), the result of the inner chain f for the rotated direction."""
         turned = mode_product(direction, q.mT, axis)
         return self._inner(state, turned, turned, context)
 

@@ -34,7 +34,7 @@ class Chain(Stage):
 
 
 class Path(Schedulable):
-    """One summand of a `sum`."""
+    """One chain of a `sum`, with a name and a weight."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["a"], description="name of the path")
     weight: float = Field(default=1.0, description="factor of its direction")
@@ -44,9 +44,9 @@ class Path(Schedulable):
 class Sum(Stage):
     """sum_i weight_i path_i(d): several chains, each with a state of its own, on the same gradient and direction.
 
-    d is the incoming direction. For example, CASPR (Duvvuri et al. 2024) is (L^(-1/2) G + 2 L^(-1/4) G R^(-1/4) +
-    G R^(-1/2)) / 4 for a matrix G with Shampoo's factors L and R. Inside an eigenbasis all paths have the same basis,
-    and diagonal factors in the paths are the eigenvalues of L and R.
+    d is the incoming direction. For example, CASPR (Duvvuri et al. 2024) is (L^(-1/2) G + 2 L^(-1/4) G R^(-1/4) + G
+    R^(-1/2)) / 4 for a matrix G with Shampoo's factors L and R. If a `sum` is inside an `eigenbasis`, all paths work in
+    the same basis, and diagonal factors in the paths are the eigenvalues of L and R.
     """
 
     kind: Literal["sum"] = "sum"
@@ -78,9 +78,9 @@ class Transform(Stage):
     """inner(T(g), d)  with T = before, g the gradient and d the direction;  d is T(g) while the direction is still g.
 
     Every stage of `inner` receives T(g) as its gradient, from which it computes statistics and second moments. The
-    chain T may keep state, as in MARS. If T has no state and is at the beginning of a recipe, no `transform` is needed:
-    the stages of T may precede the stages of `inner` in one chain, as in `[clip_norm, momentum, rms]`, which is Adam
-    with clipped gradients.
+    chain T may have state, as in MARS. The stage is not needed for a T without state at the beginning of a recipe: the
+    stages of T may then precede the stages of `inner` in one chain. An example is `[clip_norm, momentum, rms]`, which
+    is Adam with clipped gradients.
     """
 
     kind: Literal["transform"] = "transform"
@@ -104,8 +104,8 @@ class Transform(Stage):
         return Traits(entrywise=entrywise, spectral_norm=norm, spectral_gain=gain)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # `before` also maps the first gradient, which only primes `inner`, so that the step number of `before` is one
-        # larger than that of `inner`
+        # `before` also maps the first gradient, with which `inner` is only primed. The step number of `before` is
+        # therefore larger by 1 than that of `inner`.
         before = replace(context, steps=context.steps + 1) if first_lagged(self.chain) else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

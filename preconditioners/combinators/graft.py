@@ -20,10 +20,10 @@ from ..elementwise.scale import norm_over
 class Graft(Stage):
     """D ||M|| / ||D||  with D = direction(d), M = magnitude(d);  both chains receive the same gradient and direction d.
 
-    Before step `start` the result is M, while the statistics of the chain `direction` already accumulate (Shi et al.
-    2023, section 3.5.2). The chain `after` is applied to the grafted direction and to M in every step, with a separate
-    state for each. With a momentum as `after`, the two states are the two momenta of Distributed Shampoo in JAX (Anil
-    et al. 2020).
+    Before step `start` the result is M, but the statistics of the chain `direction` already accumulate (Shi et al.
+    2023, section 3.5.2). In every step the chain `after` is applied to the grafted direction and, with a state of its
+    own, to M. If `after` is a momentum, these two states are the two momenta of Distributed Shampoo in JAX (Anil et al.
+    2020).
     """
 
     kind: Literal["graft"] = "graft"

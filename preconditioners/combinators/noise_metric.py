@@ -1,4 +1,4 @@
-"""A chain applied in a metric of gradient noise. Rows and columns with much noise change less (IsoMuon)."""
+"""A chain applied in a metric of gradient noise, so that rows and columns with much noise change less (IsoMuon)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class NoiseMetric(Stage):
 
     B = diag(clip((r / mean r)^power)),  r <- beta r + (1 - beta) (row means of V);   A likewise with column means of V
 
-    d is the direction, D the result, and V the signal `gradient_variance`: the variance of each entry of the gradient
-    over the micro-batches of the step. r is the running mean of the row means of V, and clip limits entries to
-    [1 / bound, bound]. With Muon's polar factor as `inner` this is IsoMuon (modded-nanogpt track 3, 2026, #370), which
-    damps rows and columns by the standard deviation of their noise. For `power: 0` the result is P. An entry of r that
-    is 0 gives an entry 1 of B.
+    d is the direction, and D the result. V is the signal `gradient_variance`: the variance of each entry of the
+    gradient over the micro-batches of the step. r is the running mean of the row means of V. clip limits entries to [1
+    / bound, bound]. Where r is 0, the entry of B is 1. For `power: 0` the result is P. Blocks are treated as matrices,
+    first axis x the rest.
 
-    Only the first step requires V. In a step without V, r does not change. In the record #370, measuring the metric
-    only in the first 3 % of the steps gave 86 % of the gain of measuring it in all steps. It is therefore enough to
-    compute micro-batches in the first steps. Blocks are treated as matrices: their first axis has the rows, and all
-    other axes together have the columns.
+    With Muon's polar factor as `inner` this is IsoMuon (modded-nanogpt track 3, 2026, #370), which damps rows and
+    columns by the standard deviation of their noise.
+
+    Only the first step requires V. In a step without V, r does not change. It is enough to compute micro-batches in the
+    first steps: in #370, the first 3 % of the steps gave 86 % of the gain.
     """
 
     kind: Literal["noise_metric"] = "noise_metric"
@@ -63,8 +63,9 @@ class NoiseMetric(Stage):
         return found * per_block(safe_ratio(block_norm(made), block_norm(found)), found)
 
     def _inverse_root(self, means: Tensor) -> Tensor:
-        """Return the diagonals `[N, n]` of the inverse square roots of the metrics (B or A) that follow from mean
-        variances `[N, n]`.
+        """Return the diagonal of B^(-1/2) or of A^(-1/2), `[N, n]`.
+
+        means: running means of the variances of rows (for B) or of columns (for A), `[N, n]`.
         """
         ratio = safe_ratio(means, means.mean(-1, keepdim=True).expand_as(means))
         ratio = torch.where(ratio > 0, ratio, 1.0)

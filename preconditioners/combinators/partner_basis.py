@@ -1,4 +1,4 @@
-"""A chain in the coordinates of the other factor of a product (LoRA-RITE, LoRA-Muon)."""
+"""A chain for one factor of a product of matrices, in coordinates given by the other factor (LoRA-RITE, LoRA-Muon)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from ..kronecker.basis_change import slot_axis
 
 
 class PartnerBasis(Stage):
-    """inner(g R^(-1), d R^(-1)) R^(-T)  with Y = U R,  Y `[m, r]` the other factor of W = Y X^T, for blocks X `[n, r]`
+    """inner(g R^(-1), d R^(-1)) R^(-T)  with  Y = U R,  Y `[m, r]` the other factor of W = Y X^T, for blocks X `[n, r]`
 
     U has orthonormal columns, and R `[r, r]` is upper triangular. g and d are the gradient and the direction of X. With
-    W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y is multiplied from the right by an invertible matrix and X
-    by the inverse transpose of this matrix, W stays the same. Except for the choice of U, g R^(-1) and the change of W
-    then stay the same, too (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et
-    al. 2026, LoRA-Muon, arXiv:2606.12921). When U changes, the state of `inner` is transported by P = U^T U_before:
-    first moments M become M P^T, second moments are transported by the Hadamard square of P, and r x r statistics V
-    become P V P^T. If Y does not have full rank, the pseudoinverse of R is used; while Y is 0, X is not changed.
+    W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y does not have full rank, the pseudoinverse of R is used.
+    While Y is 0, X is not changed.
 
-    The update needs the view `pairs` and no blocking.
+    The change of W does not depend on how W is written as a product: if Y is multiplied from the right by an invertible
+    matrix, and X by the inverse transpose of this matrix, then W, its change and, except for the choice of U, g R^(-1)
+    stay the same (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al. 2026,
+    LoRA-Muon, arXiv:2606.12921).
+
+    When U changes, the state of `inner` is transported by P = U^T U_before. First moments M become M P^T, second
+    moments are multiplied by the Hadamard square of P in the same way, and r x r statistics V become P V P^T.
+
+    The recipe must set `view: pairs` and no blocking.
     """
 
     kind: Literal["partner_basis"] = "partner_basis"
@@ -76,9 +80,9 @@ class PartnerBasis(Stage):
         return torch.bmm(run_chain(self.chain, inner, g, d, context), inverse.mT)
 
     def _transport(self, state: State, p: Tensor) -> None:
-        """Transport the state of the chain to new coordinates, which are P times the old ones along the last axis.
+        """Transport the state of the inner chain when the coordinates of the last axis change.
 
-        p: P `[N, r, r]`.
+        p: P `[N, r, r]`. New coordinates are P times the old ones.
         """
         for path, name, slot in chain_slots(self.chain, state.block):
             scope, place = state.scope(path), slot_axis(slot, 1, 2)
@@ -89,8 +93,8 @@ class PartnerBasis(Stage):
 
 
 def _is_matrix(slot: Slot) -> bool:
-    """Return True if a slot is a matrix, such as a statistic, that a change of coordinates P transforms from both
-    sides.
+    """Return True if a slot is an r x r matrix V, such as a statistic, which a change of coordinates turns into P V
+    P^T.
     """
     return slot.role in ("statistic", "root") and slot.frame == "none"
 

@@ -22,13 +22,14 @@ class Prodigy(Stage):
 
     Afterwards r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g.  Sums are over all parameters of the update.
 
-    g is the gradient, d the direction, W a parameter and W_0 its value at its first update; the state r is a number for
-    each block, and s has the shape of the block. b is the field `beta` (Mishchenko & Defazio 2023, arXiv:2306.06101,
-    Algorithm 4). The paper has Adam without bias correction as `inner`, and the square root of Adam's second decay as
-    b. D is the estimated step size, in units of the parameters. The learning rate lr multiplies D: set lr to 1, or to a
-    schedule with 1 as its peak. An eps inside `inner` is in units of D g. Decoupled weight decay is multiplied by D, as
-    in the authors' code (konstmish/prodigy, `decouple`): W <- W - lr D alpha W - lr D inner, where alpha is the weight
-    decay.
+    D is the estimated step size, in units of the parameters. g is the gradient, d the direction, W a parameter and W_0
+    its value at its first update. The state r is a number for each block, and s has the shape of the block. b is the
+    field `beta` (Mishchenko & Defazio 2023, arXiv:2306.06101, Algorithm 4). The paper has Adam without bias correction
+    as `inner`, and the square root of Adam's second decay as b.
+
+    The learning rate lr multiplies D: set lr to 1, or to a schedule with 1 as its peak. An eps inside `inner` is in
+    units of D g. Decoupled weight decay is multiplied by D, as in the authors' code (konstmish/prodigy, `decouple`): W
+    <- W - lr D alpha W - lr D inner, where alpha is the weight decay.
     """
 
     kind: Literal["prodigy"] = "prodigy"
@@ -65,8 +66,8 @@ class Prodigy(Stage):
         return out * scale
 
     def _estimate(self, state: State, context: StepContext) -> Tensor:
-        """Compute the next estimate D `[N]` of the step size, store it and return it. All blocks that are at the same
-        step have the same D.
+        """Compute the next estimate D `[N]` of the step size, store it and return it. D is the same for all blocks that
+        are at the same step.
         """
         d = state["d"]
         gain, size = (number_like(context.total(state, name), d) for name in ("gain", "size"))
@@ -78,8 +79,9 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
-        """Update r (slot `gain`), s, and sum |s| (slot `size`), from which the next estimate follows. All three are
-        stored divided by `start`.
+        """Update the sums from which the next estimate of D follows: r (slot `gain`), s, and sum |s| (slot `size`).
+
+        The sums are stored divided by `start`, so that they do not underflow.
 
         d: the present estimate D of the step size, `[N]`.
         """

@@ -1,5 +1,5 @@
-"""A chain on a low-rank projection of the gradient. The chain's result is lifted to the full space (GaLore), or added
-to the scaled part of the direction outside the projection (Fira), or used only to scale the direction (APOLLO).
+"""A chain on a low-rank projection of the gradient. Its result is lifted to the full space (GaLore), lifted and added
+to the scaled rest of the direction (Fira), or only used to scale the direction (APOLLO).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from ..roots.decompositions import leading_eigenvectors, unit_sized
 from ..roots.power_qr import same_signs
 
 DRAW = 1 << 34
-"""Number of the stream of random numbers from which projections are drawn."""
+"""Number of the random stream from which `noise` draws projections. Each purpose has a stream of its own, so that its
+numbers are independent of all others.
+"""
 
 
 class Projected(Stage):
@@ -33,14 +35,16 @@ class Projected(Stage):
     lift_and_rest:  P N + limited((d - P R) diag(s))       (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
     rescale:        limited(d diag(s))                     (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
 
-    The formulas are the three values of `result`. g is the gradient, and d is the direction. s_j = ||N_j|| / ||R_j||
-    has one entry for each index j of the other axes, with norms over the r coordinates; with `per: block`, s is one
-    number for the block. limited(X) is X, scaled down if its norm exceeds `growth` times the norm of limited(X) in the
-    step before. The implementations of Fira and APOLLO limit the norm before the bias correction of Adam's moments.
-    Here the limit is applied after `inner`, and therefore after its bias correction, as in Fira's Algorithm 1. The
-    columns of P are the leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r. The
-    state of `inner` does not change when P changes, as in the papers. Blocks with one axis are passed to `inner`
-    without a projection.
+    The formulas are the three values of `result`. g is the gradient, and d is the direction. The columns of P are the
+    leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r. The state of `inner`
+    does not change when P changes, as in the papers. Blocks with one axis are passed to `inner` without a projection.
+
+    s_j = ||N_j|| / ||R_j|| has one entry for each index j of the other axes, with norms over the r coordinates. With
+    `per: block`, s is one number for the block.
+
+    limited(X) is X, scaled down if its norm exceeds `growth` times the norm of limited(X) in the step before. The limit
+    is applied to the result of `inner`, and therefore after the bias correction of Adam's moments, as in Fira's
+    Algorithm 1. The implementations of Fira and APOLLO limit the norm before the bias correction.
     """
 
     kind: Literal["projected"] = "projected"
@@ -92,7 +96,7 @@ class Projected(Stage):
         return 0 if self.side == "left" else len(block) - 1
 
     def _columns(self, block: tuple[int, ...]) -> int:
-        """Return r: `rank`, or the length of the projected axis if that is smaller."""
+        """Return r: the field `rank`, or the length of the projected axis if that is smaller."""
         return min(self.rank, block[self._axis(block)])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -149,7 +153,7 @@ class Projected(Stage):
         return safe_ratio(*norms)
 
     def _limited(self, state: State, x: Tensor) -> Tensor:
-        """Return x, scaled down where its norm exceeds `growth` times the norm of the result in the last step.
+        """Return x, scaled down if its norm exceeds `growth` times the norm of this method's result in the step before.
 
         The norm of the result is stored in the slot `size`.
         """

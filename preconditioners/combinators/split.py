@@ -26,13 +26,13 @@ from ..roots.power_qr import householder, same_signs
 class Split(Stage):
     """inside(d U) U^T + outside(d - d U U^T),  U `[n, r]` the leading eigenvectors of the running mean of G^T G
 
-    d is the direction, G the gradient, b = beta the decay of the mean.
+    d is the direction, G the gradient, and b = beta the decay of the mean. The gradient is divided between the two
+    chains in the same way as the direction. `side` chooses the axis that U multiplies: the last, the first or the
+    shorter axis. For blocks with one axis, `inside` receives the whole block, and `outside` receives zeros.
 
-    No n x n matrix is stored, only U and the r x r projection S of the mean (Algorithm 1 of the paper). A step
-    computes U' = qr(b U S + (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U'),  U <- U'.
-    The first U is computed from the first G^T G. `side` chooses the axis that U multiplies: the last, the first or the
-    shorter axis. For blocks with one axis, `inside` receives the whole block, and `outside` receives zeros. The
-    gradient is divided between the two chains in the same way as the direction.
+    No n x n matrix is stored, only U and the r x r projection S of the mean (Algorithm 1 of the paper). A step computes
+    U' = qr(b U S + (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U'),  U <- U'. The first U is
+    computed from the first G^T G.
     """
 
     kind: Literal["split"] = "split"
@@ -120,7 +120,7 @@ class Split(Stage):
         return mode_product(mapped, state["basis"], self._axis(state.block)) + rest
 
     def _divided(self, state: State, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (coordinates of x in the subspace, x minus the projection of x on the subspace).
+        """Return (coordinates of x in the subspace, the rest of x after its projection on the subspace is subtracted).
 
         For blocks with one axis, return (x, zeros).
         """
@@ -128,6 +128,6 @@ class Split(Stage):
             return x, torch.zeros_like(x)
         u, axis = state["basis"], self._axis(state.block)
         coordinates = mode_product(x, u.mT, axis)
-        # if U is square, x - x U U^T is set to 0, because `outside` could make its rounding errors large
+        # if U is square, the rest x - x U U^T has only rounding errors, which `outside` could make large
         full = u.shape[-1] == u.shape[-2]
         return coordinates, torch.zeros_like(x) if full else x - mode_product(coordinates, u, axis)

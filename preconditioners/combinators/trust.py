@@ -1,4 +1,4 @@
-"""A mean of the incoming direction and a chain's direction, weighted by their agreement (track 3 of modded-nanogpt)."""
+"""A weighted mean of the incoming direction and the direction of a chain (track 3 of modded-nanogpt)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Trust(Stage):
     """v(d) X / v(X)  with  X = d + t (P - d),  P = v(d) Y / v(Y),  Y = inner(g, d),  v(X) = ||X X^T||_F^(1/2)
 
     t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), where clip is to [0, 1]; then t is
-    clipped to [floor, cap]. g is the gradient, d the incoming direction, Y the direction of the chain, and P is Y with
-    the norm of d. The weight t of P is larger if the angle between P and d is small, and if P is closer to the gradient
-    than d is. A stale basis turns P away from the gradient, which makes t smaller (records of 2026 in track 3 of
-    modded-nanogpt, `trust_gate`). Norms and cosines are computed for each block, as a matrix X.
+    clipped to [floor, cap].
+
+    g is the gradient, d the incoming direction, Y the direction of the chain, and P is Y with the norm v of d. The
+    weight t of P is larger if the angle between P and d is small, and if P is closer to the gradient than d is. Norms
+    and cosines are computed for each block, as a matrix. A stale basis turns P away from the gradient, which makes t
+    smaller (records of 2026 in track 3 of modded-nanogpt, `trust_gate`).
     """
 
     kind: Literal["trust"] = "trust"
