@@ -15,8 +15,8 @@ from eigengraft.step_context import StepContext
 from ..cadence import Cadence
 
 DRAWS = 1 << 32
-"""Number of the first stream of random numbers that decide on refreshes; the field `seed` is added to it. The number is
-far from the numbers of the streams from which stages draw.
+"""Number of the first random stream from which `noise` draws refreshes; the field `seed` is added to it. It is far
+from the streams of other purposes, so that the numbers are independent of theirs.
 """
 
 
@@ -24,9 +24,12 @@ class Probability(Cadence):
     """Due at t = start, then at every later step with a fixed probability, as in implementations of PSGD.
 
     A block is due if u(s, t) < probability. u in [0, 1) is a hash of the block's seed s (from the context) and of the
-    block's step t. Draws are therefore the same on every rank, in every layout of the stacks and after a restart. With
-    `shared: true` all blocks that are at the same step are due together, as in implementations of PSGD. With `shared:
-    false` each block has its own draw, and the due blocks form many short spans of a stack.
+    block's step t. Draws are therefore the same on every rank, after a restart, and if blocks are stacked in another
+    way.
+
+    With `shared: true` all blocks that are at the same step are due together, as in implementations of PSGD. With
+    `shared: false` each block has its own draw, which is slower, because the due blocks form many short spans of a
+    stack.
     """
 
     kind: Literal["probability"] = "probability"

@@ -1,6 +1,4 @@
-"""A polar solver that no shipped recipe names: Newton-Schulz on the smaller Gram matrix (Gram-NS of the Dao AI Lab,
-2026).
-"""
+"""A polar solver that no shipped recipe names: Newton-Schulz on the smaller Gram matrix (Gram-NS, Dao AI Lab, 2026)."""
 
 from __future__ import annotations
 
@@ -20,10 +18,12 @@ from ..polar.spectral import PolarSolver
 class GramNewtonSchulz(PolarSolver):
     """P = a I + b R + c R^2,  Q <- P Q,  R <- P R P  from  R = X X^T, Q = I;  X <- Q X after every `restart` steps
 
-    X `[m, n]`, m <= n, starts as G / ||G||_F for a block G, transposed if G is tall. In exact arithmetic the result is
-    that of `newton_schulz`, but all products between restarts are m x m, which is cheaper for n > m. R contains the
-    squares of the singular values of X, in which small singular values lose digits; each restart therefore recomputes R
-    from X. Step k uses the k-th triple (a, b, c) of `coefficients`; the last triple repeats.
+    X `[m, n]`, m <= n, starts as G / ||G||_F for a block G, transposed if G is tall. Step k uses the k-th triple (a, b,
+    c) of `coefficients`; the last triple repeats. In exact arithmetic the result is that of `newton_schulz`, but all
+    products between restarts are m x m, which is cheaper for n > m.
+
+    R contains the squares of the singular values of X, in which small singular values lose digits. Each restart
+    therefore recomputes R from X.
     """
 
     kind: Literal["gram_newton_schulz"] = "gram_newton_schulz"

@@ -1,7 +1,7 @@
-"""Root solvers and eigenvalue bounds that no shipped recipe names.
+"""Root solvers and bounds of eigenvalues that no shipped recipe names.
 
-Chebyshev series (DASH, arXiv:2602.02016), coupled iterations of higher order (Lakic 1998; Distributed Shampoo), and
-Denman and Beavers' iteration (Higham 2008, 6.35).
+The solvers use Chebyshev series (DASH, arXiv:2602.02016), coupled iterations of higher order (Lakic 1998; Distributed
+Shampoo), and Denman and Beavers' iteration (Higham 2008, 6.35).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Chebyshev(Iterative):
 
     T_k are the Chebyshev polynomials, and c_k the coefficients of the series of x^(-1/p) on [low, high]. The sum X is
     close to C^(-1/p), and the result C^(-q/p) is its q-th power (DASH, arXiv:2602.02016). C is (A + r I) / t, with A
-    the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`. The sum is computed by
-    Clenshaw's recurrence, with one product of `[N, d, d]` for each degree. The interval [low, high] must contain the
-    eigenvalues of C, which are in [r / t, 1]. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
+    the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`. The interval [low, high]
+    must contain the eigenvalues of C, which are in [r / t, 1]. The solver accepts exponents e = q/p with p <= 64 and q
+    <= 8. The residual is max |X^p C - I|.
 
-    The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 needs about a hundred terms. With few
-    terms the series is inaccurate on a wide interval: on [1e-10, 1] with 20 terms, as in DASH, the error exceeds a
-    tenth already for a condition number of 9. The residual is max |X^p C - I|.
+    Each degree costs one product of `[N, d, d]`, by Clenshaw's recurrence. The error falls as exp(-2 degree sqrt(low /
+    high)), so that a ridge of 1e-3 needs about a hundred terms. With few terms the series is inaccurate on a wide
+    interval: with 20 terms on [1e-10, 1], as in DASH, the error exceeds a tenth already for a condition number of 9.
     """
 
     kind: Literal["chebyshev"] = "chebyshev"
@@ -93,8 +93,9 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """Return the bound that `scaling` gives for the identity of order d, as a number on the host. A ridge of r adds
-        at most r times this number to the size of a matrix.
+        """Return the bound that `scaling` gives for the identity matrix of order d, as a number on the host.
+
+        A ridge r raises the bound of a matrix by at most r times this number.
         """
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 
@@ -103,7 +104,7 @@ class Chebyshev(Iterative):
 def _coefficients(degree: int, low: float, high: float, exponent: float) -> tuple[float, ...]:
     """Return the coefficients c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high].
 
-    The coefficients are integrals, which are computed as cosine sums over many nodes.
+    The coefficients are integrals, which are approximated by sums over many nodes.
     """
     nodes = max(10_000, 8 * degree)
     angles = (np.arange(nodes) + 0.5) * np.pi / nodes
@@ -118,9 +119,10 @@ class HigherOrder(Coupled):
     b_i = prod over j <= i of (1 + (j - 1) p) / (j p) are the coefficients of the series of M^(-1/p) around I (Lakic
     1998). Order 2 is Newton's iteration; the first step always has order 2. X `[N, d, d]` tends to C^(-1/p), and the
     result is the q-th power of X. C is A + r I, divided by its trace, with A the matrix and r = max(eps * largest row
-    sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is the larger
-    of max |X^p C - I| and the iteration's own error. In float32 it is about 1e-7 p times the condition number; the
-    default ridge is therefore larger than that of `coupled_newton`.
+    sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
+
+    The residual is the larger of max |X^p C - I| and the iteration's own error. In float32 it is about 1e-7 p times the
+    condition number. The default ridge is therefore larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"
@@ -154,12 +156,14 @@ class HigherOrder(Coupled):
 class NewtonDB(Coupled):
     """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
 
-    This is the Newton-Schulz form of Denman and Beavers' iteration (Higham 2008, equation 6.35). Y and Z are
-    `[N, d, d]`, and C is (A + r I) / t, with A the matrix, r the ridge, and t the bound of the largest eigenvalue of A
-    + r I by `scaling`. The eigenvalues of Z Y start in (0, 1], and each step multiplies the smallest by up to 9/4. The
-    solver accepts the exponents 1/2 and 1/4. For 1/4 it runs the iteration twice, the second time on the Y of the first
-    run (DASH, arXiv:2602.02016). The residual is ||Z Y - I||. In float32, if the condition number of C is close to 1e7,
-    rounding errors decouple Y from Z, and the residual stays large.
+    This is the Newton-Schulz form of Denman and Beavers' iteration (Higham 2008, equation 6.35). Y and Z are `[N, d,
+    d]`, and C is (A + r I) / t, with A the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by
+    `scaling`. The solver accepts the exponents 1/2 and 1/4. For 1/4 it runs the iteration twice, the second time on the
+    Y of the first run (DASH, arXiv:2602.02016).
+
+    The eigenvalues of Z Y start in (0, 1], and each step multiplies the smallest by up to 9/4. The residual is ||Z Y -
+    I||. In float32, if the condition number of C is close to 1e7, rounding errors decouple Y from Z, and the residual
+    stays large.
     """
 
     kind: Literal["newton_db"] = "newton_db"

@@ -19,8 +19,8 @@ class Cautious(Stage):
 
     d is the direction, and M is 1 where d and g have the same sign and 0 elsewhere. These are cautious updates
     (algorithm 1 of Liang et al. 2024, arXiv:2411.16085). The stage is usually the last one of a chain, and masks the
-    direction of the stages before it. Inside an eigenbasis g is the gradient in that basis. The paper divides by (n +
-    1) / n times the mean over n entries; its code divides by the mean with a floor, as this stage does.
+    direction of the stages before it. Inside an eigenbasis g is the gradient in that basis. The divisor is that of the
+    authors' code. The paper divides by (n + 1) / n times the mean over n entries, without a floor.
     """
 
     kind: Literal["cautious"] = "cautious"
@@ -31,7 +31,7 @@ class Cautious(Stage):
         return Traits(sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # the product of the signs is tested, because d g may underflow
+        # signs are multiplied, not d and g, because d g may underflow
         agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)
         flat = agrees.flatten(1)
         fraction = flat.mean(1)

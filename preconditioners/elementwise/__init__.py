@@ -1,1 +1,1 @@
-"""Stages that act on each entry, each row or one block: moments, signs, scales, clipping."""
+"""Stages whose result for an entry depends on that entry, its row or its block: moments, signs, scales, clipping."""

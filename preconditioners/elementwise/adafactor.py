@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): a rank-one second moment, and the relative step size."""
+"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): a rank-one second moment and the relative step size."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Adafactor(Stage):
 
     r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps)
 
-    g is the gradient, d the direction, t the step; mean_n is the mean over the last axis, and mean_m the mean over the
-    last but one. The decay b is 1 - t^-decay_power, which needs no bias correction, or a constant `beta` with bias
-    correction by 1 - beta^t. Blocks with fewer than two axes store the full v. The update clipping of section 6 of the
-    paper is the stage `clip_rms`, and the paper's relative step size is the stage `relative_step`.
+    g is the gradient, d the direction, and t the step. mean_n is the mean over the last axis, and mean_m the mean over
+    the last but one. The decay b is 1 - t^-decay_power, which needs no bias correction. With a constant `beta`, b is
+    `beta`, and the means are divided by 1 - beta^t. Blocks with fewer than two axes store the full v.
+
+    The update clipping of section 6 of the paper is the stage `clip_rms`, and the paper's relative step size is the
+    stage `relative_step`.
     """
 
     kind: Literal["adafactor"] = "adafactor"
@@ -58,7 +60,8 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # entries of v below the squared rounding errors of the gradient are noise, and are raised to that value
+        # entries of v below the squared rounding errors of the gradient have no information, and are raised to that
+        # value
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))
@@ -79,7 +82,7 @@ class Adafactor(Stage):
         return max(self.eps**2, torch.finfo(like.dtype).tiny)
 
     def _floored(self, v: Tensor) -> Tensor:
-        """Return the square root of second moments v, where entries below `_floor` are raised to `_floor` first."""
+        """Return sqrt(v) for second moments v, after entries below `_floor` are raised to it."""
         return v.clamp_min(self._floor(v)).sqrt_()
 
 

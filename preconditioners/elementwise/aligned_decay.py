@@ -19,9 +19,9 @@ class AlignedDecay(Stage):
     """rate [d W > 0] W,  with W the parameter, d the direction;  with `follow_lr`:  rate lr [d W > 0] W
 
     lr is the learning rate, and [d W > 0] is 1 where d and W have the same sign and 0 elsewhere. This is weight decay
-    as a direction, for one path of a `sum` whose other path is the update. The mask [d W > 0] uses the direction of the
-    stages before this one on its path, for example a slow momentum in ANVIL (modded-nanogpt #360). To mask by the
-    update itself, use the weight decay `cautious`, which needs no `sum` (Chen et al. 2025, arXiv:2510.12402).
+    as a direction, for one path of a `sum` whose other path is the update. d is the direction of the stages before this
+    one on its path, for example a slow momentum in ANVIL (modded-nanogpt #360). To mask by the update itself, use the
+    weight decay `cautious`, which needs no `sum` (Chen et al. 2025, arXiv:2510.12402).
     """
 
     kind: Literal["aligned_decay"] = "aligned_decay"
@@ -35,5 +35,5 @@ class AlignedDecay(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         weight = context.tensor("parameter", direction)
         rate = self.rate * context.tensor("lr", direction) if self.follow_lr else self.rate
-        # the product of the signs is tested, because d W may underflow
+        # signs are multiplied, not d and W, because d W may underflow
         return torch.where(direction.sign() * weight.sign() > 0, weight, 0.0) * rate

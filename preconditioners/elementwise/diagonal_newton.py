@@ -20,11 +20,11 @@ class DiagonalNewton(Stage):
     """clip(d / max(gamma h, eps), -bound, bound)  with  h <- b h + (1 - b) H  in steps in which H is provided
 
     d is the direction, and b is `beta`. H is an estimate of the diagonal of the Hessian, the signal `hessian_diagonal`,
-    and h is the running mean of H. After a momentum without bias correction this is Sophia (Liu et al. 2023,
-    arXiv:2305.14342, Algorithm 3). Provide H in the first step and then about every 10 steps. Estimate H by
-    Hutchinson's method, or by squared gradients of a loss with labels that are drawn from the model
-    (Gauss-Newton-Bartlett). Where h is not positive the result is `bound` with the sign of d, unless |d| is below eps *
-    bound.
+    and h is the running mean of H. Provide H in the first step and then about every 10 steps, by Hutchinson's method or
+    by Gauss-Newton-Bartlett (squared gradients of a loss with labels that are drawn from the model).
+
+    After a momentum without bias correction this is Sophia (Liu et al. 2023, arXiv:2305.14342, Algorithm 3). Where h is
+    not positive the result is `bound` with the sign of d, unless |d| is below eps * bound.
     """
 
     kind: Literal["diagonal_newton"] = "diagonal_newton"

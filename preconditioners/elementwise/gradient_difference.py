@@ -18,9 +18,9 @@ from ..base import Stage, Traits
 class GradientDifference(Stage):
     """d + gamma b / (1 - b) (d - d_last),  d_last the direction d of the last step, 0 at first
 
-    b is `beta`, and d is usually the gradient. The stage uses the gradient of the last step to reduce the variance of
-    d. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) is a `transform`: `before` has this stage and a
-    clipping to norm 1, and `inner` has a momentum with decay b and second moments of any kind.
+    b is `beta`, and d is usually the gradient. Adding its change since the last step reduces the variance of the
+    momentum that follows. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) is a `transform`: its `before`
+    has this stage and a clipping to norm 1, and its `inner` has a momentum with decay b and any second moments.
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"

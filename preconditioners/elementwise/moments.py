@@ -20,13 +20,14 @@ from ..algebra.exponents import Exponents, exponent_of
 from ..base import FirstMoment, SecondMoment, Stage, Traits
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
-"""Slot for the product b_1 ... b_t of the decays of steps 1 to t. It is used in place of b^t if the decay is scheduled.
+"""Slot for the product b_1 ... b_t of the decays of steps 1 to t. If the decay is scheduled, this product takes the
+place of b^t in the bias correction.
 """
 
 _ROOT = Fraction(1, 2)
 """Default of the exponent e in `rms`, which divides by v^e."""
 _MEAN_OVER = {"row": -1, "column": -2}
-"""Axis over which squares are averaged, by value of the field `per`."""
+"""Axis over which `rms` averages squares, for the values "row" and "column" of its field `per`."""
 
 
 class Momentum(Stage):
@@ -36,12 +37,15 @@ class Momentum(Stage):
     nesterov:  (b m + (1 - b) d) / (1 - b^(t+1))
     beta3:     (b3 m_old + (1 - b3) d) / (1 - b3 b^(t-1))
 
-    With `nesterov` the newest direction is added a second time, as Sutskever et al. 2013 (section 2) do with a sum; the
-    denominator is the sum of all weights. NAdam (Dozat 2016) has one denominator for each of the two terms, b m / (1 -
-    b^(t+1)) + (1 - b) d / (1 - b^t), so that the weights add up to more than 1. b3 is the field `beta3`; the newest
-    direction has the weight 1 - b3 in the result, and m_old is the mean before this step (Shi et al. 2023, filtered
-    gradient). Without bias correction the denominators are 1. If b is scheduled, b^t stands for the product of its
-    values in steps 1 to t. The sum m <- b m + d is the stage `heavy_ball`.
+    The denominators are the sums of all weights so far. Without bias correction they are 1. If b is scheduled, b^t
+    stands for the product of its values in steps 1 to t. The sum m <- b m + d is the stage `heavy_ball`.
+
+    With `nesterov` the newest direction is added a second time, as Sutskever et al. 2013 (section 2) do with a sum.
+    NAdam (Dozat 2016) has one denominator for each of the two terms, b m / (1 - b^(t+1)) + (1 - b) d / (1 - b^t), so
+    that the weights add up to more than 1.
+
+    With the field `beta3`, b3, the newest direction has the weight 1 - b3 in the result, and m_old is the mean before
+    this step (Shi et al. 2023, filtered gradient).
     """
 
     kind: Literal["momentum"] = "momentum"
@@ -79,7 +83,7 @@ class Momentum(Stage):
         return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
-        """Return the new direction with the decay `beta3`, and update the mean m in its slot.
+        """Return the new direction if `beta3` is set, and update the mean m in its slot.
 
         m: the mean before this step.
         """
@@ -96,9 +100,7 @@ class Momentum(Stage):
 
 
 def _multiplied(state: State, beta: float) -> Tensor:
-    """Multiply the product of all earlier decays, which is stored in the slot `product`, by `beta`. Return the new
-    product `[N]`.
-    """
+    """Return the product `[N]` of all decays so far, after multiplying the slot `product` by `beta`."""
     product = state["product"] * beta
     state["product"] = product
     return product
@@ -118,14 +120,14 @@ class MomentumMixture(Stage):
     nesterov n:   n o + (1 - n) d
 
     d is the direction, m_k the k-th mean with decay b_k and weight w_k, o the sum, and n the field `nesterov`. The
-    means are not divided by 1 - b_k^t. Decays and weights may be schedules. Means with equal decays are equal, so that
-    a mixture may start with equal decays, as one momentum, and change to different decays later without a jump.
+    means have no bias correction. Mean k = 0, 1, ... is stored in the slot `m<k>`, so that a recipe can store the slow
+    means in 8 bits. Decays and weights may be schedules. A mixture may start with equal decays, as one momentum, and
+    change to different decays later without a jump, because means with equal decays are equal.
 
     Two means with weights 0.4385 and 0.5615 are bi-Maxwell momentum (modded-nanogpt #339, #340). K-Maxwell momentum
     (#357, #359) has six or eight means whose weights change during the run; `k_maxwell` computes these weights.
     `maximum_entropy` computes weights with which a mixture approximates the momentum of #368 and #369. Earlier mixtures
     with constant weights are QHM (Ma & Yarats 2019, arXiv:1810.06801) and AggMo (Lucas et al. 2019, arXiv:1804.00325).
-    Mean k = 0, 1, ... is stored in the slot `m<k>`, so that a recipe can store the slow means in 8 bits.
     """
 
     kind: Literal["momentum_mixture"] = "momentum_mixture"
@@ -162,9 +164,9 @@ class HeavyBall(Stage):
     m <- b m + w d;  m               w = 1 - dampening, b = beta, d the direction
     nesterov:  b m + w d             (Sutskever et al. 2013)
 
-    With dampening, this stage gives all directions the weight 1 - dampening by default. torch.optim.SGD gives weight 1
-    to the first direction (here by `undamped_start`), and to the direction that the look-ahead adds (here by
-    `undamped_nesterov`). For a running mean use the stage `momentum`.
+    All directions have the weight w by default. torch.optim.SGD gives the weight 1 to the first direction (set
+    `undamped_start`), and to the direction that `nesterov` adds (set `undamped_nesterov`). For a running mean use the
+    stage `momentum`.
     """
 
     kind: Literal["heavy_ball"] = "heavy_ball"
@@ -218,9 +220,10 @@ class RMS(Stage):
     b^t stands for the product of its values in steps 1 to t. With `eps_on: raw` eps is added before bias correction,
     and the divisor is (v^e + eps) / c^e, as in implementations that fold the correction into the step size.
 
-    With `per: row` v is the running mean of the mean of x^2 over the last axis, with `per: column` over the last but
-    one. `per: longest` is `row` for blocks with at least as many rows as columns, and else `column`. With `per: block`
-    the mean is over all entries of the block (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
+    v has one number for each entry, or with `per` one for several entries. Then x^2 is replaced by its mean: with `per:
+    row` over the last axis, with `per: column` over the last but one, and with `per: block` over all entries of the
+    block (Adam-mini, Zhang et al. 2024, arXiv:2406.16793). `per: longest` is `row` for blocks with at least as many
+    rows as columns, and else `column`.
     """
 
     kind: Literal["rms"] = "rms"
@@ -281,7 +284,10 @@ class RMS(Stage):
         )
 
     def _per(self, block: tuple[int, ...]) -> str:
-        """Return `per` for blocks of this shape: "entry", "row", "column" or "block"."""
+        """Return the value of `per` for blocks of this shape, with "longest" replaced by "row" or "column".
+
+        A vector has the value "entry" in place of "row" and "column".
+        """
         if len(block) < 2 and self.per != "block":
             return "entry"
         if self.per == "longest":
@@ -293,7 +299,7 @@ class RMS(Stage):
         return {**own, "product": PRODUCT} if self.scheduled("beta") and self._corrected() else own
 
     def _moment(self, block: tuple[int, ...]) -> Slot:
-        """Return the slot of the second moment v for blocks of this shape."""
+        """Return the declaration of the slot v, the second moment, for blocks of this shape."""
         per, plain = self._per(block), self.source == "gradient" and not self.scheduled("beta")
         if per == "block":
             return Slot((), role="second_moment")
@@ -317,8 +323,8 @@ class RMS(Stage):
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
 
     def _correction(self, state: State, exponent: float, like: Tensor, context: StepContext) -> Tensor:
-        """Return c^e, by which v^e is divided, shaped like `like`. c = 1 - b^t is the bias correction of the second
-        moment v, and e the exponent.
+        """Return c^e, shaped to divide v^e. c = 1 - b^t is the bias correction of the second moment v, and e the
+        exponent.
         """
         if "product" in state:  # beta is scheduled
             return per_block((1 - _multiplied(state, self.beta)) ** exponent, like).to(like.dtype)
@@ -329,7 +335,7 @@ class RMS(Stage):
         return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
-        """Update the second moment v by the squares of x, store it, and return it."""
+        """Add the squares of x to the second moment v in its slot, and return v."""
         v = state["v"]
         weight = 1 - self.beta if self.beta < 1 and self.damped else 1.0
         per = self._per(state.block)
@@ -348,8 +354,8 @@ class LaggedRMS(Stage):
     The first gradient only initializes v; the parameter is not changed in that step.
 
     d is the direction, g the gradient, b = beta, p = clip_power, and t = 1, 2, ... the number of the update. ADOPT
-    (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum. The divisor of a gradient
-    does not contain this gradient, so that Adam converges with any b.
+    (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum. A gradient is divided by a v
+    that does not contain this gradient, so that Adam converges with any b.
     """
 
     kind: Literal["lagged_rms"] = "lagged_rms"

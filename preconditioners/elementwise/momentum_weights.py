@@ -1,4 +1,7 @@
-"""Weights of `momentum_mixture` that change during a run, computed from a few statistics of the momentum's kernel."""
+"""Weights for the stage `momentum_mixture` that change during a run.
+
+The weights are computed from a few statistics of the kernel of a momentum: the weights that it gives to past gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ def k_maxwell(
 ) -> list[dict[str, Any]]:
     """Return the `means` of a `momentum_mixture` whose mean age changes linearly from `start_age` to `end_age`.
 
-    The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are
-    w_k = c k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture.
-    Until `begin` all means have the decay `beta`. From then to the end of the run the weights change from the weights
-    with mean age `start_age` to the weights with mean age `end_age`.
+    The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are w_k = c
+    k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture. Until
+    `begin` all means have the decay `beta`. From `begin` to the end of the run the weights change linearly from those
+    of `start_age` to those of `end_age`.
 
     `k_maxwell(8, 58, 26)` has the weights of modded-nanogpt #357, and `k_maxwell(6, 50, 22)` those of #359.
 
@@ -78,8 +81,8 @@ def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[n
     """Return the kernel of maximum entropy with given statistics (modded-nanogpt #368, #369).
 
     The weights w_k of the ages k = 2, 3, ... have the largest -sum_k w_k log w_k of all weights with these statistics.
-    They are w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method on the convex dual problem finds the numbers
-    b, c and d, and a follows from the sum of the weights.
+    They are w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method finds b, c and d, and a follows from the sum
+    of the weights.
 
     Args:
         statistics: Statistics of the kernel.
@@ -120,10 +123,12 @@ def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[n
 
 
 _NEWTON_STEPS = 200
-"""Largest number of Newton steps. About ten steps suffice for statistics that positive weights can have."""
+"""Largest number of Newton steps in `entropy_kernel`. About ten suffice if positive weights have the wanted
+statistics.
+"""
 _DUAL_TOLERANCE = 1e-12
-"""Largest accepted error of a mean of (-1)^age, age or log(1 + age) under the weights, divided by the range of the
-averaged numbers. float64 reaches about 1e-15.
+"""Largest error of a statistic that `entropy_kernel` accepts, relative to the range of the averaged numbers. float64
+reaches about 1e-15.
 """
 
 
@@ -135,18 +140,19 @@ def maximum_entropy(
     beta: float = 0.95,
     begin: float = 0.25,
 ) -> list[dict[str, Any]]:
-    """Return the `means` of a `momentum_mixture` near a kernel of maximum entropy that changes during the run.
+    """Return the `means` of a `momentum_mixture` that approximates the momentum of the records #368 and #369.
 
-    The records #368 and #369 store 256 gradients, and their kernel changes linearly from the kernel of maximum entropy
-    with the statistics `start` to the one with the statistics `end`. Here `count` running means with log-spaced mean
-    ages replace the stored gradients. The kernel of the mixture has the same sum and the same mean age as the kernel of
-    the records. Among all weights of the means with this property, negative weights included, the function returns
-    those whose mixture has the least squared distance from the kernel of the records. With the statistics of the
-    records and eight means, the absolute differences of the two kernels sum to 0.24 at the start and to 0.10 at the
-    end, because the kernel of the records alternates from age to age. Until `begin` all means have the decay `beta`.
+    The records store 256 gradients. Their kernel changes linearly from the kernel of maximum entropy with the
+    statistics `start` to the one with the statistics `end`. Here `count` running means with log-spaced mean ages
+    replace the stored gradients. Until `begin` all means have the decay `beta`.
 
-    (90, 3.7153849427, 0.07235, 0.02235) and (24.05, 2.3786333904, 0.137, 0.087) are the statistics of the records at
-    the start and at the end.
+    The mixture has the same sum of weights and the same mean age as the kernel of the records. Under this condition its
+    weights, which may be negative, minimize the squared distance from that kernel. The distance is not 0, because the
+    kernel of the records alternates from age to age: with eight means, the absolute differences sum to 0.24 at the
+    start and to 0.10 at the end.
+
+    The records have the statistics (90, 3.7153849427, 0.07235, 0.02235) at the start and (24.05, 2.3786333904, 0.137,
+    0.087) at the end.
 
     Args:
         count: Number of means, at least 2.
@@ -178,7 +184,9 @@ def maximum_entropy(
 
 
 def _log_spaced(count: int, ages: tuple[float, float]) -> list[float]:
-    """Return log-spaced mean ages from the youngest to the oldest. Raise ValueError if they are not in order."""
+    """Return `count` log-spaced mean ages from `ages[0]` to `ages[1]`. Raise ValueError if `ages` is not in
+    ascending order.
+    """
     youngest, oldest = ages
     if count < 2 or not 0 < youngest < oldest:
         raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
@@ -188,9 +196,10 @@ def _log_spaced(count: int, ages: tuple[float, float]) -> list[float]:
 def _annealed(
     betas: Sequence[float], start: Sequence[float], end: Sequence[float], beta: float, begin: float
 ) -> list[dict[str, Any]]:
-    """Return means whose decays change from `beta` to `betas` at `begin`.
+    """Return the `means` of a mixture, whose decays and weights are schedules.
 
-    The weights of the means change linearly from `start` at `begin` to `end` at the end of the run.
+    Before `begin` all decays are `beta`, and afterwards `betas`. From `begin` to the end of the run the weights change
+    linearly from `start` to `end`.
     """
 
     def jump(before: float, after: float) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Multiplication of a block by one number: a function of its shape, or the number that sets or clips its norm."""
+"""Stages that multiply a block by one number: a function of its shape, or a number that sets or limits its norm."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Normalize(Stage):
 
     Before the first stage that keeps state the gradient is d itself, and `norm_preserving` then only multiplies by
     `factor`. To give the result of stages without state the norm of their input, use a `graft` with these stages as
-    `direction` and `identity` as `magnitude`. Factors that depend on the shape alone are the stage `scale`.
+    `direction` and `identity` as `magnitude`. For factors that depend on the shape alone, use the stage `scale`.
     """
 
     kind: Literal["normalize"] = "normalize"
@@ -104,8 +104,9 @@ class Normalize(Stage):
 
 
 class ClipRMS(Stage):
-    """d / max(1, RMS(d) / threshold), for each block of the direction d (update clipping, Shazeer & Stern 2018, section
-    6).
+    """d / max(1, RMS(d) / threshold), for each block of the direction d.
+
+    This is the update clipping of Adafactor (Shazeer & Stern 2018, section 6).
     """
 
     kind: Literal["clip_rms"] = "clip_rms"
@@ -121,7 +122,9 @@ class ClipRMS(Stage):
 
 
 def norm_over(x: Tensor, per: str, context: StepContext) -> Tensor:
-    """Return the Frobenius norm of each block of x, or with `per` "parameter" of the block's parameter, `[N]`."""
+    """Return the Frobenius norm for each block of x, `[N]`. With `per` "parameter" it is the norm of the block's
+    parameter.
+    """
     norm = block_norm(x)
     return context.parameter_sum(norm.square()).sqrt() if per == "parameter" else norm
 
@@ -129,9 +132,9 @@ def norm_over(x: Tensor, per: str, context: StepContext) -> Tensor:
 class ClipNorm(Stage):
     """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
 
-    Before the first stage that keeps state, d is the gradient, and the gradient is clipped; after that stage d is the
-    direction. With `per: model` ||d|| is replaced by the norm of the gradients of all parameters, before any stage, as
-    in `torch.nn.utils.clip_grad_norm_`.
+    d is the direction. Before the first stage that keeps state, d is the gradient, which is then clipped, too. With
+    `per: model` ||d|| is replaced by the norm of the gradients of all parameters, before any stage, as in
+    `torch.nn.utils.clip_grad_norm_`.
     """
 
     kind: Literal["clip_norm"] = "clip_norm"
@@ -159,6 +162,7 @@ class ClipRunningNorm(Stage):
     d is the direction, t the step, and m a running mean of the norms of clipped directions, for each block or each
     parameter. In the first `start` steps, and while m = 0, c is 1. AdaGC (Wang et al. 2025, arXiv:2502.11034) clips by
     the norm of the whole model in the first steps instead, and then starts with m as the smallest norm of these steps.
+
     The stage keeps state. Therefore the stages after it receive the clipped direction, but the unclipped gradient. To
     clip both, use `{kind: transform, before: clip_running_norm, inner: [momentum, rms]}`.
     """

@@ -1,4 +1,4 @@
-"""Rows with mean 0 and RMS 1, and rows and columns with equal RMS."""
+"""Stages that give rows mean 0 and RMS 1, or give all rows and all columns equal RMS."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..base import Stage, Traits
 
 
 class Standardize(Stage):
-    """(d - mean(d)) / sd(d), mean and standard deviation over the last axis; constant rows become 0 (SWAN, Ma et al.
-    2024, arXiv:2412.13148, GradNorm).
+    """(d - mean(d)) / sd(d), with the mean and the standard deviation of each row, which is along the last axis of d.
 
-    `center: false` divides by the root mean square instead.
+    This is GradNorm of SWAN (Ma et al. 2024, arXiv:2412.13148). Constant rows become 0. With `center: false` rows are
+    divided by their root mean square, and no mean is subtracted.
     """
 
     kind: Literal["standardize"] = "standardize"
@@ -41,10 +41,10 @@ class Standardize(Stage):
 class Sinkhorn(Stage):
     """Scale rows to RMS 1, then columns to RMS 1, `rounds` times;  X is a block as a matrix, first axis x the rest.
 
-    For a square X the squares of the entries, divided by its order, converge to the doubly stochastic matrix of
-    Sinkhorn & Knopp (1967). Alone the stage is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm
-    3); it is also used inside `adaptive_rotation`. A vector is scaled to RMS 1. Rows and columns whose RMS is as small
-    as rounding errors of the largest entry become 0.
+    Alone the stage is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm 3); it is also used inside
+    `adaptive_rotation`. For a square X of order n, the matrix of squared entries divided by n converges to the doubly
+    stochastic matrix of Sinkhorn & Knopp (1967). A vector is scaled to RMS 1. Rows and columns that have only rounding
+    errors of the largest entry become 0.
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"
