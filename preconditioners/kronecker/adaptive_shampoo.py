@@ -29,11 +29,13 @@ class AdaptiveShampoo(Factored):
     r <- max(eps, r h / threshold);  where the new r is above `ceiling`: S <- A, r <- eps
 
     d is the direction, x_i the product along axis i, r_i the damping of axis i, and A the present statistic. In the
-    second and third line the index i is left out, and h is an estimate of the relative error of the stale root. As long
-    as the required damping is small, a stale root is damped; otherwise the statistic is decomposed again. Damping and
-    cadence thus follow from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). The field `refresh` is the cadence at which
-    h is computed, at the cost of two matrix products for each axis. The decision is made separately for each block and
-    axis. By default e = 1 / (2k), where k is the number of axes that have a factor.
+    second and third line the index i is left out. By default e = 1 / (2k), where k is the number of axes that have a
+    factor.
+
+    h is an estimate of the relative error of the stale root. While the damping r that this error requires is small, the
+    stale root is used with this damping. Otherwise the statistic is decomposed again. Damping and cadence thus follow
+    from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). The decision is made separately for each block and axis. The
+    field `refresh` is the cadence at which h is computed, at the cost of two matrix products for each axis.
     """
 
     kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"
@@ -89,9 +91,9 @@ class AdaptiveShampoo(Factored):
                 self._decompose(state, axis, a, (rows, due))
 
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
-        """Return the damping `[N]` for which the error h of the stale root is about `threshold`. This is r h /
-        threshold, with r the present damping, but at least `eps`. It becomes the damping of all blocks that are not
-        decomposed again.
+        """Return the damping `[N]` with which the error h of the stale root is about `threshold`, but at least `eps`.
+
+        This is r h / threshold, where r is the present damping. Blocks that are not decomposed again get this damping.
 
         a: the present statistic A `[N, d, d]`.
         """
@@ -106,11 +108,11 @@ class AdaptiveShampoo(Factored):
         return wanted
 
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
-        """Replace S, the decomposed statistic, by the present statistic A where a decomposition is due and succeeds.
+        """Decompose the present statistic A of the blocks that are due, and let it replace S where this succeeds.
 
         a: A `[N, d, d]`.
-        due: (indices of the rows to decompose, bool `[N]`). The bool is True for blocks that use the decomposition. On
-            a device all rows are decomposed, because the host does not read this bool.
+        due: (indices of the rows to decompose, bool `[N]`). The bool is True for blocks that are due. On a device all
+            rows are decomposed, because the host does not read the bool, and the other blocks do not use the result.
         """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])

@@ -1,4 +1,4 @@
-"""The base of stages with Kronecker factors: a statistic for each axis, and a matrix computed from the statistic."""
+"""The base of stages with Kronecker factors: they have a statistic for each axis, and compute a matrix from it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ..statistics import Gram, Power, Statistic
 
 
 class Factored(Stage):
-    """A statistic A_i for each axis i of the block, and a matrix that a refresh computes from A_i.
+    """A stage with a statistic A_i for each axis i of the block. A refresh computes a root or a basis of A_i.
 
-    The matrix, a root or a basis, is in the slot `<matrix>.<i>` `[N, d, d]`, and is the identity before its first
-    refresh. If the solver fails for a matrix, the matrix keeps its last value. The slot `failures.<i>` counts
-    consecutive failures; a refresh that succeeds resets the count. The matrix of a diagonal factor is stored as its
-    diagonal `[N, d]`. This diagonal is transported when a basis around the stage changes.
+    This matrix is in the slot `<matrix>.<i>` `[N, d, d]`, and is the identity before its first refresh. If the solver
+    fails for a matrix, the matrix keeps its last value. The slot `failures.<i>` counts consecutive failures; a refresh
+    that succeeds resets the count. The matrix of a diagonal factor is stored as its diagonal `[N, d]`. If the stage is
+    inside the basis of another stage, this diagonal is transported when that basis changes.
     """
 
     statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
@@ -54,7 +54,7 @@ class Factored(Stage):
 
     @property
     def pending_order(self) -> bool:
-        """True if a delayed refresh also stores the order of the columns, in a pending slot of its own."""
+        """True if a delayed refresh also stores the order of the columns of a basis, in a pending slot."""
         return False
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,23 +62,22 @@ class Factored(Stage):
         return self.statistic.axes.of(block)
 
     def columns(self, d: int) -> int:
-        """Return the number of columns of the matrix of an axis of length d."""
+        """Return the number of columns of the matrix of an axis. d is the length of the axis."""
         return d
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        """Return a value by which axes are grouped. One call of the solver may compute the matrices of axes with equal
-        values.
+        """Return a value that is equal for axes whose matrices one call of the solver may compute. The default is
+        one value for all axes.
         """
         return None
 
     @abstractmethod
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
-        """Recompute the matrices of these axes from their statistics, and store the matrices by `commit`."""
+        """Recompute the roots or bases of these axes from their statistics, and store them by `commit`."""
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A^exponent, where A is the statistic of an axis, as a product of matrices that follow from the slots
-        of this stage.
+        """Return A^exponent for the statistic A of an axis, computed from the root or basis that the stage stores.
 
         estimate: the present estimate of A.
         """
@@ -117,12 +116,13 @@ class Factored(Stage):
     def in_frame(self, state: State, x: Tensor, context: StepContext) -> Tensor:
         """Return x `[N, *block]` in the basis in which the statistic accumulates.
 
-        The default is the basis of the gradient, so that x is returned unchanged.
+        The default is the basis of the gradient, in which x is given.
         """
         return x
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        """Update cached results of `in_frame` after some rows were refreshed. The default caches nothing.
+        """Update the results of `in_frame` that a stage has cached, after some rows were refreshed. The default caches
+        nothing.
 
         state: state of these rows.
         rows: (start, stop) of the rows in the stack.
@@ -153,7 +153,7 @@ class Factored(Stage):
             behind = 0 if axis in observed else 1
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
-        # cached, because the statistics of several axes read the same power
+        # cached, because several axes may need the same power
         powers = power if self.statistic.needs_power is None else cache(power)
         self.statistic.observe(state, self.in_frame(state, x, context), context, axes, powers)
 
@@ -162,18 +162,20 @@ class Factored(Stage):
             self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
-        """Return the matrix, a root or a basis, of every axis that has a factor, by axis."""
+        """Return the root or basis of every axis that has a factor, by axis."""
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
-        """Return the axes in groups. A solver receives the matrices of a group as one stack.
+        """Return the axes in groups, such that a solver may receive the matrices of a group as one stack.
 
         Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
         their matrices together have at most as many entries as the blocks, so that the stack needs no more memory than
-        other parts of a step. Matrices whose size is a multiple of a cache line are compared with all blocks of the
-        stack. Matrices of other sizes are compared only with the n blocks that are refreshed now, so that the groups do
-        not depend on n. For these sizes the last bits of products depend on the addresses of the matrices, and
-        different groups would change the results.
+        other parts of a step.
+
+        The blocks are all blocks of the stack if the size of a matrix is a multiple of a cache line. Otherwise they are
+        the blocks that are refreshed now, so that the groups do not depend on the number of these blocks: for such
+        sizes the last bits of products depend on the addresses of the matrices, and other groups would change the
+        results.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -186,8 +188,9 @@ class Factored(Stage):
         return list(found.values())
 
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor, tried: Tensor | None = None) -> None:
-        """Write the new matrix of an axis where ok `[N]` is True, and reset the count of failures there. Elsewhere the
-        matrix stays, and the count increases by 1.
+        """Write the new root or basis of an axis where ok `[N]` is True, and set the count of failures to 0 there.
+
+        Where ok is False, the slot keeps its value, and the count of failures increases by 1.
 
         value: the new matrices, with the shape of the slot.
         tried: bool `[N]`, True where a solver was run. Where no solver was run, nothing changes. None: a solver was run
@@ -201,11 +204,11 @@ class Factored(Stage):
             state[name], state[count] = where_blocks(ok, value, state[name]), torch.where(ok, 0, failed)
 
     def results(self, axis: int, value: Tensor, ok: Tensor, order: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the results of a delayed refresh of one axis, by pending slot.
+        """Return the results of a delayed refresh of one axis, by name of the pending slot.
 
         The slot `pending.result.<axis>` is 1 where the solver succeeded, -1 where it failed, and 0 without a result.
 
-        value: the matrix, with the shape of its slot.
+        value: the root or basis, with the shape of its slot.
         ok: bool `[N]`, False where the solver failed.
         order: `[N, r]`, the old column of each new column. None: columns keep their order.
         """
@@ -215,8 +218,8 @@ class Factored(Stage):
         return found
 
     def pending(self, state: State, axis: int) -> Pending:
-        """Return the pending result of one axis. The slot `pending.result.<axis>` becomes 0, so that the result is used
-        only once.
+        """Return the pending result of one axis. The slot `pending.result.<axis>` is set to 0, so that the result is
+        used once.
         """
         result = state[_pending("result", axis)]
         ok, tried = result > 0, result != 0
@@ -228,8 +231,8 @@ class Factored(Stage):
 class Pending(NamedTuple):
     """The result of a delayed refresh of one axis.
 
-    found: the result of the solver: `q` is the matrix in the shape of its slot, and `ok` marks successes. `order` is
-        None if the stage has no pending slot for the order.
+    found: the result of the solver. Its `q` is the root or basis in the shape of the slot, and `ok` is True where the
+        solver succeeded. `order` is None if the stage has no pending slot for the order.
     tried: bool `[N]`, True where there is a result.
     """
 
@@ -238,10 +241,10 @@ class Pending(NamedTuple):
 
 
 def _pending(name: str, axis: int) -> str:
-    """Return the name of the pending slot for one result of an axis, such as its root."""
+    """Return the name of the pending slot of an axis for `name`, such as "root" or "order"."""
     return f"pending.{name}.{axis}"
 
 
 def joined(stacks: Sequence[Tensor]) -> Tensor:
-    """Return stacks of matrices as one stack. A single stack is returned as it is, without a copy."""
+    """Return several stacks of matrices as one stack. A single stack is returned as it is, without a copy."""
     return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))

@@ -1,4 +1,4 @@
-"""Changes of basis: the state of a chain is rotated or reordered, and second moments are fitted to known sums.
+"""Changes of the basis of a chain: its state is rotated or reordered, and its second moments are fitted to known sums.
 
 Legend:
     N: number of blocks.
@@ -8,7 +8,7 @@ Legend:
     v: second moments `[N, *block]` in the new basis.
     m: first moments `[N, *block]` in the new basis.
     s_i: the present sums of v over all axes except i, `[N, length of axis i]`.
-    d_i: the values of these sums that follow from the statistic, diag(Q_i^T A_i Q_i), called marginals.
+    d_i: the values that these sums should have according to the statistic, diag(Q_i^T A_i Q_i), called marginals.
     w_j: weights of axis j in sums over this axis, for statistics that are whitened along j, `[N, length of axis j]`.
 """
 
@@ -39,11 +39,12 @@ ChainSlot = tuple[str, str, Slot]
 
 
 class Turn:
-    """A change of basis by R = Q_old^T Q_new `[N, r, r]`. The product is computed when it is first needed.
+    """A change of basis by R = Q_old^T Q_new `[N, r, r]`. R is computed when it is first needed.
 
     new: Q_new `[N, d, r]`.
     old: Q_old `[N, d, r]`. None: `new` is R itself.
-    order: `[N, r]`, the index of the old column from which each new column was computed. None: there is no such order.
+    order: `[N, r]`, the index of the old column from which each new column was computed. None: columns have no old
+        counterpart.
     """
 
     def __init__(self, new: Tensor, old: Tensor | None = None, order: Tensor | None = None) -> None:
@@ -64,7 +65,7 @@ class Turn:
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
 
     def chunk(self, parts: int) -> list[Turn]:
-        """Split this change of basis into `parts` changes, each for the same number of consecutive blocks."""
+        """Split this change into `parts` changes. Each is the change of the same number of consecutive blocks."""
         if parts == 1:
             return [self]
         order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
@@ -76,8 +77,9 @@ class Turn:
         return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
-        """Return R^T x along an axis without computing the rotation R, as Q_new^T (Q_old x). Return None if R is given,
-        or if it takes fewer operations to compute R and multiply x by R^T.
+        """Return R^T x along an axis, computed as Q_new^T (Q_old x) without R.
+
+        Return None if R is given, or if it takes fewer operations to compute R and multiply x by R^T.
         """
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
@@ -87,7 +89,7 @@ class Turn:
 
 
 def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
-    """Change the basis of all slots of a chain along each axis in `turns`.
+    """Transport the slots of a chain to a new basis along each axis in `turns`.
 
     slots: the slots of the chain, as `chain_slots` yields them.
     state: state of the chain; `state.block` is the shape of a block inside the chain.
@@ -96,7 +98,7 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
       exact: vectors are rotated, squares v become (R*R)^T v, with R*R the Hadamard square of R.
       marginals: the same as exact; the caller then calls `fit_second_moments`.
       permute: vectors are rotated, squares are reordered by the order of each turn.
-      none: everything stays.
+      none: no slot changes.
     """
     turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}
     slots = list(slots) if turns else []
@@ -116,9 +118,9 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
 
 
 def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
-    """Return x multiplied along the axis of each turn by R^T, where R is the rotation of the turn.
+    """Return x multiplied by R^T along the axis of each turn, where R is the rotation of the turn.
 
-    by_rotation: True to compute R and use it for the product, because another slot needs R too.
+    by_rotation: True to compute R and multiply by it, because the transport of another slot needs R too.
     """
     rotations = dict[int, Tensor]()
     for axis, turn in turns.items():
@@ -130,14 +132,14 @@ def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
 
 
 def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
-    """Return x with the entries along the axis of each turn in the new order of the columns of the basis."""
+    """Return x with its entries reordered along the axis of each turn, as the columns of the basis are."""
     for axis, turn in turns.items():
         x = x if turn.order is None else reordered(x, axis, turn.order)
     return x
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
-    """Raise ValueError if a chain has state or signals that cannot be transported when the basis changes."""
+    """Raise ValueError if a chain has state or signals that cannot be transported when the basis around it changes."""
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis", "pending"):
             raise ValueError(
@@ -153,8 +155,9 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
 
 
 def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
-    """Return the order of columns `[N, r]` where the solver succeeded, and the unchanged order elsewhere. If `order` is
-    None, return None.
+    """Return `order` `[N, r]` where ok is True, and 0, 1, ..., r - 1 elsewhere. If `order` is None, return None.
+
+    ok: bool `[N]`, True where the solver succeeded and the new basis is used.
     """
     if order is None or known_to_hold(ok):
         return order
@@ -169,13 +172,13 @@ def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
 
 
 def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
-    """Return the marginals d_i = diag(Q_i^T A_i Q_i) `[N, d]` of an axis, in the unit of `a`. Entries below the
-    rounding error are set to 0.
+    """Return the marginals d_i = diag(Q_i^T A_i Q_i) `[N, d]` of an axis. Entries below the rounding error are set to
+    0.
 
-    a: statistic A_i `[N, d, d]` in any unit.
+    a: statistic A_i `[N, d, d]`, in any unit; the marginals have the same unit.
     basis: Q_i `[N, d, d]`. None: the statistic is already in the basis.
-    found: `[N, d]`, d_i of blocks for which the solver has already computed d_i, and NaN for all other blocks. None:
-        the solver has computed d_i for no block.
+    found: `[N, d]`, the marginals of blocks for which the solver has already computed them, and NaN for all other
+        blocks. None: the solver has computed none.
     """
     if basis is None:
         d = a.diagonal(dim1=-2, dim2=-1)
@@ -188,9 +191,9 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """Return the weights w_i `[N, d]` of an axis for sums over this axis, if statistics are whitened along it.
+    """Return the weights w_i `[N, d]` of an axis in sums over this axis, for statistics that are whitened along it.
 
-    The weights are the eigenvalues d_i divided by their mean, clamped to at least `floor`, and raised to `exponent`.
+    The weights are the eigenvalues d divided by their mean, clamped to at least `floor`, and raised to `exponent`.
     """
     values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
     return to_power(values, float(exponent))
@@ -207,9 +210,9 @@ def fit_second_moments(
     weights: by axis j of the block, the weights w_j in sums over this axis. Empty: the statistics are not whitened.
 
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
-    y^T / mean(x) with vectors x and y. If the marginals of both vectors are known, a full correction of both would
-    apply the same correction to v twice. Each vector is therefore replaced by the geometric mean of its present value
-    and the value that follows from its marginal.
+    y^T / mean(x) with vectors x and y. A change of one entry of v is in the sum of its row and in the sum of its column, and would
+    count twice if x and y were corrected in full. If the marginals of x and y are known, each vector is therefore
+    multiplied by the square root of its full correction.
 
     Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
     for every first moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v
@@ -247,8 +250,7 @@ def _moments(
 
 
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
-    """Return for each block the smallest factor c >= 1 of its second moment v, `[N]`, for which mean(m^2 / (c v)) does
-    not exceed a limit for any first moment m. `fit_second_moments` explains the limit.
+    """Return for each block the factor c `[N]` by which `fit_second_moments` multiplies its second moment v.
 
     Entries of v below the rounding error, for example in directions without gradients, are ignored.
 
@@ -257,7 +259,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
     decay: decay b of v.
     """
     mean = v.flatten(1).mean(-1)
-    # entries of v up to this size may be rounding errors of rotations; 16 is a margin
+    # smaller entries of v may be rounding errors of rotations; the factor 16 is a margin
     rounding = mean * (v[0].numel() * (16 * torch.finfo(v.dtype).eps) ** 2)
     hidden = None
     if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
@@ -273,7 +275,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the marginals of the axes that a slot has, by axis of the slot.
+    """Return the marginals of the axes that a slot has. The keys are axes of the slot, not of the block.
 
     marginals: the marginals by axis of the block.
     """
@@ -282,8 +284,9 @@ def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) 
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raise ValueError if the marginals of a chain's second moments do not follow from the statistic of the basis.
-    Marginals are the sums over all axes except one.
+    """Raise ValueError if the statistic does not determine the marginals of a chain's second moments.
+
+    Marginals are the sums over all axes except one. `transport: marginals` needs them.
 
     keeps_all_columns: True if the solver computes all columns of the basis.
     """
@@ -292,7 +295,9 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """Return the first condition of `transport: marginals` that does not hold, as text with the value found instead.
+    """Return a text about the first condition of `transport: marginals` that does not hold, with the value found
+    instead.
+
     Return None if all conditions hold.
     """
     decay = statistic.decay_of_squares
@@ -313,7 +318,7 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
-    """Return a second moment v as one tensor `[N, *block]`, with length 1 along an axis that the moment does not have.
+    """Return a second moment v as one tensor `[N, *block]`, with length 1 along each axis over which v is a mean.
 
     parts: the tensors of the moment, each with its slot. A factored moment has two tensors. A full moment, or a moment
         of rows or columns alone, has one.
@@ -331,10 +336,10 @@ def fit_(
     """Scale v in place, v <- v * prod_i (d_i / s_i)^power, and then scale v to its former sum. Return v.
 
     s_i are the present sums of v over all axes except i, and d_i the sums that v should have. This is one step of
-    iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. With power 1, the fitted v has
-    exactly the marginals d_i if v is an outer product of one vector for each axis, or has a single axis.
+    iterative proportional fitting (Deming & Stephan 1940), for all axes at once. With power 1, the fitted v has exactly
+    the marginals d_i if v is an outer product of one vector for each axis, or has a single axis.
 
-    marginals: d_i by axis of v, in any unit. An entry of 0 means that the marginal is not known there.
+    marginals: d_i by axis of v, in any unit. An entry of 0 means that the sum is not known there.
     weights: w_j by axis of v. With weights, s_i is the sum of v prod_(j != i) w_j. None: there are no weights.
     """
     total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
@@ -347,8 +352,11 @@ def fit_(
 
 
 def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: float) -> dict[int, Tensor]:
-    """Return by axis i the factor (d_i / s_i)^power that `_factor` computes, with d_i the wanted sums and s_i the
-    present sums. Axes of equal length are computed as one tensor.
+    """Return the factor (d_i / s_i)^power of each axis i, as `_factor` computes it. Axes of equal length share one
+    call.
+
+    marginals: the wanted sums d_i by axis.
+    sums: the present sums s_i of all axes.
     """
     lengths: dict[int, list[int]] = {}
     for axis, d in marginals.items():
@@ -361,13 +369,10 @@ def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: flo
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d_i / s_i)^power for one axis, with the wanted sums d_i scaled so that they have the same total as the
-    present sums s_i.
+    """Return (d / s)^power for one axis, after d is scaled to the same total as s. The factor is 1 where d or s is 0.
 
-    The factor is 1 where d_i or s_i is 0, because the factor is not known there.
-
-    d: d_i `[N, length of the axis]`.
-    s: s_i in the same shape.
+    d: the wanted sums `[N, length of the axis]`.
+    s: the present sums, in the same shape.
     """
     known = (d > 0) & (s > 0)
     unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
@@ -378,8 +383,7 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
 def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
     """Return for every axis i the sums s_i of v over all other axes, with the weights of those axes.
 
-    The sum of v over all axes except the first is s_1. The sum of v over the first axis is a smaller tensor, from which
-    the sums of the other axes are computed in the same way.
+    The sums of the axes after the first are computed from the sum of v over the first axis, which is a smaller tensor.
     """
     if v.ndim <= 2:
         return [v]
@@ -391,7 +395,7 @@ def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return a mapping by axis without its entry of the first axis, with the indices of all other axes reduced by 1."""
+    """Return the entries of `by_axis` for all axes after the first, with the numbers of the axes reduced by 1."""
     return {axis - 1: x for axis, x in by_axis.items() if axis}
 
 

@@ -44,9 +44,11 @@ class Eigenbasis(Factored, DelayedRefresh):
     g is the gradient, d the direction, and Q^T g is g multiplied by Q_i^T along every axis i. SOAP is `inner:
     [momentum, rms]`.
 
-    timing: `current` observes and refreshes before the gradient is used. A single gradient is diagonal in its own
-    basis, and the inner chain would normalize the rounding errors off the diagonal. Therefore set `refresh.start` to 2
-    or more. `lagged` observes and refreshes afterwards, as published: the first gradient is used for the basis only.
+    timing: the order of learning from a gradient and using it.
+      current: the stage observes and refreshes before the gradient is used. A single gradient is diagonal in its own
+          basis, and the inner chain would normalize the rounding errors off the diagonal. Therefore set `refresh.start`
+          to 2 or more.
+      lagged: the stage observes and refreshes afterwards, as published. The first gradient is used for the basis only.
 
     transport: the change of inner state when Q changes by R = Q_old^T Q_new. Vectors are slots such as first moments,
     squares are slots such as second moments.
@@ -58,11 +60,15 @@ class Eigenbasis(Factored, DelayedRefresh):
       permute: vectors are rotated, squares are only reordered as the columns are, as published.
       none: no state changes.
 
-    statistic_frame: the basis in which the statistic of axis i is accumulated. `fixed` accumulates A_i. `basis`
-    accumulates B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
-    eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic `fixed`
-    and `basis` give the same result. With `basis`, B_i is nearly diagonal, and R is orthogonal even if Q_i is coarsely
-    quantized. Quantizing Q_i then only rotates the basis slightly, and adds no error to state that is in the basis.
+    statistic_frame: the basis in which the statistic of axis i is accumulated.
+      fixed: the statistic is A_i.
+      basis: the statistic is B_i = Q_i^T A_i Q_i, accumulated from gradients that are in the basis already. At a
+          refresh the solver computes the eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step,
+          and R is P.
+
+    In exact arithmetic `fixed` and `basis` give the same result. With `basis`, B_i is nearly diagonal, and R is
+    orthogonal even if Q_i is coarsely quantized. Quantizing Q_i then only rotates the basis slightly, and adds no error
+    to state that is in the basis.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
@@ -121,7 +127,8 @@ class Eigenbasis(Factored, DelayedRefresh):
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
         if all(stage.cached_traits(block).entrywise for stage in self.chain):
-            # signs in the basis are like random ones: their spectral norm is sqrt(m) + sqrt(n), not up to sqrt(m n)
+            # In the basis, the m x n matrix of signs of a direction is like a random one: its spectral norm is about
+            # sqrt(m) + sqrt(n), while that of any matrix of signs is at most sqrt(m n).
             m, n = matrix_shape(block)
             share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
             norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))
@@ -149,7 +156,7 @@ class Eigenbasis(Factored, DelayedRefresh):
             cached.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
-        """Return x in the present basis, together with the bases that rotated it."""
+        """Return x in the present basis, together with this basis."""
         bases = self.matrices(state)
         return _Rotated(x, bases, self._inward(x, bases))
 
@@ -190,7 +197,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         self._change_basis(state, solved)
 
     def _change_basis(self, state: State, solved: Mapping[int, _Solved]) -> None:
-        """Transport the state of the inner chain along several axes at once, then write the new bases to their slots.
+        """Transport the state of the inner chain along all axes in `solved`, then write the new bases to their slots.
 
         solved: by axis, the four values of `_Solved`.
         """
@@ -203,10 +210,10 @@ class Eigenbasis(Factored, DelayedRefresh):
             self._fit(state, {axis: diagonal for axis, (*_, diagonal) in solved.items() if diagonal is not None})
 
     def _fit(self, state: State, found: Mapping[int, Tensor]) -> None:
-        """Fit the second moments of the inner chain to the statistics.
+        """Fit the second moments of the inner chain to the sums that follow from the statistics.
 
-        found: by axis, the diagonal `[N, d]` of Q^T A Q, with Q the basis and A the statistic, for axes whose solver
-            computed the diagonal as a by-product; NaN for blocks without it.
+        found: by axis, the diagonal `[N, d]` of Q^T A Q, with Q the basis and A the statistic, if the solver computed
+            it as a by-product; NaN for blocks without it.
         """
         axes = self.factor_axes(state.block)
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
@@ -228,10 +235,9 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _computed(
         self, state: State, axes: Sequence[int], context: StepContext
     ) -> tuple[Tensor, Basis, Diagonal | None]:
-        """Compute the bases of axes with matrices of one shape as one stack.
+        """Compute the bases of several axes as one stack. Their matrices have the same shape.
 
-        Return (the old bases, the result of the solver, a function that computes the diagonal of Q^T A Q, or None in
-        its place).
+        Return (the old bases, the result of the solver, a function for the diagonal of Q^T A Q or None).
         """
         stored = self.solver.unit_free and self.statistic.slow is None  # the estimate is a multiple of the factor
         old = joined([state[f"basis.{axis}"] for axis in axes])
@@ -241,8 +247,8 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _turn(self, state: State, axis: int, old: Tensor, found: Basis, tried: Tensor | None = None) -> Turn:
         """Return the change from the present basis of an axis to a new basis.
 
-        A quantized basis is written to its slot at once, because the change of basis must be computed from the basis
-        that quantization has rounded. A basis that is not quantized is written after the transport.
+        A quantized basis is written to its slot at once, because the change must be computed from the basis that is
+        stored, with its rounding. A basis that is not quantized is written after the transport.
 
         axis: the axis, or the first of several axes whose bases are one stack. Quantized bases are never in one stack.
         old: the present basis.
@@ -256,8 +262,9 @@ class Eigenbasis(Factored, DelayedRefresh):
         return Turn(state[f"basis.{axis}"] if coded else where_blocks(ok, q, old), old, order_or_identity(order, ok))
 
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
-        """Compute the new bases of axes with matrices of one shape, as one stack. Return for each axis the four values
-        of `_Solved`.
+        """Compute the new bases of several axes, whose matrices have the same shape, as one stack.
+
+        Return for each axis the four values of `_Solved`.
         """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)
@@ -274,8 +281,10 @@ class Eigenbasis(Factored, DelayedRefresh):
         return self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
 
     def _turned(self, state: State, axis: int, found: Basis, tried: Tensor | None = None) -> Turn:
-        """Multiply the basis of an axis by P, the eigenvectors of the statistic in this basis. Rotate the statistic by
-        P, too. Return the change of basis.
+        """Multiply the basis of an axis by P, the eigenvectors of the statistic in this basis, and rotate the statistic
+        by P.
+
+        Return the change of basis.
 
         found: P, as `_in_basis` returns it.
         tried: bool `[N]`, True where the solver was run. None: it was run for all blocks.
@@ -307,7 +316,9 @@ class Eigenbasis(Factored, DelayedRefresh):
         return state.scope("inner", self._inside(state.block).block)
 
     def _inside(self, block: tuple[int, ...]) -> _Inside:
-        """Return the shape of a block inside the inner chain, and the slots of the chain, from a cache."""
+        """Return the shape of a block inside the inner chain and the slots of the chain. They are cached by shape of
+        the block.
+        """
         if block not in self._insides:
             inner = self.inner(block)["inner"].block
             self._insides[block] = _Inside(inner, tuple(chain_slots(self.chain, inner)))
@@ -318,9 +329,9 @@ class Eigenbasis(Factored, DelayedRefresh):
         return {}
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Return `off_diagonal` and `angle` of each basis if statistics are stored in the basis.
+        """Return `off_diagonal` and `angle` of each basis if statistics are accumulated in the basis.
 
-        Otherwise return an empty mapping, because `inspect` computes the two measures from the slots.
+        Otherwise return an empty mapping, because `inspect` then computes both measures from the slots.
         """
         found = {}
         for axis in self.factor_axes(state.block) if self.statistic_frame == "basis" else ():
@@ -353,7 +364,7 @@ class _Inside(NamedTuple):
 
 
 class _Rotated(NamedTuple):
-    """A gradient in the basis of its statistics. The rotation is computed once in a step and cached between hooks.
+    """A gradient in the basis of its statistics, cached between the hooks of a step.
 
     x: `[N, *block]`, the gradient that was rotated.
     bases: by axis, the basis Q `[N, d, d]` at the time of the rotation.
@@ -366,6 +377,10 @@ class _Rotated(NamedTuple):
 
 
 _Solved = tuple[Turn, Tensor, Tensor | None, Tensor | None]
-"""Four values: the change of a basis; bool `[N]`, True where the solver succeeded; bool `[N]`, True where it was run,
-or None if it was run for all blocks; diag(Q^T A Q) `[N, d]`, or None if the solver did not compute this diagonal.
+"""The result of a refresh of one axis, as four values:
+
+turn: the change of basis.
+ok: bool `[N]`, True where the solver succeeded.
+tried: bool `[N]`, True where the solver was run. None: it was run for all blocks.
+diagonal: diag(Q^T A Q) `[N, d]`. None: the solver did not compute this diagonal.
 """

@@ -29,17 +29,19 @@ class Eigenfactors(LearnedFactors):
 
     x_i is the product along axis i. V and l are the eigenvectors and eigenvalues of a running mean of M, b = beta is
     its decay, and e = 1 / (2k) by default, where k is the number of axes with a factor. V `[N, d, d]` starts as the
-    identity and l `[N, d]` as `initial`. Unlike the paper, the solver `power_qr` sorts the columns of
-    V before the step.
+    identity and l `[N, d]` as `initial`. Unlike in the paper, the solver `power_qr` sorts the columns of V before the
+    step.
 
-    Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept, and R is applied as
-    three products, with V^T, the diagonal and V. With 4 bits this takes half the memory of the paper's Algorithms 1 to
-    3, which store V and l for A, and a root as well. The price is one more product with V for each axis and step. For a
-    constant M, each refresh multiplies the angle between a column and its limit by b + (1 - b) r, where r < 1 is the
-    ratio of two eigenvalues: the basis converges no faster than the running mean. With an exact `solver` and without
-    quantization the stage equals a Shampoo that observes and computes roots at the same updates. Where l is 0, because
-    nothing has been observed, R is the identity. If the solver fails, V and l keep their values. The slot
-    `failures.<i>` counts consecutive failures.
+    Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept. With 4 bits this takes
+    half the memory of the paper's Algorithms 1 to 3, which store a root as well. The price is one more product with V
+    for each axis and step, because R is applied as V^T, the diagonal and V.
+
+    The basis converges no faster than the running mean: for a constant M, each refresh multiplies the angle between a
+    column and its limit by b + (1 - b) r, where r < 1 is the ratio of two eigenvalues. With an exact `solver` and
+    without quantization the stage equals a Shampoo that observes and computes roots at the same updates.
+
+    Where l is 0, because nothing has been observed, R is the identity. If the solver fails, V and l keep their values,
+    and the slot `failures.<i>` counts consecutive failures.
     """
 
     kind: Literal["eigenfactors"] = "eigenfactors"
@@ -87,10 +89,9 @@ class Eigenfactors(LearnedFactors):
             state[f"values.{axis}"] = torch.where(per_block(ok, old), values, old)
 
     def _turned(self, state: State, axis: int, m: Tensor, live: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-        """Compute and store the next basis of an axis.
+        """Compute the next basis of an axis and store it. Return (the next eigenvalues `[N, d]`, valid).
 
-        Return (the next eigenvalues `[N, d]`, bool `[N]`). The bool is True where the new basis and eigenvalues are
-        valid, and False where the old ones must be kept.
+        valid: bool `[N]`, False where the old basis and eigenvalues must be kept.
 
         m: M = G G^T `[N, d, d]`, with G the unfolding of the gradient along the axis.
         live: bool `[N]`, False for blocks whose gradient is zero or not finite.
@@ -112,8 +113,8 @@ class Eigenfactors(LearnedFactors):
         return rotate(mode_products(rotated, {axis: self._power(state, axis) for axis in axes}), bases)
 
     def _power(self, state: State, axis: int) -> Tensor:
-        """Return (l + eps max l)^(-e) `[N, d]` for the eigenvalues l and the exponent e of an axis. Return 1 where l is
-        0.
+        """Return (l + eps max l)^(-e) `[N, d]` for the eigenvalues l and the exponent e of an axis. If all l are 0,
+        return 1.
         """
         values = state[f"values.{axis}"]
         peak = values.amax(-1, keepdim=True)

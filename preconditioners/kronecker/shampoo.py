@@ -29,8 +29,8 @@ class Shampoo(Factored, DelayedRefresh):
     """d x_1 A_1^(-e) x_2 ... x_k A_k^(-e)  with A_i the statistic of axis i and e = 1 / (2k) by default.
 
     d is the direction, and x_i is the product along axis i. k is the number of axes that have a factor, so that
-    one-sided Shampoo has e = 1/2 (as in Distributed Shampoo in JAX; An et al. 2025, ASGO, arXiv:2503.20762). Along axes
-    without a factor, or with exponent 0, d is not multiplied.
+    one-sided Shampoo has e = 1/2 (as in Distributed Shampoo in JAX; An et al. 2025, ASGO, arXiv:2503.20762). Along an
+    axis without a factor, or with exponent 0, d stays as it is.
     """
 
     kind: Literal["shampoo"] = "shampoo"
@@ -57,8 +57,10 @@ class Shampoo(Factored, DelayedRefresh):
         return super().slots(block)
 
     def _require_fit(self, block: tuple[int, ...]) -> None:
-        """Raise ValueError if the solver does not accept the exponents of a block, or if the statistic reads a power of
-        a factor that cannot be computed from the stored roots.
+        """Raise ValueError if the roots that a block needs cannot be computed.
+
+        The solver must accept the exponents of the block. If the statistic reads powers of factors, they must follow
+        from the stored roots.
         """
         order = len(block)
         for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):
@@ -90,12 +92,12 @@ class Shampoo(Factored, DelayedRefresh):
 
     @cached_property
     def _factor_axes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Cache of `factor_axes`, by block."""
+        """Cache of `factor_axes`, by shape of the block."""
         return {}
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        # an axis whose length 4 does not divide is solved alone, because the last bits of its products depend on the
-        # index in a stack
+        # The matrix of an axis is solved alone if 4 does not divide the length of the axis, because the last bits of
+        # its products would depend on the index in a stack.
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
@@ -114,8 +116,9 @@ class Shampoo(Factored, DelayedRefresh):
             self.commit(state, axis, root, ok, tried)
 
     def _roots(self, state: State, axes: Sequence[int], context: StepContext) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (axis, root, ok) for the present estimates of the statistics of these axes. ok: bool `[N]`, True where
-        the solver succeeded.
+        """Compute the roots of the present statistics of these axes. Yield (axis, root, ok).
+
+        ok: bool `[N]`, True where the solver succeeded.
         """
         for equal in self.equal_axes(state, axes):
             estimate = joined([self.statistic.estimate(state, axis, context) for axis in equal])
@@ -131,7 +134,7 @@ class Shampoo(Factored, DelayedRefresh):
         scaled = estimate / per_block(unit, estimate)
         if exponent == 0:
             return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), has_data(estimate))
-        # True where A has data and its root has been computed from this data
+        # True where A has data, and where its root has been computed at least once
         known = has_data(estimate) & (root != identity_like(root)).flatten(1).any(-1)
         base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
         times = int(exponent if exponent > 0 else -exponent / own)
@@ -146,7 +149,7 @@ class Shampoo(Factored, DelayedRefresh):
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
         """Return the power of a diagonal factor, with the solver's ridge.
 
-        The power is computed from the present estimate, because the stored root may be old.
+        It is computed from the present estimate of the factor, not from the stored root, which may be old.
 
         unit: `[N]`, the mean eigenvalue of the estimate.
         """
@@ -159,7 +162,7 @@ class Shampoo(Factored, DelayedRefresh):
         """Return `residual` of each root X: ||A (X^(1/e) A - I)||_F / ||A||_F, with A the present estimate of the
         statistic and e the exponent.
 
-        The residual therefore contains the change of A since the last refresh.
+        A has changed since the last refresh of X, which makes the residual larger.
         """
         found = {}
         for axis, root in self.matrices(state).items():
