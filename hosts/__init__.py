@@ -1,3 +1,1 @@
-"""Recipes in the training loops of other libraries. There is one module for each library, and the module imports that
-library.
-"""
+"""Use of recipes in the training loops of other libraries. Each module is for one library, which it imports."""

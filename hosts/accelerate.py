@@ -1,6 +1,4 @@
-"""Hugging Face's accelerate: checkpoints of optimizers that shard the updates of replicated parameters over
-processes.
-"""
+"""Hugging Face's accelerate: complete checkpoints of optimizers whose state is split over the processes of DDP."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from eigengraft import Optimizer
 def consolidate_on_save(accelerator: Accelerator, *optimizers: Any) -> RemovableHandle:
     """Make `accelerator.save_state` gather the state of optimizers first.
 
-    accelerate reads the state only on the main process, but with DDP each process holds the state of the blocks that it
-    owns. Call this function with DDP. A single process and FSDP2 do not need it.
+    With DDP each process holds the state of the blocks that it owns, but accelerate saves only the state of the main
+    process. Call this function with DDP. It is not needed for a single process or for FSDP2.
 
     Args:
         accelerator: the accelerator.

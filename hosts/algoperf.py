@@ -1,9 +1,9 @@
 """An AlgoPerf submission for PyTorch that trains with a recipe.
 
 `eigengraft export algoperf RECIPE` copies this file as `submission.py`, beside `recipe.json` and
-`tuning_search_space.json`. Of the hyperparameters, `learning_rate`, `weight_decay`, `warmup_factor`, `grad_clip`,
-`dropout_rate` and `label_smoothing` have the meaning that they have in the baselines of AlgoPerf. Any other
-hyperparameter is an override of the recipe, with "__" in place of dots: `update__rms__beta`.
+`tuning_search_space.json`. The hyperparameters `learning_rate`, `weight_decay`, `warmup_factor`, `grad_clip`,
+`dropout_rate` and `label_smoothing` mean the same as in the baselines of AlgoPerf. Any other hyperparameter is an
+override of the recipe, with "__" in place of dots: `update__rms__beta`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from eigengraft import compose
 
 RECIPE = Path(__file__).with_name("recipe.json")
 OF_LOOP = frozenset({"learning_rate", "weight_decay", "warmup_factor", "grad_clip", "dropout_rate", "label_smoothing"})
-"""Names of the hyperparameters that the training loop uses. All other hyperparameters are overrides of the recipe."""
+"""Names of the hyperparameters that this training loop uses itself. All other hyperparameters are overrides of the
+recipe.
+"""
 LOCAL = {"distribution.mode": "local"}
-"""Override by which every rank updates all parameters and holds their state. AlgoPerf saves the optimizer of the first
-rank alone, so that state on other ranks would not be saved.
+"""Override with which every rank updates all parameters and holds their whole state. It is needed because AlgoPerf
+saves only the optimizer of the first rank.
 """
 BATCH_SIZES = {
     "criteo1tb": 262_144,
@@ -41,7 +43,7 @@ BATCH_SIZES = {
     "mnist": 16,
     "cifar": 128,
 }
-"""Global batch size of AlgoPerf's own baseline, by workload."""
+"""Global batch size by workload, as in AlgoPerf's own baseline."""
 
 
 def get_batch_size(workload_name: str) -> int:
@@ -55,7 +57,7 @@ def get_batch_size(workload_name: str) -> int:
 def init_optimizer_state(
     workload: Any, model_params: Any, model_state: Any, hyperparameters: Any, rng: Any
 ) -> dict[str, Any]:
-    """Return the optimizer of the recipe, and its learning rate with a linear warm-up and a cosine to 0."""
+    """Return the optimizer of the recipe and its learning rate schedule: a linear warm-up, then a cosine to 0."""
     given = {} if hyperparameters is None else hyperparameters._asdict()
     overrides = {name.replace("__", "."): value for name, value in given.items() if name not in OF_LOOP}
     optimizer = compose(
@@ -89,7 +91,9 @@ def update_params(  # noqa: PLR0913  the signature is AlgoPerf's
     rng: Any,
     train_state: Any = None,
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Make one training step with a batch. Return the state of the optimizer, the model and the state of the model."""
+    """Make one training step with a batch. Return the optimizer state, the model and the model state, as AlgoPerf
+    expects.
+    """
     model, optimizer = current_param_container, optimizer_state["optimizer"]
     given = {} if hyperparameters is None else hyperparameters._asdict()
     optimizer.train()
@@ -135,7 +139,7 @@ def prepare_for_eval(  # noqa: PLR0913  the signature is AlgoPerf's
     global_step: int,
     rng: Any,
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Put the iterate that the recipe evaluates into the model."""
+    """Switch the model to the weights that the recipe evaluates, for example averaged ones."""
     optimizer_state["optimizer"].eval()
     return optimizer_state, current_param_container, model_state
 

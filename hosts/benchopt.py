@@ -1,4 +1,4 @@
-"""A benchopt solver that runs recipes in a benchmark that trains a torch model, such as benchmark_nanogpt.
+"""A benchopt solver that trains with a recipe, for benchmarks that train a torch model, such as benchmark_nanogpt.
 
 `eigengraft export benchopt` copies this file into the folder `solvers` of a benchmark. The objective must pass `model`,
 whose call returns the loss first, and `train_dataloader`, which has the method `get_distributed_data_generator`.
@@ -16,11 +16,13 @@ from benchopt import BaseSolver
 from eigengraft import compose
 
 _COOLDOWN = 0.4
-"""Fraction of the steps in which the learning rate falls, as in the benchmark's own solvers."""
+"""Fraction of the steps, at the end, in which the learning rate falls to 0. It is that of the benchmark's own
+solvers.
+"""
 
 
 class Solver(BaseSolver):
-    """A recipe, with the learning rate constant at first and falling linearly to 0 in the last 40 % of the steps.
+    """A solver that trains with a recipe. The learning rate falls linearly to 0 in the last 40 % of the steps.
 
     `benchopt run . -s eigengraft[recipe=muon,learning_rate=0.02]` chooses the recipe.
     """
@@ -38,12 +40,12 @@ class Solver(BaseSolver):
     sampling_strategy = "callback"
 
     def set_objective(self, train_dataloader: Any, model: Any) -> None:
-        """Receive the data and the model. Under a launcher of ranks, join the launcher's process group."""
+        """Receive the data and the model. If a launcher has started several ranks, join their process group."""
         self.dist = _process_group()
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.train_dataloader, self.model = train_dataloader, model.to(device=device)
         self.model.device = device  # loaders of the benchmark read it
-        # the initial weights are kept in the model, because the next solver receives the same model after training
+        # the initial weights are kept in the model, because the next solver receives the same, trained model
         first = {name: value.detach().clone() for name, value in model.state_dict().items()}
         self.initial = vars(model).setdefault("_first_weights", first)
 
@@ -80,7 +82,9 @@ class Solver(BaseSolver):
             step += 1
 
     def _evaluated(self, cb: Any, optimizer: Any) -> bool:
-        """Let benchopt evaluate the iterate that the recipe evaluates. Return True if the run continues."""
+        """Let benchopt evaluate the weights that the recipe evaluates, such as averaged ones. Return True if the run
+        continues.
+        """
         optimizer.eval()
         try:
             return bool(cb())
@@ -95,7 +99,7 @@ class Solver(BaseSolver):
 
 
 def _process_group() -> Any:
-    """Return `torch.distributed` with an initialized process group, or None in a single process."""
+    """Return `torch.distributed` after initializing its process group, or None in a single process."""
     try:
         import submitit
 

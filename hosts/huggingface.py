@@ -34,10 +34,12 @@ def trainer_options(recipe: Any, args: Any, *, overrides: Any = ()) -> dict[str,
 def optimizer_factory(
     recipe: Any, lr: float | None = None, weight_decay: float | None = None, *, overrides: Any = ()
 ) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
-    """Return the argument `optimizer_cls_and_kwargs` of a Trainer, with a factory that receives the model.
+    """Return the argument `optimizer_cls_and_kwargs` of a Trainer: a factory of the optimizer, and its keyword
+    arguments.
 
-    A Trainer does not pass `learning_rate` and `weight_decay` to a factory; `trainer_options` passes them. With several
-    processes and a model that is not sharded, the Trainer also needs the callback `ConsolidateOnSave`.
+    The learning rate and the weight decay are those given here, not those of the Trainer's arguments, which
+    `trainer_options` uses. With several processes and a model that is not sharded, the Trainer also needs the callback
+    `ConsolidateOnSave`.
 
     Args:
         recipe: the recipe, as `compose` accepts it.
@@ -52,8 +54,8 @@ def optimizer_factory(
 
 
 def _factory() -> Callable[..., Optimizer]:
-    """Return the function that makes the optimizer. A Trainer calls `_factory` without arguments, and then the returned
-    function with the model.
+    """Return the function that makes the optimizer from a model. A Trainer calls `_factory` first, without
+    arguments.
     """
     return _optimizer
 
@@ -61,7 +63,9 @@ def _factory() -> Callable[..., Optimizer]:
 def _optimizer(
     model: nn.Module, recipe: Any, lr: float | None, weight_decay: float | None, overrides: Mapping[str, Any]
 ) -> Optimizer:
-    """Return an optimizer with the two param groups of a Trainer: norms and biases do not decay."""
+    """Return an optimizer with the two param groups of a Trainer: one with weight decay, and one without for norms
+    and biases.
+    """
     unused: Any = None
     decaying = set(Trainer.get_decay_parameter_names(unused, model))
     named = list(model.named_parameters())

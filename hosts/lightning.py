@@ -1,4 +1,4 @@
-"""Lightning: evaluation and checkpoints at averaged iterates, which Lightning's loops do not support."""
+"""Lightning: evaluation and checkpoints at averaged weights, which Lightning's loops do not support."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from lightning.pytorch import Callback
 from eigengraft import Optimizer
 
 AVERAGED = "averaged_state_dict"
-"""Key of a checkpoint under which the module at the averaged iterate is stored."""
+"""Key of a checkpoint under which the module's state at the averaged iterate is stored."""
 
 
 class AveragedIterates(Callback):
-    """A callback that calls `optimizer.eval()` before validation, test and prediction, and `optimizer.train()` after
-    them.
+    """A callback that evaluates the averaged iterate of recipes with averaging, and adds it to checkpoints.
 
-    Checkpoints contain the iterate that is trained, from which runs resume bit for bit. The key "averaged_state_dict"
-    of a checkpoint contains the module's state at the averaged iterate. Recipes without averaging are not affected.
+    It calls `optimizer.eval()` before validation, test and prediction, and `optimizer.train()` after them. Checkpoints
+    contain the iterate that is trained, from which runs resume bit for bit. Their key "averaged_state_dict" has the
+    module's state at the averaged iterate. Recipes without averaging are not affected.
     """
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Switch to the averaged iterate. Also called before a test and a prediction."""
+        """Switch to the averaged iterate. This method is also called before a test and a prediction."""
         _switch(trainer, "eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Switch back to the trained iterate.
 
-        Lightning calls the callbacks that save checkpoints after all other callbacks, so checkpoints contain this
-        iterate.
+        Checkpoints contain this iterate, because Lightning calls the callbacks that save checkpoints after all others.
         """
         _switch(trainer, "train")
 
@@ -37,7 +36,7 @@ class AveragedIterates(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the module at the averaged iterate to a checkpoint."""
+        """Add the module's state at the averaged iterate to a checkpoint."""
         if any(optimizer.iterate == "train" for optimizer in _averaging(trainer)):
             _switch(trainer, "eval")
             state = pl_module.state_dict()

@@ -1,4 +1,4 @@
-"""timm: recipes as entries of timm's registry of optimizers, with the parameter names of a model."""
+"""timm: recipes as optimizers in timm's registry, with the names of a model's parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
     Args:
         recipe: the recipe, as `compose` accepts it.
         model: the model whose parameters the optimizer receives.
-        name: name in timm; an earlier registration of the name is replaced. None: "eigengraft." and the recipe's name,
+        name: name in timm. An earlier registration of the name is replaced. None: "eigengraft." and the recipe's name,
             with "-" for "_", because timm cuts names off at "_".
         overrides: changes of the recipe, as `compose` accepts them.
 

@@ -1,4 +1,4 @@
-"""torchtitan: a container of optimizers in which a group may have the name of a recipe as its optimizer."""
+"""torchtitan: a container of optimizers in which a param group may name a recipe as its optimizer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from eigengraft import compose, shipped_recipes
 from eigengraft.optimizers import grouped
 
 _CHOICES = ("fused", "foreach")
-"""Options of a group by which torchtitan chooses an implementation. Recipes have no such options, so they are
-dropped.
+"""Options of a param group with which torchtitan chooses an implementation of an optimizer. They are dropped,
+because recipes have no such options.
 """
 
 
 class RecipesContainer(OptimizersContainer):
-    """torchtitan's container of optimizers, in which `optimizer_name` of a group may be a shipped recipe.
+    """torchtitan's container of optimizers, in which `optimizer_name` of a param group may be a shipped recipe.
 
     `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap", optimizer_kwargs={"lr":
-    3e-3})])`. Pass changes of a recipe as `overrides` in `optimizer_factory_kwargs_by_name`, under the name of the
-    recipe. torchtitan may split a model into parts: groups with the same recipe become one optimizer for each part. The
-    routes of the recipe are applied to each part separately.
+    3e-3})])`
+
+    Pass changes of a recipe as `overrides` in `optimizer_factory_kwargs_by_name`, under the name of the recipe. If
+    torchtitan splits a model into parts, groups with the same recipe become one optimizer for each part, and the routes
+    of the recipe are applied to each part separately.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """The configuration of torchtitan's container."""
+        """The configuration of torchtitan's container, without changes."""
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., TorchOptimizer]:
         if name not in shipped_recipes():

@@ -210,9 +210,9 @@ def fit_second_moments(
     weights: by axis j of the block, the weights w_j in sums over this axis. Empty: the statistics are not whitened.
 
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
-    y^T / mean(x) with vectors x and y. A change of one entry of v is in the sum of its row and in the sum of its column, and would
-    count twice if x and y were corrected in full. If the marginals of x and y are known, each vector is therefore
-    multiplied by the square root of its full correction.
+    y^T / mean(x) with vectors x and y. A change of one entry of v is in the sum of its row and in the sum of its column,
+    and would count twice if x and y were corrected in full. If the marginals of x and y are known, each vector is
+    therefore multiplied by the square root of its full correction.
 
     Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
     for every first moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v

@@ -1,7 +1,10 @@
-"""The base of stages that learn a matrix for each axis by small steps, and the algebra of such factors.
+"""The base of stages that learn a matrix for each axis by small steps, and functions for such factors.
 
-Legend: N is the number of blocks; d is the length of an axis; Q is the factor of an axis, full `[N, d, d]` or diagonal
-`[N, d]`; X `[N, d, rest]` is the unfolding of a block along the axis.
+Legend:
+    N: number of blocks.
+    d: length of an axis.
+    Q: the factor of an axis, full `[N, d, d]` or diagonal `[N, d]`.
+    X: `[N, d, rest]`, the unfolding of a block along the axis.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from ..statistics.statistic import Axes
 
 
 class LearnedFactors(Stage):
-    """A stage with a factor for each axis, which is stored as state and learned directly.
+    """A stage that learns a factor for each axis from gradients and stores it, without a statistic.
 
     A refresh updates the factors by the current gradient, before the factors are applied. A gradient that is zero or
     not finite leaves the factors unchanged.
@@ -58,7 +61,7 @@ class LearnedFactors(Stage):
 
 
 def factor_slot(d: int, full: bool) -> Slot:
-    """Return a slot for a factor of order d that starts as the identity.
+    """Return the declaration of a slot for a factor of order d, which starts as the identity.
 
     full: True for a matrix, False for a diagonal.
     """
@@ -66,13 +69,15 @@ def factor_slot(d: int, full: bool) -> Slot:
 
 
 def is_informative(gradient: Tensor) -> Tensor:
-    """Return bool `[N]`, True where a gradient is finite and not zero, so that it updates the factors."""
+    """Return bool `[N]`, True for blocks whose gradient is finite and not zero. Only these gradients update the
+    factors.
+    """
     peak = peak_of(gradient)
     return (peak > 0) & peak.isfinite()
 
 
 def peak_of(x: Tensor) -> Tensor:
-    """Return the largest modulus of each block, `[N, *block] -> [N]`."""
+    """Return the largest absolute value in each block of x `[N, *block]`, as `[N]`."""
     peak: Tensor = torch.linalg.vector_norm(x.flatten(1), ord=float("inf"), dim=1)
     return peak
 
@@ -87,15 +92,15 @@ def transposes(factors: Factors) -> dict[int, Tensor]:
 
 
 def gram(x: Tensor, axis: int, full: bool) -> Tensor:
-    """Return X X^T `[N, d, d]`, where X `[N, d, rest]` is the unfolding of x along an axis. Return its diagonal `[N,
-    d]` if `full` is False.
+    """Return X X^T `[N, d, d]`, where X is the unfolding of x along an axis. If `full` is False, return its diagonal
+    `[N, d]`.
     """
     y = unfold(x, axis)
     return symmetric_product(y, y) if full else y.square().sum(-1)
 
 
 def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
-    """Return x multiplied along an axis by Q^(-T), where the factor Q of the axis is upper triangular or diagonal."""
+    """Return x multiplied along an axis by Q^(-T), where Q is the factor of this axis, upper triangular or diagonal."""
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
     y = apply_aligned(lambda y, q: torch.linalg.solve_triangular(q.mT, y, upper=False), unfold(x, axis), factor)
@@ -103,10 +108,9 @@ def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
 
 
 def spectral_norm(a: Tensor) -> Tensor:
-    """Return an estimate of ||A||_2 for positive semi-definite A, `[N]`.
+    """Return an estimate of ||A||_2 for positive semi-definite A, `[N]`, by two steps of the power method.
 
-    The estimate is computed by two steps of the power method from the longest column. It never exceeds ||A||_2, is at
-    least the largest entry of the diagonal, and is exact for a diagonal A.
+    The estimate never exceeds ||A||_2, is at least the largest entry of the diagonal, and is exact for a diagonal A.
 
     a: A `[N, d, d]`, or diagonals `[N, d]`.
     """
@@ -124,7 +128,8 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 
 def balanced(factors: Factors) -> dict[int, Tensor]:
-    """Return the factors rescaled to the same largest entry, so that no factor over- or underflows.
+    """Return the factors rescaled so that the largest entries of all factors are equal, and no factor over- or
+    underflows.
 
     The Kronecker product of the factors does not change.
     """
@@ -136,7 +141,7 @@ def balanced(factors: Factors) -> dict[int, Tensor]:
 
 
 def scaled(factor: Tensor, values: Tensor) -> Tensor:
-    """Return the factors `[N, d, d]` or `[N, d]` of N blocks, each multiplied by the number of the block in `values`
-    `[N]`.
+    """Return the factor `[N, d, d]` or `[N, d]` of each block multiplied by the number that `values` `[N]` has for
+    the block.
     """
     return factor * per_block(values, factor)

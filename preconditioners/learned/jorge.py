@@ -32,12 +32,15 @@ class Jorge(LearnedFactors):
     published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
     symmetric: X = R^(1/2e) S R^(1/2e);           R <- (1 + 1 / ||X||_F)^e h R h,  h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2
 
-    For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2, and the result is R_1 d R_2. In the published form R
-    loses its symmetry, and drifts away from the root when the eigenbasis of S turns. The symmetric form, which is not
-    in the paper, multiplies R by h from both sides. h^2 equals the bracket to second order, and R stays symmetric and
-    positive definite. Two safeguards are not in the paper either. The ridge `eps` keeps R bounded in directions without
-    gradients, and A is treated as no smaller than the smallest normal number of its dtype. In the paper the magnitude
+    For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2, and the result is R_1 d R_2. In the paper the magnitude
     of the update is set by grafting.
+
+    In the published form R loses its symmetry, and drifts away from the root when the eigenbasis of S turns. The
+    symmetric form, which is not in the paper, multiplies R by h from both sides. h^2 equals the bracket to second
+    order, and R stays symmetric and positive definite.
+
+    Two safeguards are not in the paper either. The ridge `eps` keeps R bounded in directions without gradients, and A
+    is treated as no smaller than the smallest normal number of its dtype.
     """
 
     kind: Literal["jorge"] = "jorge"
@@ -80,20 +83,18 @@ class Jorge(LearnedFactors):
         for axis, old in self._roots(state).items():
             new, size = step(old, self._ridged(gram(g, axis, full=True)), e)
             size = size + 2 * peak.log()
-            # (1 + 1 / ||X||)^e is computed by logarithms, because ||X|| may over- or underflow
+            # the factor (1 + 1 / ||X||)^e is computed from log ||X||, because ||X|| may over- or underflow
             growth = torch.nn.functional.softplus(-size) * float(e)
             most = -float(e) * math.log(tiny(new.dtype)) - peak_of(new).log()
             new = new * per_block(torch.minimum(growth, most).exp(), new)
             state[f"root.{axis}"] = torch.where(per_block(live & size.isfinite(), new), new, old)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # R_1 multiplies the first axis from the left, and R_i all other axes from the right, as in R_1 d R_2
+        # R_1 multiplies the first axis from the left, and every other R_i its axis from the right, as in R_1 d R_2
         return mode_products(direction, {axis: r.mT if axis else r for axis, r in self._roots(state).items()})
 
     def _ridged(self, s: Tensor) -> Tensor:
-        """Return the contribution S = G G^T of the gradient with its ridge, which is `eps` times the mean of its
-        diagonal.
-        """
+        """Return S = G G^T plus the ridge, which is `eps` times the mean of the diagonal of S."""
         ridge = s.diagonal(dim1=-2, dim2=-1).mean(-1) * self.eps
         return s + identity_like(s) * per_block(ridge, s)
 
@@ -105,20 +106,14 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return (the next root up to a scalar factor, log ||X||_F `[N]`). The next root is R (I - e Y + e (e + 1) / 2
-    Y^2), with X = R^(1/e) S and Y = X / ||X||_F.
-    """
+    """Return the next root R of the published form, without the factor (1 + 1 / ||X||_F)^e, and log ||X||_F `[N]`."""
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
     return r - float(e) * ry + float(e * (e + 1) / 2) * torch.bmm(ry, y), size
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return (the next root up to a scalar factor, log ||X||_F `[N]`). The next root is h R h, with X = R^(1/2e) S
-    R^(1/2e) and Y = X / ||X||_F.
-
-    h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2 is the square root of the published series, to second order.
-    """
+    """Return the next root R of the symmetric form, without the factor (1 + 1 / ||X||_F)^e, and log ||X||_F `[N]`."""
     y, left = _product(r, s, e.denominator // 2)
     y, right = _product(r, y.mT, e.denominator // 2)
     y, half = symmetrized(y), e / 2
@@ -127,8 +122,7 @@ def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _product(r: Tensor, s: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """Return Y = X / ||X||_F and log ||X||_F `[N]` for X = R^power S, with R the root and S the Gram matrix of the
-    gradient.
+    """Return Y = X / ||X||_F and log ||X||_F `[N]` for X = R^power S, with R the root and S = G G^T of the gradient.
 
     R and each partial product are scaled to norm 1, so that no product over- or underflows.
     """

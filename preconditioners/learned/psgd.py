@@ -1,8 +1,8 @@
 """PSGD: a preconditioner learned by stochastic descent in a group of matrices (Li 2015, arXiv:1512.04202).
 
-A step of a factor does not depend on the scale of the gradient, but the terms of the step contain squared gradients,
-which may over- or underflow. The terms are therefore computed from blocks divided by a number `size` `[N]`, which is
-returned with the terms.
+A step of a factor does not depend on the scale of the gradient, but its terms contain squared gradients, which may
+over- or underflow. The terms are therefore computed from blocks divided by a number `size` `[N]`, which is returned
+with the terms.
 
 Legend: N is the number of blocks; n is the number of entries of a block; d is the length of an axis.
 """
@@ -37,7 +37,9 @@ from .base import (
 )
 
 PROBE = 1
-"""Number of the stream of random numbers from which probes are drawn."""
+"""Number of the random stream from which `noise` draws probes. Each purpose has a stream of its own, so that its
+numbers are independent of all others.
+"""
 
 
 class PSGD(LearnedFactors):
@@ -54,9 +56,11 @@ class PSGD(LearnedFactors):
 
     A_i and B_i are the unfoldings of A and B along axis i, d_i the length of that axis, and n the number of entries of
     a block. m = lr_preconditioner, b = smoothing, and L_i <- max(b L_i + (1 - b) l_i, l_i) is a slowly falling bound of
-    l_i. Q starts as (mean g^4 + damping^4)^(-1/8) I, with g the first gradient. P is unique, but the Q_i are not: after
-    each step they are rescaled to equal largest entries. The probe v is a function of the block's seed and step, not of
-    a global random generator.
+    l_i.
+
+    Q starts as (mean g^4 + damping^4)^(-1/8) I, with g the first gradient. P is unique, but the Q_i are not: after each
+    step they are rescaled to equal largest entries. The probe v follows from the block's seed and step, not from a
+    global random generator.
     """
 
     kind: Literal["psgd"] = "psgd"
@@ -119,9 +123,9 @@ class PSGD(LearnedFactors):
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """Return the factors. In blocks without an update so far, the factors are scaled to their initial value.
+        """Return the factors. For blocks that are updated for the first time they are scaled to their initial value.
 
-        fresh: bool `[N]`, True for these blocks, whose bounds are still 0.
+        fresh: bool `[N]`, True for these blocks.
         """
         scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
         share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
@@ -130,20 +134,20 @@ class PSGD(LearnedFactors):
     def _scale(self, gradient: Tensor) -> Tensor:
         """Return the initial scale of Q for each block, (mean g^4 + damping^4)^(-1/8) `[N]`, with g the first gradient.
 
-        The fourth powers are computed relative to the largest entry, so that they do not over- or underflow.
+        Fourth powers are computed after division by the largest entry, so that they do not over- or underflow.
         """
         peak = peak_of(gradient).clamp_min(self.damping)
         peak = torch.where(peak > 0, peak, 1.0)
         mean = (gradient / per_block(peak, gradient)).pow(4).flatten(1).mean(1)
-        # torch computes number / tensor as a product with the reciprocal, which is infinite for denormal numbers
+        # `self.damping / peak` would be a product with 1 / peak, which is infinite for denormal numbers
         damping = torch.full_like(peak, self.damping) / peak
         fourth: Tensor = peak * to_power(mean + damping.pow(4), 0.25)
         return to_power(fourth, -0.5)
 
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
-        """Return sqrt(L) `[N]`, where L is a slowly falling bound of the size l of the descent direction of a factor.
+        """Return sqrt(L) `[N]`, where L is a slowly falling bound of the size l of a factor's descent direction.
 
-        Square roots are stored, because L and l are in units of squared gradients and could overflow.
+        The roots are stored, because L and l are in units of squared gradients and could overflow.
 
         old: sqrt(L) of the last step.
         size: sqrt(l) of this step.
@@ -153,19 +157,20 @@ class PSGD(LearnedFactors):
 
 
 Terms = dict[int, tuple[Tensor, Tensor]]
-"""For each axis, (term that makes a factor smaller, term that makes a factor larger).
+"""For each axis, two terms (plus, minus), both positive semi-definite. Their difference is the descent direction.
 
-The two terms are positive semi-definite. Their means are equal if the factor whitens the gradient.
+`plus` makes the factor smaller, and `minus` makes it larger. On average they are equal if the factor whitens the
+gradient.
 """
 
 
 class FactorStep(NamedTuple):
-    """One form of the step of a factor, with symbols as in `PSGD`.
+    """The functions of one `form` of the step of a factor, with symbols as in `PSGD`.
 
-    terms: function of the factors, the damped gradient h and the probe v that returns (size, terms). The terms are
+    terms: function of the factors, the damped gradient h and the probe v. It returns (size, terms), with the terms
         divided by size^2.
-    move: function of a factor and of m T / L that returns the updated factor, with m the step size, T the descent
-        direction and L its bound.
+    move: function of a factor and of m T / L, with m the step size, T the descent direction and L its bound. It returns
+        the updated factor.
     probed: True if the terms need the probe v.
     """
 
@@ -177,8 +182,8 @@ class FactorStep(NamedTuple):
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
     """Return (size, terms) with the terms A A^T and B B^T of each axis, for A = Q h and B = Q^(-T) v.
 
-    h is the damped gradient, v the probe, and Q the product of the factors. size `[N]` is the largest entry of A and B;
-    the terms are divided by size^2, so that they do not overflow.
+    h is the damped gradient, v the probe, and Q the product of the factors. size `[N]` is the largest entry of A and B.
+    The terms are divided by size^2, so that they do not overflow.
     """
     assert v is not None
     a, b = mode_products(h, factors), v
@@ -191,11 +196,10 @@ def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Ten
 
 
 def triangular_move(q: Tensor, t: Tensor) -> Tensor:
-    """Return Q - triu(T) Q for a factor Q and its step T. The result is upper triangular with a positive diagonal, as Q
-    is.
+    """Return Q - triu(T) Q for a factor Q and its step T. Like Q, it is upper triangular with a positive diagonal.
 
-    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step, because a full step could
-    make an entry 0.
+    T is scaled down so that no entry of the diagonal shrinks more than tenfold in one step. A full step could make an
+    entry 0.
     """
     longest = (t if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1)).amax(-1)
     t = t * per_block(0.9 / longest.clamp_min(0.9), t)
@@ -206,8 +210,8 @@ def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, T
     """Return (size, terms) with the terms A A^T and (n / d) I of each axis, for A = P h and P = Q Q.
 
     h is the damped gradient, Q the product of the factors, n the number of entries of a block, and d the length of the
-    axis. size `[N]` is the largest entry of A, or 1 if that is smaller; the terms are divided by size^2, so that they
-    do not overflow.
+    axis. size `[N]` is the largest entry of A, but at least 1. The terms are divided by size^2, so that they do not
+    overflow.
     """
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)
@@ -221,9 +225,7 @@ def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, T
 
 
 def quad_move(q: Tensor, t: Tensor) -> Tensor:
-    """Return (I - T / 2) Q (I - T / 2) for a factor Q and its step T. The result is symmetric and positive definite, as
-    Q is.
-    """
+    """Return (I - T / 2) Q (I - T / 2) for a factor Q and its step T. Like Q, it is symmetric and positive definite."""
     half = t / 2
     if q.ndim == 2:
         return q * (1 - half).square()

@@ -21,7 +21,8 @@ from ..base import Traits
 from .base import LearnedFactors, factor_slot, gram, is_informative, peak_of, scaled, transposes
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
-"""Signals with second moments of a layer, by axis of the weight: of output gradients (axis 0) and of inputs (axis 1).
+"""Signals with second moments of a layer, by axis of its weight: of gradients with respect to outputs for axis 0,
+and of inputs for axis 1.
 """
 
 
@@ -119,9 +120,7 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), updated, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
-        """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal. H_i is the unfolding along axis i of
-        the gradient multiplied by all factors, d_i the length of the axis, and n the number of entries of a block.
-        """
+        """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal, with symbols as in `SIRF`."""
         h = mode_products(gradient * math.sqrt(self.batch_size), transposes(factors))
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
         h = h / per_block(peak_of(h).clamp_min(1.0), h)
@@ -129,8 +128,8 @@ class SIRF(LearnedFactors):
         return {axis: scaled(gram(h, axis, k.ndim == 3), weights[axis]) for axis, k in factors.items()}
 
     def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
-        """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal. H_i = K_i^T M_i
-        K_i, with M_i the second moments of the layer's inputs or outputs, K_i the factor, and B the batch size.
+        """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal, with symbols
+        as in `SIRF`.
         """
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
         whitened = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
@@ -143,12 +142,10 @@ class SIRF(LearnedFactors):
 
 
 def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
-    """Return K^T M K, or the diagonal of K^T M K if the factor K is diagonal.
+    """Return K^T M K, or its diagonal if K is diagonal, scaled down so that no entry exceeds `_ceiling`.
 
-    The result is scaled down so that no entry exceeds `_ceiling`.
-
-    moments: M `[N, d, d]`, second moments of a layer's inputs or outputs.
-    k: K; None means the identity.
+    moments: M `[N, d, d]`, second moments of a layer's inputs, or of the gradients with respect to its outputs.
+    k: the factor K; None means the identity.
     """
     if k is None:
         h = moments
@@ -161,10 +158,9 @@ def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
 
 
 def _ceiling(dtype: torch.dtype) -> float:
-    """Return the bound to which entries of whitened statistics are scaled down, so that squares and their sums do not
-    overflow.
+    """Return the largest entry that whitened statistics may have, so that squares and their sums do not overflow.
 
-    Scaling such large statistics down does not change the length of a step, because the step is divided by the norm of
-    the factor's momentum if this norm exceeds 1.
+    Larger statistics are scaled down. This does not change the step of a factor, which is divided by the norm of the
+    factor's momentum if this norm exceeds 1.
     """
     return float(torch.finfo(dtype).max ** 0.4)

@@ -17,8 +17,8 @@ _JORDAN = (3.4445, -4.7750, 2.0315)
 def _shrunk(triple: Triple, margin: float) -> Triple:
     """Return the triple (a, b, c) whose polynomial at X equals that of `triple` at X / margin.
 
-    Rounding may raise singular values of X above 1, but the polynomial was fitted on [0, 1]. The margin keeps singular
-    values of X / margin in this interval.
+    Rounding may raise singular values of X above 1, but the polynomial was fitted on [0, 1]. The singular values of X /
+    margin stay in this interval.
     """
     a, b, c = triple
     return (a / margin, b / margin**3, c / margin**5)
@@ -55,10 +55,11 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "quintic": ((2.0, -1.5, 0.5),),
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Published coefficients by name, one triple for each step. If there are more steps than triples, the last triple
-repeats. If there are fewer steps than triples, an error is raised, except where the list below says otherwise. A step
-with a margin of 1.01 computes its polynomial at X / 1.01, so that the singular values that the polynomial receives are
-at most 1, also after rounding errors.
+"""Published coefficients by name, one triple (a, b, c) for each step.
+
+If there are more steps than triples, the last triple repeats. If there are fewer steps than triples, an error is
+raised, except where the list below says otherwise. A step with a margin of 1.01 computes its polynomial at X / 1.01, so
+that the singular values that it receives are at most 1, also after rounding errors.
 
 jordan: steepest slope at zero (Jordan et al. 2024, Muon). Five steps map singular values in [0.01, 1] to [0.68, 1.13].
 you: one triple for each step (You Jiacheng 2025, in modded-nanogpt). Five steps map singular values in [0.01, 1] to
@@ -126,6 +127,6 @@ def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int)
 
 
 _ANY_NUMBER_OF_STEPS = frozenset({"polar_express"})
-"""Names of coefficients whose first k triples are the best k steps, for every k."""
+"""Names of coefficients that may be used with fewer steps than triples: the first k triples are the best for k steps."""
 _ONE_NUMBER_OF_STEPS = frozenset({"polar_express_5"})
 """Names of coefficients that require exactly as many steps as they have triples."""

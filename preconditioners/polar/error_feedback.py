@@ -1,4 +1,6 @@
-"""Momenta in which only the part that an update uses decays: low-rank and partial orthogonalization (Dion, Dion2)."""
+"""Momenta in which only the part that an update uses decays, for orthogonalization of low rank or of some rows
+(Dion, Dion2).
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,20 @@ from ..roots.cholesky_qr import orthonormal_columns
 from .spectral import NewtonSchulz, PolarSolver
 
 START = 1 << 35
-"""Number of the stream of random numbers from which the first subspaces are drawn."""
+"""Number of the random stream from which `noise` draws the first subspaces. Each purpose has a stream of its own, so
+that its numbers are independent of all others.
+"""
 
 
 class Dion(Stage):
     """P Q^T  with  M <- M + d,  P = qr(M Q),  R = M^T P,  M <- M - (1 - beta) P R^T,  Q <- R / column norms
 
     d is the direction, M `[m, n]` the momentum, and the r columns of Q `[n, r]` span a subspace. M is orthogonalized in
-    this subspace, and one power step computes the subspace from the one of the last step. The part of M outside the
-    subspace stays in M for later steps (Ahn et al. 2025, arXiv:2504.05295, Algorithm 1; for the factor sqrt(m / n) of
-    the paper add the stage `scale`). Blocks are treated as matrices, first axis x the rest. The first Q is random.
+    this subspace. The subspace follows from the one of the last step by one power step, and the first Q is random. The
+    part of M outside the subspace stays in M for later steps.
+
+    This is Algorithm 1 of Ahn et al. 2025, arXiv:2504.05295. For the factor sqrt(m / n) of the paper add the stage
+    `scale`. Blocks are treated as matrices, first axis x the rest.
     """
 
     kind: Literal["dion"] = "dion"
@@ -64,7 +70,7 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Return the bases Q of the subspaces. In blocks that are updated for the first time, Q consists of random
+        """Return the bases Q of the subspaces. For blocks that are updated for the first time they are random
         numbers.
         """
         if context.holds(lambda steps: steps > 1) is True:
@@ -74,7 +80,7 @@ class Dion(Stage):
 
 
 def _orthonormal(x: Tensor) -> Tensor:
-    """Return the orthonormal factor of qr(x), whose columns may have other signs on a device than on a CPU."""
+    """Return the orthonormal factor of qr(x). On a device its columns may have other signs than on a CPU."""
     if x.is_cpu:
         return apply_aligned(lambda own: torch.linalg.qr(own).Q, x)  # type: ignore[no-any-return]
     return orthonormal_columns(x, torch.eye(*x.shape[1:], dtype=x.dtype, device=x.device).expand_as(x))
@@ -85,8 +91,8 @@ class Dion2(Stage):
 
     d is the direction, M the momentum, and M_S the rows S of M. S is a fraction of the rows (rounded up), or of the
     columns if there are fewer columns. Rows that are not used keep growing until they are used (Ahn et al. 2025,
-    arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks are treated as matrices, first axis x the rest. With
-    `fraction: 1` the stage is Muon with an undamped momentum.
+    arXiv:2512.16928, Algorithm 1, and microsoft/dion). With `fraction: 1` the stage is Muon with an undamped momentum.
+    Blocks are treated as matrices, first axis x the rest.
     """
 
     kind: Literal["dion2"] = "dion2"

@@ -1,5 +1,6 @@
-"""Spectral descent (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024), and solvers that compute the polar factor
-U V^T of a matrix with the singular value decomposition G = U S V^T.
+"""Spectral descent (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024), and solvers that compute polar factors.
+
+The polar factor of a matrix with the singular value decomposition G = U S V^T is U V^T.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from .coefficients import Coefficients, require_used, triples
 
 
 class PolarSolver(Schedulable, ABC, family="polar_solver"):
-    """A method to compute the polar factor of a matrix, the nearest semi-orthogonal matrix, exactly or nearly."""
+    """A method that computes the polar factor of a matrix, the nearest semi-orthogonal matrix, exactly or nearly."""
 
     @abstractmethod
     def polar(self, x: Tensor) -> Tensor:
-        """Return the polar factors of matrices x `[N, m, n]`, in the same shape. Called in every step. A zero matrix
-        stays zero. x must not be written to.
+        """Return the polar factors of matrices x `[N, m, n]`, in the same shape. A zero matrix stays zero.
+
+        The method is called in every step. It must not write to x.
         """
 
     def operations(self, m: int, n: int) -> float:
@@ -103,14 +105,14 @@ class NewtonSchulz(PolarSolver):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Return beta T + A B, with `total` as T. In low precision the sum is computed in float32 and rounded once."""
+    """Return beta T + A B for `total` T. In low precision the sum is computed in float32 and rounded once."""
     if multiplied_in_float32(total):
         return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
     return torch.baddbmm(total, a, b, beta=beta)
 
 
 class SVD(PolarSolver):
-    """U V^T by a singular value decomposition; directions whose singular value is a rounding error are set to 0.
+    """U V^T by a singular value decomposition, without the directions whose singular value is only a rounding error.
 
     A singular value of an m x n matrix is treated as a rounding error if it is at most `cutoff` * max(m, n) * machine
     epsilon * the largest singular value.
@@ -134,10 +136,11 @@ class Triangular(PolarSolver):
     """Q <- rows(tril(Q Q^T)^-1 Q)  from  Q = rows(X),  `passes` times;  rows(A): rows of A divided by their norms
 
     X is a block as a matrix, transposed if its second side is shorter, and tril is the lower triangle. This is MUD
-    (Southworth & Thomas 2026, arXiv:2603.17970). One forward substitution replaces Newton-Schulz: it removes from row
-    i, to first order, the components of row i along the rows before row i. The rows become nearly orthogonal unit
-    vectors, but not the orthonormal rows nearest to X. The result depends on the order of the rows: if X is multiplied
-    by a rotation from the left, the result is not. Rows of zeros stay zero.
+    (Southworth & Thomas 2026, arXiv:2603.17970). One forward substitution replaces Newton-Schulz: to first order, it
+    removes from row i its components along the rows before row i.
+
+    The rows become nearly orthogonal unit vectors, but not the orthonormal rows nearest to X. The result depends on the
+    order of the rows: if X is multiplied by a rotation from the left, the result is not. Rows of zeros stay zero.
     """
 
     kind: Literal["triangular"] = "triangular"
@@ -150,7 +153,7 @@ class Triangular(PolarSolver):
         tall = x.shape[1] > x.shape[2]
         q = _unit_rows(x.mT if tall else x)
         for _ in range(self.passes):
-            # the diagonal of Q Q^T is 1, or 0 for rows of zeros; unitriangular=True reads 1 for these rows, too
+            # the diagonal of Q Q^T is 1, or 0 for rows of zeros; with unitriangular=True it is read as 1 for all rows
             q = _unit_rows(torch.linalg.solve_triangular(q @ q.mT, q, upper=False, unitriangular=True))
         return q.mT if tall else q
 
@@ -167,8 +170,8 @@ class Spectral(Stage):
     """polar(d) = U V^T for d = U S V^T: steepest descent in the spectral norm.
 
     d is the direction. Blocks are treated as matrices, first axis x the rest; a vector is one column, with polar factor
-    d / ||d||. With `nuclear_norm` the result is <d, polar(d)> polar(d), where <d, U V^T> = sum(S). This is the steepest
-    descent step including its length (Bernstein & Newhouse 2024, Proposition 5; PolarGrad, Lau, Long & Su 2025,
+    d / ||d||. With `nuclear_norm` the result is <d, polar(d)> polar(d), where <d, U V^T> = sum(S). This is the full
+    step of steepest descent, with its length (Bernstein & Newhouse 2024, Proposition 5; PolarGrad, Lau, Long & Su 2025,
     arXiv:2505.21799).
     """
 
