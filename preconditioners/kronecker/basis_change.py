@@ -210,7 +210,7 @@ def fit_second_moments(
     weights: by axis j of the block, the weights w_j in sums over this axis. Empty: the statistics are not whitened.
 
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
-    y^T / mean(x) with vectors x and y. A change of one entry of v is in the sum of its row and in the sum of its column,
+    y^T / mean(x) with vectors x and y. A change of one entry of v is in the sum of its row and in that of its column,
     and would count twice if x and y were corrected in full. If the marginals of x and y are known, each vector is
     therefore multiplied by the square root of its full correction.
 

@@ -127,6 +127,6 @@ def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int)
 
 
 _ANY_NUMBER_OF_STEPS = frozenset({"polar_express"})
-"""Names of coefficients that may be used with fewer steps than triples: the first k triples are the best for k steps."""
+"""Names of coefficients that may be used with fewer steps than triples: the first k are the best for k steps."""
 _ONE_NUMBER_OF_STEPS = frozenset({"polar_express_5"})
 """Names of coefficients that require exactly as many steps as they have triples."""

@@ -1,4 +1,4 @@
-"""The two families of solvers: inverse roots, and eigenbases."""
+"""The base classes of two families of solvers: for inverse roots of matrices, and for eigenbases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eigengraft.schedules import Schedulable
 
 
 class _RootTensors(NamedTuple):
-    """The fields of `Root` as a named tuple in which all of them are required. `Root` adds the default values."""
+    """The fields of `Root`, without default values."""
 
     value: Tensor
     ok: Tensor
@@ -25,17 +25,16 @@ class _RootTensors(NamedTuple):
 
 
 class Root(_RootTensors):
-    """The result of a root solver. `Root(value)` is enough for a solver that fails only with numbers that are not
-    finite.
+    """The result of a root solver. All tensors stay on the device, so that the host does not wait.
+
+    `Root(value)` is enough for a solver that fails only with numbers that are not finite.
 
     value: `[N, d, d]`, the inverse root. For a diagonal matrix given as its diagonal it is `[N, d]`.
     ok: bool `[N]`, False where the solver failed and the value must not be used. Default: True where the value is
         finite.
-    iterations: int32 `[N]`. Default: 0, as for direct solvers.
+    iterations: int32 `[N]`, number of iterations. Default: 0, as for direct solvers.
     residual: `[N]` in the dtype of the value, the solver's own measure of the remaining error. Default: 0.
     definite: bool `[N]`, True where the value is positive definite. Default: `ok`.
-
-    All tensors stay on the device, so that the host does not wait.
     """
 
     __slots__ = ()
@@ -55,7 +54,7 @@ class Root(_RootTensors):
 
 
 class _BasisTensors(NamedTuple):
-    """The fields of `Basis` as a named tuple in which all of them are required. `Basis` adds the default values."""
+    """The fields of `Basis`, without default values."""
 
     q: Tensor
     order: Tensor | None
@@ -77,16 +76,17 @@ class Basis(_BasisTensors):
 
 
 Diagonal = Callable[[Tensor], Tensor]
-"""A function that maps q^T Q `[N, d, d]` to diag(Q^T A Q) `[N, d]`, where q is the old and Q the new orthonormal basis.
-"""
+"""A function that maps q^T Q `[N, d, d]` to diag(Q^T A Q) `[N, d]`, with the old basis q and the new basis Q."""
 
 
 class MatrixSolver(Schedulable):
-    """Hooks of root solvers and of basis solvers by which `by_device` chooses between solvers with equal results."""
+    """Hooks of root solvers and of basis solvers for `by_device`, which replaces a solver by a faster one with an
+    equal result.
+    """
 
     @classmethod
     def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
-        """Return the solver of this class that has the same result as another solver in exact arithmetic.
+        """Return the solver of this class that has the same result as `other` in exact arithmetic.
 
         Return None if there is no such solver, or if it would not be accurate for matrices of this dtype. `by_device`
         chooses between equal solvers.
@@ -94,48 +94,50 @@ class MatrixSolver(Schedulable):
         return None
 
     def runs_on(self, device: str) -> str:
-        """Return the type of the device that does the work for matrices on a device of the given type."""
+        """Return the type of the device that does the work, for matrices on a device of type `device`."""
         return device
 
 
 class RootSolver(MatrixSolver, ABC, family="root_solver"):
     """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, where e > 0 is a fraction.
 
-    Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
-    not change by a bit. A stage raises ValueError at construction for an exponent that its solver does not accept.
+    Each matrix is solved separately. A matrix that fails is marked in `ok`, and does not change the results of all
+    other matrices by a bit. A stage raises ValueError at construction for an exponent that its solver does not accept.
     """
 
     @abstractmethod
     def root(self, a: Tensor, exponent: Fraction) -> Root:
-        """Return the inverse roots of a `[N, d, d]` for an exponent e > 0. Called when the refresh of a stage is due,
-        with the estimate of its statistic.
+        """Return the inverse roots A^(-e) of the matrices a `[N, d, d]`.
 
-        A solver never raises for a bad matrix. It marks the matrix in `ok`, and the results of other matrices do not
-        change. The stage then keeps the root that it had.
+        This method is called when the refresh of a stage is due, with the estimate of its statistic. It never raises
+        for a bad matrix: it sets `ok` of the result to False for this matrix, and the stage keeps its old root. The
+        results of other matrices do not change.
 
         a: symmetric positive semi-definite matrices, float32 or float64. They must not be written to.
-        exponent: a fraction, such as 1/4 for A^(-1/4), that `check` accepts.
+        exponent: e, a fraction such as 1/4 for A^(-1/4), that `check` accepts.
         """
 
     def check(self, exponent: Fraction) -> str | None:
         """Return the reason why this solver does not accept an exponent, as "<kind> takes exponents ..., got 1/3".
-        None: the solver accepts the exponent. Called when a recipe is composed.
+
+        None: the solver accepts the exponent. This method is called when a recipe is composed.
         """
         return None
 
     def regularized(self, values: Tensor) -> Tensor:
         """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
 
-        The solver raises the returned values to -e, with e the exponent of the root. A result of 0 marks an eigenvalue
-        that is left out of the root.
+        The root has the returned values raised to -e. A returned 0 marks an eigenvalue that is left out of the root.
 
         values: eigenvalues `[N, d]` of A, in any order.
         """
         return values
 
     def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
-        """Return A^(-e) for diagonal matrices. They are given and returned as their diagonals `[N, d]`. Called in place
-        of `root` for axes whose factor is a diagonal. The default raises the values of `regularized` to -e.
+        """Return A^(-e) for diagonal matrices. They are given and returned as their diagonals `[N, d]`.
+
+        This method is called in place of `root` for axes whose factor is a diagonal. The default raises the values of
+        `regularized` to -e.
         """
         ok = a.isfinite().all(-1)
         values = self.regularized(torch.where(ok[:, None], a, 1.0))
@@ -145,25 +147,23 @@ class RootSolver(MatrixSolver, ABC, family="root_solver"):
 
 
 _LONGER_THAN_ANY_AXIS = 1 << 30
-"""Length that no axis of a parameter reaches. A solver that computes all columns even for this length always keeps all
-columns.
+"""A length that no axis of a parameter reaches. `keeps_all_columns` tests with it if a solver keeps all columns of
+any matrix.
 """
 
 
 class BasisSolver(MatrixSolver, ABC, family="basis_solver"):
     """Q `[N, d, r]`, r <= d orthonormal columns for which Q^T A Q is (nearly) diagonal, for symmetric A `[N, d, d]`.
 
-    Each matrix is solved separately: a matrix that fails is marked in `ok`, and the results of all other matrices do
-    not change by a bit.
+    Each matrix is solved separately. A matrix that fails is marked in `ok`, and does not change the results of all
+    other matrices by a bit.
     """
 
     unit_free: ClassVar[bool] = True
-    """True if the solver returns the same basis for every positive multiple of A, so that it may receive A in any
-    scale.
-    """
+    """True if the solver returns the same basis for every positive multiple of A, so that A may have any unit."""
 
     def columns(self, d: int) -> int:
-        """Return the number r of eigenvectors of a `[d, d]` matrix that are computed.
+        """Return the number r of eigenvectors that are computed of a matrix `[d, d]`.
 
         r is d, or less if the solver computes only the basis of a subspace.
         """
@@ -172,23 +172,25 @@ class BasisSolver(MatrixSolver, ABC, family="basis_solver"):
     @property
     @final
     def keeps_all_columns(self) -> bool:
-        """True if a basis has all eigenvectors of a matrix of any size."""
+        """True if the solver computes all eigenvectors of a matrix of any size."""
         return self.columns(_LONGER_THAN_ANY_AXIS) == _LONGER_THAN_ANY_AXIS
 
     @abstractmethod
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
-        """Return the basis of a `[N, d, d]`. Called when the refresh of a stage is due, with the estimate of its
-        statistic.
+        """Return the bases of the matrices a `[N, d, d]`.
 
-        A solver never raises for a bad matrix. It marks the matrix in `ok`, and the stage keeps the basis that it had.
+        This method is called when the refresh of a stage is due, with the estimate of its statistic. It never raises
+        for a bad matrix: it sets `ok` of the result to False for this matrix, and the stage keeps its old basis.
 
         a: symmetric positive semi-definite matrices, float32 or float64. They must not be written to.
-        q: `[N, d, r]`, the basis before. It must not be written to.
+        q: `[N, d, r]`, the old bases. They must not be written to.
         first: True at the first refresh, when q has no information yet.
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
-        """Return (the result of `basis`, a function). The function computes diag(Q^T A Q) for the new basis Q with less
-        work than a product with A. A solver without such a function returns None in its place, as the default does.
+        """Return (the result of `basis`, a function that computes diag(Q^T A Q) for the new basis Q, or None).
+
+        The function needs less work than a product with A. A solver that has no such function returns None, as the
+        default does.
         """
         return self.basis(a, q, first), None

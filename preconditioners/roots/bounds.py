@@ -1,4 +1,4 @@
-"""Sizes of symmetric matrices in O(d^2) operations: bounds of the largest eigenvalue, and one estimate.
+"""Measures of the size of symmetric matrices in O(d^2) operations: bounds and an estimate of the largest eigenvalue.
 
 Legend: N is the number of matrices; d is the order of a matrix; u is the rounding unit of the dtype.
 """
@@ -17,13 +17,13 @@ from eigengraft.numerics import products, tiny
 
 
 class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
-    """An upper bound of lambda_max(A), or an estimate of lambda_max(A), for positive semi-definite A `[N, d, d]`."""
+    """An upper bound of the largest eigenvalue of positive semi-definite A `[N, d, d]`, or an estimate of it."""
 
     @final
     def upper(self, a: Tensor) -> Tensor:
         """Return the bound `[N]` for matrices a `[N, d, d]`, in units of a. The bound of a zero matrix is 0.
 
-        Entries are scaled to at most 1 first, so that no intermediate result overflows.
+        Entries are divided by the largest entry first, so that no intermediate result overflows.
         """
         if a.numel() == 0:
             return a.new_zeros(a.shape[0])
@@ -32,17 +32,18 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 
     @abstractmethod
     def of_scaled(self, a: Tensor) -> Tensor:
-        """Return the bound for matrices whose largest entry has size 1, or 0 for a zero matrix."""
+        """Return the bound for matrices whose largest entry has absolute value 1, or 0 for a zero matrix."""
 
 
 class GuaranteedBound(EigenvalueBound):
     """min(m + s sqrt(d - 1),  max_i (|A| x)_i / x_i) (1 + margin),  m = tr A / d,  s^2 = ||A - m I||_F^2 / d
 
-    The first term is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1). This bound is exact
-    if all eigenvalues except the largest are equal, and for positive semi-definite A at most the trace and the
-    Frobenius norm. The second term bounds the spectral radius of |A|, hence of A, for every vector x > 0 (Collatz
-    1942). Here x = |A| 1 is the vector of row sums, with which the second term is Minc's (1988) row-sum bound and at
-    most the largest row sum. Entries of x below 2^-20 times the largest entry are raised to that value.
+    The first term is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1). It is exact if all
+    eigenvalues except the largest are equal, and for positive semi-definite A at most the trace and the Frobenius norm.
+
+    The second term bounds the spectral radius of |A|, hence of A, for every vector x > 0 (Collatz 1942). Here x = |A| 1
+    is the vector of row sums, with which the second term is Minc's (1988) row-sum bound and at most the largest row
+    sum. Entries of x below 2^-20 times the largest entry are raised to that value.
 
     margin = (2 d + 10) machine epsilon makes up for rounding errors: a sum of d terms in any order has a relative error
     of at most d u. The second term contains three such sums one after another, the first term two, and s is computed as
@@ -75,8 +76,8 @@ class FrobeniusBound(EigenvalueBound):
 class PowerIteration(EigenvalueBound):
     """factor * max_j ||A v_j|| after `steps` of  v_j <- A v_j / ||A v_j||,  for several start vectors v_j at once
 
-    This is an estimate, not a bound. Without the factor, the estimate is at most the largest eigenvalue; if the second
-    eigenvalue is close to the largest, an accurate estimate needs many steps. A factor of 2 makes up for few steps
+    This is an estimate, not a bound. Without the factor, the estimate is at most the largest eigenvalue. An accurate
+    estimate needs many steps if the second eigenvalue is close to the largest. A factor of 2 makes up for few steps
     (DASH, arXiv:2602.02016). The start vectors are deterministic: fractional parts of multiples of the golden ratio.
     """
 
@@ -88,7 +89,7 @@ class PowerIteration(EigenvalueBound):
     def of_scaled(self, a: Tensor) -> Tensor:
         rows = torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device)
         columns = torch.arange(1, self.vectors + 1, dtype=a.dtype, device=a.device)
-        # start vectors have mean 0.25, not 0, because leading eigenvectors of statistics are often nearly constant
+        # the mean of start vectors is 0.25, not 0, because leading eigenvectors of statistics are often nearly constant
         v = (0.6180339887498949 * rows[:, None] * columns) % 1.0 - 0.25
         v = v.expand(len(a), -1, -1)
         for _ in range(self.steps):

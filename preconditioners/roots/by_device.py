@@ -1,14 +1,14 @@
-"""The choice, on an accelerator, between solvers with the same result in exact arithmetic, by a table of times.
+"""The choice, on an accelerator, of the fastest of all solvers with the same result in exact arithmetic.
 
 CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) a full
 stack at once. On an accelerator a solver with `by_device: true` is therefore replaced by the fastest of all solvers
 that have the same result, according to their `equal_to`. On a CPU a solver is never replaced, so that the results of a
-recipe on a CPU do not depend on a table of times. The choice is made on the host and reads no values of tensors.
+recipe on a CPU do not depend on measured times. The choice is made on the host and reads no values of tensors.
 
-The file `timings.json` contains the times, in the format of the reports of `make gpu`, with the source of each number.
-The choice depends on the device type, the order of the matrices and their dtype. The choice does not depend on the
-number of matrices in a stack, because this number differs between ranks and between the slices of a spread refresh.
-If the choice depended on it, the last bits of a block would differ between runs on one rank and on two ranks.
+The times are in the file `timings.json`, in the format of the reports of `make gpu`, with the source of each number.
+The choice depends on the device type, the order of the matrices and their dtype. It does not depend on the number of
+matrices in a stack, because this number differs between ranks and between the slices of a spread refresh: the last bits
+of a block would then differ between runs on one rank and on two ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ByDevice(Schedulable):
     )
 
     def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
-        """Return one line about the choice for matrices `[N, order, order]` on an accelerator.
+        """Return one line about the choice of a solver for matrices `[N, order, order]` on an accelerator.
 
-        The line has the chosen solver, the solvers with which it was compared, and the times of all these solvers.
+        The line names the chosen solver and the solvers with which it was compared, with the times of all.
         """
         return choose_solver(self, device, order, dtype).why
 
@@ -76,7 +76,7 @@ class Timing:
 
 @cache
 def timings() -> tuple[Timing, ...]:
-    """Return all rows of `timings.json`."""
+    """Return all rows of the file `timings.json`."""
     rows = json.loads(Path(__file__).with_name("timings.json").read_text(encoding="utf-8"))
     return tuple(Timing(**row) for row in rows)
 
@@ -85,7 +85,7 @@ class Estimate(NamedTuple):
     """The estimated time for one matrix.
 
     milliseconds: time for one matrix of a large stack.
-    timing: row of the table from which the time is computed.
+    timing: row of `timings.json` from which the time is computed.
     """
 
     milliseconds: float
@@ -93,11 +93,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
-    """Return the time for one matrix of a large stack, from the row with the smallest order >= `order`.
+    """Return the time of an operation for one matrix of a large stack, or None if `timings.json` has no time for it.
 
-    Above the largest order of the table, times are extrapolated with the third power of the order. If there are
-    measured rows, all other rows are ignored. A device type without rows is treated as CUDA. Return None if the table
-    has no row for the operation.
+    The row with the smallest order >= `order` is used. Above the largest order in the file, times grow with the third
+    power of the order. Rows that were not measured are only used if there are no measured ones. A device type
+    without rows is treated as CUDA.
     """
     if device not in {row.device for row in timings()}:
         device = "cuda"
@@ -114,7 +114,7 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
 def estimate_on_host(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
     """Return the time for one matrix on a device that is copied to the host, decomposed there and copied back.
 
-    If the table has no such row ("<operation>_on_host"), the time on a CPU, which has no copies, takes its place.
+    If `timings.json` has no such time ("<operation>_on_host"), the time of a CPU without the copies is returned.
     """
     return estimate(device, f"{operation}_on_host", order, dtype) or estimate("cpu", operation, order, dtype)
 
@@ -132,8 +132,9 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dtype: torch.dtype) -> Choice:
-    """Return the fastest, by the table of times, of a solver and all solvers that have the same result in exact
-    arithmetic, for matrices `[N, order, order]` on an accelerator.
+    """Return the fastest of `solver` and all solvers that have the same result in exact arithmetic.
+
+    The choice is for matrices `[N, order, order]` on an accelerator, by the times in `timings.json`.
     """
     equal = (member.equal_to(solver, dtype) for member in solver.members.values())  # type: ignore[attr-defined]
     found = []
@@ -157,7 +158,7 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
 def chosen(solver: _Solver, a: Tensor) -> _Solver:
     """Return the solver to use for matrices a `[N, d, d]` on an accelerator.
 
-    If `solver` has `by_device`, this is the fastest solver with the same result, else `solver` itself.
+    If `solver` has `by_device: true`, this is the fastest solver with the same result, else `solver` itself.
     """
     if not (isinstance(solver, ByDevice) and solver.by_device):
         return solver
@@ -165,7 +166,7 @@ def chosen(solver: _Solver, a: Tensor) -> _Solver:
 
 
 def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
-    """Return True if, by the table of times, matrices on a device are decomposed faster on the host."""
+    """Return True if matrices on a device are decomposed faster on the host, by the times in `timings.json`."""
     if device == "cpu":
         return False
     here, there = estimate(device, "eigh", order, dtype), estimate_on_host(device, "eigh", order, dtype)

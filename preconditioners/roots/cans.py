@@ -26,7 +26,9 @@ OKLS_SCHEDULE = (
     (1.5052, -0.50074),
     (1.5, -0.5),
 )
-"""Chebyshev-optimal pairs for eigenvalues from about 1e-7 to 1 (Online KL-Shampoo, Tilde 2026)."""
+"""Coefficients (a, b) of each step of `CANS`, Chebyshev-optimal for eigenvalues from about 1e-7 to 1 (Online
+KL-Shampoo, Tilde 2026).
+"""
 
 
 class CANS(Iterative):
@@ -38,9 +40,9 @@ class CANS(Iterative):
     never waits for a device. The solver accepts the exponents 1/2 and 1/4. For 1/4 there are two passes, the second
     with the Y of the first pass as C.
 
-    The polynomial of the first pair is negative just above 1. An eigenvalue of C above 1 would converge to a root of
-    the wrong sign, which the residual max |Z C Z - I| does not show. Therefore t is a guaranteed bound by default,
-    eigenvalues are also divided by `safety`, and a root that is not positive definite counts as failed.
+    An eigenvalue of C above 1 would converge to a root of the wrong sign, because the polynomial of the first pair is
+    negative just above 1. The residual max |Z C Z - I| does not show this. Therefore t is a guaranteed bound by
+    default, eigenvalues are also divided by `safety`, and a root that is not positive definite counts as failed.
     """
 
     kind: Literal["cans"] = "cans"

@@ -1,4 +1,6 @@
-"""Eigenbases by orthogonal iteration with Cholesky QR: products and triangular solves in place of Householder QR."""
+"""Eigenbases by orthogonal iteration with Cholesky QR, which uses products and triangular solves in place of
+Householder QR.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,17 @@ class CholeskyQR(BasisSolver):
 
     A `[N, d, d]` is the statistic, Q its basis, and orth is computed in `rounds` rounds (CholeskyQR2, Yamamoto et al.
     2015). The shift s is 0 in the last two rounds (if there are only two rounds, in the last one), and 4 d u in all
-    rounds before (Fukaya et al. 2020), where u is the machine epsilon. Columns of X are scaled to length 1 before the
-    first round. The scaling does not change Q, and makes X well-conditioned for any spectrum once Q is close to the
-    eigenvectors. If a column of Q is in the null space of A, its column of X has only rounding errors, and is replaced
-    by the column of Q.
+    rounds before (Fukaya et al. 2020), where u is the machine epsilon.
+
+    Columns of X are scaled to length 1 before the first round. This does not change Q, and makes X well-conditioned for
+    any spectrum once Q is close to the eigenvectors. If a column of Q is in the null space of A, its column of X has
+    only rounding errors, and is replaced by the column of Q.
 
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
     all other directions, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such
-    matrices fail on a device. With `rounds: 3, wide: true` the results for these matrices are as orthonormal as
-    those of Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the
-    solver with these settings.
+    matrices fail on a device. With `rounds: 3, wide: true` the results are as orthonormal as those of Householder QR
+    (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the solver with these
+    settings.
 
     On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device, where the host
     would have to wait for the list of such matrices, the matrix keeps its basis and counts as failed.
@@ -82,7 +85,7 @@ class CholeskyQR(BasisSolver):
 
         aq: A Q `[N, d, r]`, the product of the matrices with their last bases.
         q: Q, the last bases. No column of the result has a negative product with its column of Q.
-        checks: list to which, on a device, a bool `[N]` is appended: False where the factor is not orthonormal, so that
+        checks: list to which a bool `[N]` is appended on a device. It is False where the factor is not orthonormal and
             q is returned instead.
         """
         x = _unit_columns(aq, q)
@@ -113,11 +116,13 @@ class CholeskyQR(BasisSolver):
 
 
 def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
-    """Return orthonormal columns `[N, d, r]` of which the first j span the first j columns of x, up to rounding.
+    """Return orthonormal columns `[N, d, r]`. The first j columns span the first j columns of x, for every j, up to
+    rounding.
 
     The function replaces Householder QR on devices, where Householder QR is a call of cuSOLVER for each matrix. The
-    columns of x are scaled to length 1, and 2 u q is added to them, with u the machine epsilon. If a column depends
-    linearly on the columns before it, its result is therefore a direction of q. Where x is not finite, the result is q.
+    columns of x are scaled to length 1, and 2 u q is added to them, with u the machine epsilon. For a column that
+    depends linearly on the columns before it, the result is therefore a direction of q. Where x is not finite, the
+    result is q.
 
     x: `[N, d, r]`, d >= r.
     q: `[N, d, r]`, orthonormal columns.
@@ -130,7 +135,7 @@ def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _orthonormal(x: Tensor, max_error: float) -> Tensor:
-    """Return bool `[N]`, True where the columns of x are orthonormal, False for nan.
+    """Return bool `[N]`, True where the columns of x are orthonormal. It is False where x has nan.
 
     max_error: largest entry of |X^T X - I| that is accepted.
     """
@@ -140,7 +145,8 @@ def _orthonormal(x: Tensor, max_error: float) -> Tensor:
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:
-    """Return X R^-1 with R^T R = X^T X + s I, one round of Cholesky QR. R is the Cholesky factor.
+    """Return X R^-1, the result of one round of Cholesky QR. R is the Cholesky factor of X^T X + s I, so that R^T R
+    equals it.
 
     x: X `[N, d, r]`.
     shifted: True for the shift s = 4 r u, with u the machine epsilon; False for s = 0.
@@ -157,14 +163,17 @@ def _round(x: Tensor, shifted: bool) -> Tensor:
 
 
 _LEAF = 64
-"""Least order of the triangles that `_inverse` gives to a library. One call of cuBLAS solves all of them."""
+"""Smallest order of the triangles that `_inverse` does not divide further. One call of cuBLAS inverts all triangles
+of this size.
+"""
 
 
 def _inverse(lower: Tensor) -> Tensor:
-    """Return the inverses of lower triangular matrices `[N, d, d]`, from products of their blocks.
+    """Return the inverses of lower triangular matrices `[N, d, d]`.
 
-    A and B are inverses of two triangles on the diagonal, and C is the block below them. Their inverse is A, B and the
-    block -B C A. On an H200 a triangular solve of order 1024 takes as long as eight products.
+    A matrix is divided into two triangles on the diagonal and the block C below them. With the inverses A and B of the
+    triangles, the block of the inverse is -B C A. These products are faster on a device than a triangular solve of full
+    order.
     """
     n, d, leaves = *lower.shape[:2], 1
     while d % (2 * leaves) == 0 and d // (2 * leaves) >= _LEAF:
@@ -188,7 +197,7 @@ def _inverse(lower: Tensor) -> Tensor:
 def _unit_columns(aq: Tensor, q: Tensor) -> Tensor:
     """Return the columns of aq scaled to length 1.
 
-    A column that is a rounding error of 0 is replaced by the column of q with the same index.
+    A column of aq that has only rounding errors is replaced by the column of q with the same index.
     """
     size = torch.linalg.vector_norm(aq, dim=-2, keepdim=True)  # [N, 1, d]
     live = size > torch.finfo(aq.dtype).eps * aq.shape[-2] * size.amax(-1, keepdim=True)

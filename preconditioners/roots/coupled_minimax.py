@@ -1,7 +1,8 @@
-"""Inverse roots by a coupled iteration whose polynomials are the best ones for the eigenvalues that may be left.
+"""Inverse roots by a coupled iteration with the best polynomial for the range of eigenvalues in each step.
 
-This is the method of Polar Express (arXiv:2505.16932) for inverse p-th roots. Newton's iteration multiplies a small
-eigenvalue of M by ((p + 1) / p)^p < e a step. The polynomials here multiply it by 17 for p = 2, and by 29 for p = 4.
+This is the method of Polar Express (arXiv:2505.16932) for inverse p-th roots. It needs fewer steps than Newton's
+iteration, which multiplies a small eigenvalue of M by ((p + 1) / p)^p < e a step. The polynomials here multiply it by
+17 for p = 2, and by 29 for p = 4.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from .decompositions import Eigh
 from .iterative import Iterative, Solved
 
 LEAST_RIDGE = 8
-"""Smallest ridge for which the iteration may replace `eigh` (`equal_to`), in units of machine epsilon times the largest
-eigenvalue. With 8, the float32 roots of singular matrices of order 32 and 256 differ from float64 roots by 0.7 %;
-float32 roots by `eigh` differ by 6 %.
+"""Smallest ridge for which the iteration may replace `eigh` (see `equal_to`), in units of machine epsilon times the
+largest eigenvalue. With 8, the float32 roots of singular matrices are more accurate than those of `eigh`.
 """
 _CUSHION = 5e-4
-"""Smallest eigenvalue of M for which a polynomial is the best one. A polynomial for smaller eigenvalues would move
-larger eigenvalues down to the size of the smallest, where rounding errors of M weigh most. With 5e-4, float32 roots are
-as exact as roots by `coupled_newton`, with as many products as without a cushion.
+"""Smallest eigenvalue of M for which polynomials are optimized. A polynomial for smaller eigenvalues would move
+larger eigenvalues down to the size of the smallest, where rounding errors of M weigh most. With 5e-4, float32 roots
+are as exact as those of `coupled_newton`, and no more products are needed.
 """
 _MARGIN = 1.001
-"""Eigenvalue of M up to which the first polynomials keep the next eigenvalue at most 1. They are steep at their upper
-end: without a margin, rounding errors of eigenvalues at 1 grow tenfold a step, and the iteration may diverge.
+"""Eigenvalue of M up to which a step keeps eigenvalues at most 1. The first polynomials are steep near 1. Without
+this margin, rounding errors of eigenvalues at 1 grow tenfold a step, and the iteration may diverge.
 """
 
 
@@ -46,11 +46,11 @@ class Polynomial(NamedTuple):
     square: float
 
     def step(self, x: float, p: int) -> float:
-        """Return f(x)^p x, the eigenvalue of M after a step, for the eigenvalue x before it."""
+        """Return f(x)^p x, the eigenvalue of M after a step. x is the eigenvalue before it."""
         return (self.constant + (1 - x) * (self.linear + (1 - x) * self.square)) ** p * x
 
     def stretched(self, end: float, p: int) -> Polynomial:
-        """Return end^(-1/p) f(x / end), which does at the eigenvalue `end` of M what f does at 1."""
+        """Return the polynomial end^(-1/p) f(x / end). It maps the eigenvalue `end` of M as f maps the eigenvalue 1."""
         shift, size = 1 - 1 / end, end ** (-1 / p)
         return Polynomial(
             size * (self.constant + shift * (self.linear + shift * self.square)),
@@ -73,9 +73,8 @@ class CoupledMinimax(Iterative):
     and eps only if it is `relative`. If `scaling` exceeds sqrt(d) times the largest eigenvalue, or the matrix has an
     eigenvalue below 0, the residual ||M - I|| may stay large, and the root then counts as failed.
 
-    A step for p = 4 has five products. In float32, with a ridge of 1e-6, order 1024 needs 7 steps and 34 products.
-    `coupled_newton` often needs 64 to 80. M is multiplied from both sides, which keeps it symmetric up to rounding and
-    has as many products as T^p M.
+    For p = 4 and order 1024, float32 roots with a ridge of 1e-6 need 34 products; `coupled_newton` often needs 64 to
+    80. M is multiplied from both sides, which keeps it symmetric up to rounding and has as many products as T^p M.
     """
 
     kind: Literal["coupled_minimax"] = "coupled_minimax"
@@ -135,17 +134,18 @@ def polynomials(p: int, low: float, unit: float) -> tuple[Polynomial, ...]:
 
 
 def minimax(p: int, low: float) -> tuple[Polynomial, float]:
-    """Return the polynomial f that minimizes the largest |x^(1/p) f(x) - 1| over [low, 1], and this error.
+    """Return (f, error): the polynomial f that minimizes the largest |x^(1/p) f(x) - 1| over [low, 1], and this
+    maximum.
 
-    Remez' algorithm: in terms of s = (1 - x) / (1 - low), the errors at 0, at two points between, and at 1 are equal up
-    to alternating signs. The two points between are then replaced by the extrema of the new error, which are the roots
-    of a quadratic equation.
+    f is found by Remez' algorithm in s = (1 - x) / (1 - low). The errors at 0, at two points between, and at 1 are
+    equal up to alternating signs. The two points between are then moved to the extrema of the error, which are the
+    roots of a quadratic equation.
     """
     width, signs = 1 - low, (1, -1, 1, -1)
     s = [0.0, (1 - low**0.25) / width, (1 - low**0.67) / width, 1.0]
     for _ in range(20):
         goal = [(1 - width * at) ** (-1 / p) for at in s]
-        # the third divided difference of (1 - sign error) goal vanishes, because f is of the second degree
+        # f has degree 2, so that the third divided difference of its values, (1 - sign error) goal, is 0
         weights = [1 / prod(at - other for other in s if other != at) for at in s]
         error = sum(w * y for w, y in zip(weights, goal, strict=True)) / sum(
             w * sign * y for w, sign, y in zip(weights, signs, goal, strict=True)
@@ -154,7 +154,7 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
         first = (v[1] - v[0]) / s[1]
         square = ((v[2] - v[1]) / (s[2] - s[1]) - first) / s[2]
         linear = first - square * s[1]
-        # x^(1/p) f(x) has the derivative 0 where f / p + x f' = 0
+        # x^(1/p) f(x) has an extremum where its derivative is 0, which is where f / p + x f' = 0
         two, one, none = (
             width * square * (1 / p + 2),
             width * linear * (1 / p + 1) - 2 * square,

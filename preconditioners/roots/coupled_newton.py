@@ -1,7 +1,7 @@
 """Inverse roots by the coupled Newton iteration: matrix products only (Iannazzo 2006; Higham 2008, section 7.3).
 
-A coupled iteration updates two or three matrices together. One of them tends to I. `Coupled` runs such iterations and
-decides when each matrix stops.
+A coupled iteration updates two or three matrices together, one of which tends to I. The class `Coupled` runs such
+iterations and decides when each matrix stops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eigengraft.numerics import (
 from .iterative import Iterative, Solved, largest_entry
 
 Iterates = tuple[Tensor, ...]
-"""Matrices `[N, d, d]` of one step of a coupled iteration. The matrix in the last field tends to I."""
+"""The matrices `[N, d, d]` of a coupled iteration after a step. The last one tends to I."""
 
 
 class Best(NamedTuple):
@@ -51,8 +51,8 @@ class Coupled(Iterative):
 
     The eigenvalues of M rise to 1 one after the other. A single eigenvalue close to 0 causes an error of 1 in the
     Frobenius norm, but possibly only of 1 / d in the largest entry. With `norm: max`, the rule of Distributed Shampoo,
-    the root of a large matrix may therefore satisfy `max_error` although the root is wrong by a large factor in the
-    direction of the smallest eigenvalue.
+    the root of a large matrix may therefore satisfy `max_error` although it is wrong by a large factor in the direction
+    of the smallest eigenvalue.
     """
 
     max_iterations: int = Field(default=40, ge=1, le=200, description="bound on the steps")
@@ -85,7 +85,7 @@ class Coupled(Iterative):
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
         for iteration in range(self.max_iterations):
-            # before the first step the host does not wait for the device, because matrices are rarely done then
+            # in the first iteration the host does not wait for the device, because matrices are rarely done then
             readable = may_wait_for_values(eye) if iteration else may_branch_on_values(eye)
             if readable and iteration % self.check_every == 0 and not bool(live.any()):
                 break
@@ -102,7 +102,7 @@ class Coupled(Iterative):
         return Best(best, error, steps)
 
     def _judged(self, new: Tensor, error: Tensor, first: bool, d: int) -> tuple[Tensor, Tensor]:
-        """Return (better, ended), two tensors of bool `[N]`.
+        """Return (better, ended) for the new iterates, two tensors of bool `[N]`.
 
         better: True where the new iterate is better than all iterates before.
         ended: True where no better iterate is expected.
@@ -114,16 +114,17 @@ class Coupled(Iterative):
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # The first step may raise ||M - I||, because M_0, unlike later iterates, may have eigenvalues above 1. The
-        # result of the first step therefore always counts as better.
+        # The result of the first step always counts as better. Its error may be larger than that of M_0, because M_0,
+        # unlike later iterates, may have eigenvalues above 1.
         better = (new < error) | first
-        # a rise of the error ends the iteration only if all eigenvalues are near 1, where rounding causes it
+        # a larger error ends the iteration only if all eigenvalues are near 1, where rounding errors cause it
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 
     def _distance(self, rest: Tensor) -> Tensor:
-        """Return for each matrix the norm of `rest` `[N, d, d]`, the difference M - I of the iterate M and the
-        identity.
+        """Return the norm of M - I for each matrix, by the field `norm`.
+
+        rest: M - I `[N, d, d]`.
         """
         return largest_entry(rest) if self.norm == "max" else block_norm(rest)
 
@@ -131,8 +132,8 @@ class Coupled(Iterative):
         """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i
 
         Return the next (X, M). With b_i = prod over j <= i of (1 + (j - 1) p) / (j p), T is the truncated series of
-        M^(-1/p) around I. Products are computed with T - I and T^p - I, which tend to 0 as M tends to I, so that the
-        rounding errors of the products tend to 0, too.
+        M^(-1/p) around I. Products are computed with T - I and T^p - I in place of T and T^p. These differences tend to
+        0 as M tends to I, and so do the rounding errors of their products.
         """
         x, m = state
         eye = identity_like(m)
@@ -148,9 +149,9 @@ class Coupled(Iterative):
 
 
 def rational(kind: str, exponent: Fraction) -> str | None:
-    """Return the reason why a solver that computes p-th roots and then q-th powers does not accept the exponent q/p.
+    """Return the reason why a solver does not accept the exponent q/p, or None if it does.
 
-    Return None if the exponent is accepted.
+    The solvers that call this function compute p-th roots and then their q-th powers.
 
     kind: kind of the solver, for the message.
     """
@@ -167,8 +168,9 @@ class CoupledNewton(Coupled):
     I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The root C^(-q/p) is the q-th power of X. The
     solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
 
-    Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max. In JAX: relative_to
-    power_iteration (steps 100), norm max, stop rise, growth 1.2, max_iterations 100, retries 5, retry_above 0.05.
+    Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max.
+    Settings that reproduce Distributed Shampoo in JAX: relative_to power_iteration (steps 100), norm max, stop rise,
+    growth 1.2, max_iterations 100, retries 5, retry_above 0.05.
     """
 
     kind: Literal["coupled_newton"] = "coupled_newton"

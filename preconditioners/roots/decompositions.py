@@ -34,10 +34,9 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return eigenvalues `[N, d]` in ascending order, eigenvectors `[N, d, d]`, and bool `[N]`, False for failures.
 
     A failure is an error of LAPACK, or a result with nan: on a CPU, divide and conquer in float32 returns nan without
-    an error for some finite singular matrices. A decomposition that fails in float32 is repeated in float64. If the
-    second attempt fails too, the result is the decomposition of the identity. On other devices, where a test for nan
-    would make the host wait, a result with nan is replaced by the decomposition of the identity without a second
-    attempt.
+    an error for some finite singular matrices. On a CPU, a decomposition that fails in float32 is repeated in float64.
+    On a device it is not repeated, because a test for nan would make the host wait. For a matrix that still fails, the
+    result is the decomposition of the identity.
 
     host: True to copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
     """
@@ -63,7 +62,7 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
-    """Return a basis of eigenvectors by descending eigenvalue, computed by an eigendecomposition.
+    """Return bases of eigenvectors by descending eigenvalue, computed by an eigendecomposition.
 
     columns: number of eigenvectors; None for all.
     host: True to decompose matrices of a device on the host, as in `eigh`.
@@ -73,7 +72,8 @@ def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = Fal
 
 
 def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose matrices one after another, so that the failure of one matrix does not affect any other matrix.
+    """Decompose matrices one after another, so that one that fails does not affect the others. The result is that of
+    `eigh`.
 
     dtype: dtype of the results.
     ok: bool `[N]`, False for matrices that count as failed in any case.
@@ -93,10 +93,11 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (A / max |A|, ok), with max |A| the largest entry of each matrix. ok: bool `[N]`, True where A is finite.
-    Elsewhere the scaled matrix is 0.
+    """Return (A / max |A|, ok), where max |A| is the largest absolute value in each matrix A.
 
-    Products with scaled matrices cannot overflow. A scaled matrix has the same eigenvectors as A.
+    Products of scaled matrices cannot overflow, and a scaled matrix has the same eigenvectors as A.
+
+    ok: bool `[N]`, True where A is finite. Elsewhere the scaled matrix is 0.
     """
     ok = finite_blocks(a)
     a = where_blocks(ok, a, 0.0)
@@ -104,8 +105,9 @@ def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
-    """Return bool `[N]`, True where a matrix B is not diagonal: ||B - diag B||_F > tolerance ||B||_F (Eschenhagen et
-    al. 2025).
+    """Return bool `[N]`, True for matrices B that are not diagonal: ||B - diag B||_F > tolerance ||B||_F.
+
+    This is the criterion of Eschenhagen et al. 2025.
     """
     rest = b - torch.diag_embed(b.diagonal(dim1=-2, dim2=-1))
     return block_norm(rest) > tolerance * block_norm(b)
@@ -124,9 +126,9 @@ class Eigh(RootSolver, ByDevice):
     pseudo_inverse: lambda, but eigenvalues up to max(r, atol, rtol * lambda_max) are left out of the root.
 
     The ridge r is eps, or eps * lambda_max if `relative`, plus `ratio` times the mean of max(lambda, 0). eps is in
-    units of A unless it is relative. Every exponent e > 0 is accepted. Each eigenvalue has a rounding error of about
-    d u lambda_max, where u is the rounding unit, so a smaller r has no effect. The solver fails where A or the root is
-    not finite. A decomposition that does not converge in float32 is repeated in float64.
+    units of A unless it is relative. Each eigenvalue has a rounding error of about d u lambda_max, where u is the
+    rounding unit, so a smaller r has no effect. Every exponent e > 0 is accepted. The solver fails where A or the root
+    is not finite. A decomposition that does not converge in float32 is repeated in float64.
 
     With `by_device` a faster solver may replace this one on an accelerator: decompositions on the host, or
     `coupled_minimax` with the same ridge. `coupled_minimax` requires a ridge that is relative, added to all
@@ -195,8 +197,9 @@ class Eigh(RootSolver, ByDevice):
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:
-        """Return the eigenvalues f(lambda) `[N, d]` from which the root is computed, by the field `deficiency`. A
-        result of 0 marks an eigenvalue that is left out of the root.
+        """Return the eigenvalues f(lambda) `[N, d]` from which the root is computed, by the field `deficiency`.
+
+        A returned 0 marks an eigenvalue that is left out of the root.
 
         values: eigenvalues lambda `[N, d]`; with `perturb_before`, the eigenvalues of A + r I with the ridge r.
         """
@@ -253,9 +256,9 @@ class CholeskyInverse(RootSolver):
 class EighBasis(BasisSolver):
     """Eigenvectors by eigendecomposition, columns by descending (or ascending) eigenvalue.
 
-    With a tolerance, a matrix A keeps its basis Q bit for bit as long as ||B - diag B||_F <= tolerance ||B||_F for B =
-    Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU such a matrix is not decomposed. On a device, where a
-    test would make the host wait, all matrices are decomposed and the results are masked.
+    With a tolerance, a matrix A keeps its old basis Q bit for bit as long as ||B - diag B||_F <= tolerance ||B||_F for
+    B = Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU such a matrix is not decomposed. On a device,
+    where a test would make the host wait, all matrices are decomposed, and such a matrix does not use the result.
     """
 
     kind: Literal["eigh"] = "eigh"
@@ -287,8 +290,8 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Return the fields of a `Basis`: eigenvectors in the declared order, no order of columns, bool `[N]` (False
-        for failures).
+        """Return the fields of a `Basis`: eigenvectors in the order that the field `order` chooses, None, and bool
+        `[N]`, False for failures.
         """
         _, vectors, ok = eigh(a, self.on_host)
         return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

@@ -1,4 +1,4 @@
-"""The base of iterative root solvers: scaling and ridge, rejection of bad results, and further attempts."""
+"""The base of iterative root solvers: it scales matrices, adds a ridge, rejects bad results and tries again."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Scaling = Annotated[EigenvalueBound, Field(description="size that a matrix is di
 
 
 class Solved(NamedTuple):
-    """The result of one solve.
+    """The result of one call of `Iterative.solve`.
 
-    root: `[N, d, d]`, a matrix X for which X^power = C^-e, with C the matrix and e the exponent of the solve.
+    root: `[N, d, d]`, a matrix X for which X^power = C^-e, with C the matrix and e the exponent.
     residual: `[N]`, the solver's measure of the error.
     iterations: `[N]`, number of steps of each matrix.
     power: positive integer.
@@ -54,9 +54,11 @@ class Iterative(RootSolver):
     A matrix fails if it or its root is not finite, if the residual (which has no unit) is not below `max_error`, or if
     the root has no Cholesky factor. The last test is needed because the iterations may converge to a matrix with
     eigenvalues of the wrong sign. An even power of this matrix has the right sign, so that the residual does not show
-    the failure. In place of a matrix that is not finite, the identity is solved. Failures are solved again up to
-    `retries` times, each time with ten times the ridge. Products never mix matrices, so that a matrix that fails does
-    not change the results of other matrices by a bit.
+    the failure.
+
+    Failures are solved again up to `retries` times, each time with ten times the ridge. In place of a matrix that is
+    not finite, the identity is solved. Products never mix matrices, so that a matrix that fails does not change the
+    results of other matrices by a bit.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
@@ -93,7 +95,7 @@ class Iterative(RootSolver):
 
         c: C `[N, d, d]`, scaled matrices that contain the ridge.
         exponent: e.
-        ridge: the ridge that C contains, in units of the size of the original matrix; 0 if it is not known on the host.
+        ridge: the ridge in C, in units of the size of the original matrix; 0 if it is not known on the host.
         """
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ class Iterative(RootSolver):
         return product(a, b, self.precision)
 
     def power(self, t: Tensor, p: int) -> Tensor:
-        """Return (I + t)^p - I by repeated squaring: (I + a)(I + b) - I = a + b + a b."""
+        """Return (I + t)^p - I by repeated squaring, with (I + a)(I + b) - I = a + b + a b."""
         result, square = None, t
         while True:
             if p & 1:
@@ -141,7 +143,7 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Return the roots of the matrices, computed once with a ridge that is multiplied by `times`."""
+        """Compute the roots of the matrices once, with `times` times the ridge."""
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)
@@ -158,7 +160,7 @@ class Iterative(RootSolver):
         return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
 
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
-        """Return (size, ridge), `[N]` each.
+        """Return (size, ridge), `[N]` each, for scaling the matrices A.
 
         size: the bound of A by `scaling`, or the absolute ridge if that is larger.
         ridge: ridge in units of `size`; 1 for a zero matrix.
@@ -174,11 +176,11 @@ class Iterative(RootSolver):
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """Return the products a b of stacks of matrices.
+    """Return the products a b of stacks of matrices, with factors rounded to `precision`.
 
-    Factors are rounded to `precision`; sums and results have at least float32. Because float16 has a small range,
-    factors in float16 are first divided by powers of two, which is exact, so that no entry exceeds 1. On a CPU the
-    rounding is emulated: results are rounded as on a device, but no time is saved.
+    Sums and results have at least float32. Because float16 has a small range, factors in float16 are first divided by
+    powers of two, which is exact, so that no entry exceeds 1. On a CPU the rounding is emulated: results are rounded as
+    on a device, but no time is saved.
     """
     if precision == "input":
         return torch.bmm(a, b)
@@ -197,11 +199,13 @@ def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _at_most_one(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (a / power, power), where power `[N, 1, 1]` is a power of two and no entry of a / power exceeds 1."""
+    """Return (a / power, power) for the smallest power of two, `[N, 1, 1]`, with which no entry of a / power exceeds
+    1.
+    """
     size = a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)).log2().ceil().exp2()
     return a / size, size
 
 
 def largest_entry(a: Tensor) -> Tensor:
-    """Return max |a_ij|, `[N, d, d] -> [N]`."""
+    """Return the largest absolute value in each matrix of a `[N, d, d]`, as `[N]`."""
     return a.abs().amax((-2, -1))

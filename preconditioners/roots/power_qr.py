@@ -1,10 +1,12 @@
 """Eigenbases by orthogonal iteration: a power step from the last basis, then a QR (Vyas et al. 2024, Algorithm 4).
 
-`PowerQR` makes a fixed number of steps, and `AdaptiveQR` as many steps as each matrix needs. The functions of this
-module are used by all solvers that start from the last basis.
+`PowerQR` makes a fixed number of steps, and `AdaptiveQR` as many steps as each matrix needs. All solvers that start
+from the last basis use the functions of this module.
 
-Legend: A `[N, d, d]` are N matrices; Q `[N, d, r]` has r <= d orthonormal columns; o `[N, r]` is the old index of each
-column.
+Legend:
+    A: `[N, d, d]`, N matrices.
+    Q: `[N, d, r]`, their bases, with r <= d orthonormal columns.
+    o: `[N, r]`, the old index of each column.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ Orthonormal = Callable[[Tensor, Tensor], Tensor]
 class PowerQR(BasisSolver, ByDevice):
     """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
 
-    A `[N, d, d]` is the statistic, and Q `[N, d, r]` its basis. With sorted columns, single steps over many refreshes
-    converge to the eigenvectors, because orthogonal iteration needs the dominant columns first (Rutishauser). In
-    ascending order the iteration does not converge.
+    A `[N, d, d]` is the statistic, and Q `[N, d, r]` its basis. The basis converges to the eigenvectors although a
+    refresh has few steps, because the columns are sorted: orthogonal iteration needs the dominant columns first
+    (Rutishauser). In ascending order it does not converge.
 
     With `by_device`, on an accelerator `cholesky_qr` replaces this solver if it is faster, and the first
     eigendecomposition is computed on the host if that is faster.
@@ -71,7 +73,7 @@ class PowerQR(BasisSolver, ByDevice):
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
 
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
-        """Return the basis after all steps of orthogonal iteration, and the QR factors of the last step."""
+        """Make all steps of orthogonal iteration. Return the basis, and the QR factors of the last step."""
         order, factors = _sorted_step(a, q)
         ok = factors.finite
         for _ in range(self.steps - 1):
@@ -83,8 +85,7 @@ class PowerQR(BasisSolver, ByDevice):
 def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
     """Return the order o that sorts columns by descending diag(Q^T A Q), and the QR factors of A Q[:, o].
 
-    A are the matrices, and Q their bases. For a matrix A of zeros, the order of the columns and the basis do not
-    change.
+    For a matrix A of zeros, the order of the columns and the basis do not change.
     """
     aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
     descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
@@ -92,17 +93,18 @@ def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
 
 
 def identity_order(q: Tensor) -> Tensor:
-    """Return the order `[N, r]` 0, 1, ..., r - 1, in which all columns keep their index."""
+    """Return the order `[N, r]` in which all columns keep their index: 0, 1, ..., r - 1."""
     return torch.arange(q.shape[-1], dtype=torch.int64, device=q.device).expand(q.shape[0], -1)
 
 
 def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
     """Return the basis and the order of its columns after one step of orthogonal iteration.
 
-    Columns are first sorted by descending diag(Q^T A Q).
+    The step first sorts the columns by descending diag(Q^T A Q).
 
     aq: A Q, the product of the matrices A with their bases Q.
-    order: `[N, r]`, the order of the columns of q with respect to the basis of the last refresh.
+    q: Q.
+    order: `[N, r]`, the column of the last refresh's basis from which each column of q was computed.
     orthonormal: function that orthonormalizes A Q.
     """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
@@ -120,8 +122,8 @@ def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """Return x `[N, d, r]` with its columns in another order. If the columns of x are contiguous in memory, the columns
-    of the result are contiguous, too.
+    """Return x `[N, d, r]` with its columns reordered. If the columns of x are contiguous in memory, those of the
+    result are, too.
 
     order: `[N, r]`, the old index of each column.
     """
@@ -129,8 +131,7 @@ def _columns(x: Tensor, order: Tensor) -> Tensor:
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
-    """Return the orthonormal factor of qr(aq). The signs are chosen so that no column has a negative product with the
-    column of q that has the same index.
+    """Return the orthonormal factor of qr(aq), in which no column has a negative product with the same column of q.
 
     aq is scaled first, so that the QR neither over- nor underflows for any size of A.
 
@@ -141,7 +142,8 @@ def householder(aq: Tensor, q: Tensor) -> Tensor:
 
 
 class QRFactors(NamedTuple):
-    """The factors Q and R of a QR decomposition of X `[N, d, r]`. R stays packed, because few callers need it.
+    """The factors Q and R of a QR decomposition of X `[N, d, r]`. R stays in LAPACK's packed form, because few callers
+    need it.
 
     q: `[N, d, r]`, Q, with the entries of each column contiguous in memory, as LAPACK returns them.
     packed: `[N, d, r]`, the packed form of LAPACK: R on and above the diagonal, not yet multiplied by `scale`, and
@@ -157,8 +159,8 @@ class QRFactors(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, q: Tensor) -> QRFactors:
-        """Return the QR factors of x with a diagonal of R that is not negative. Where x is 0 or not finite, the factor
-        Q is the given q.
+        """Return the QR factors of x for which the diagonal of R is not negative. Where x is 0 or not finite, Q is the
+        given q.
 
         x is scaled first, unless its norm shows that squares of its entries can neither over- nor underflow.
         """
@@ -169,10 +171,10 @@ class QRFactors(NamedTuple):
         return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
-        """Return diag(Q^T A Q) `[N, d]`, if X is A q[:, order] for a square q.
+        """Return diag(Q^T A Q) `[N, d]`, for factors Q and R of X = A q[:, order] with a square q.
 
-        With X = Q R and q q^T = I, this is the diagonal of R q[:, order]^T Q. The method overwrites the Householder
-        vectors in `packed` with zeros.
+        With q q^T = I, this is the diagonal of R q[:, order]^T Q. The method overwrites the Householder vectors in
+        `packed` with zeros.
 
         order: `[N, d]`.
         rotation: q^T Q `[N, d, d]`.
@@ -183,10 +185,9 @@ class QRFactors(NamedTuple):
 
 
 def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (x / unit, unit, finite).
+    """Return (x / unit, unit, finite), with x scaled to a size at which squares of entries neither over- nor underflow.
 
-    x / unit: x scaled to a size at which squares of entries neither over- nor underflow. Where x is 0 or not finite, it
-        is replaced by q.
+    x / unit: the scaled x. Where x is 0 or not finite, it is replaced by q.
     unit: `[N]`, 0 where x is 0; None if unit is 1 for all blocks.
     finite: bool `[N]`, True where x is finite.
     """
@@ -207,22 +208,22 @@ def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
     d = x.shape[-2]
     if x.device.type == "cpu" and d * x.element_size() % _SAME_SET == 0:
         x = _below_by_zeros(x)
-    # Q is computed from the Householder vectors directly, because torch.linalg.qr would also copy R
+    # Q is computed from the Householder vectors, because torch.linalg.qr would also copy R
     packed, tau = torch.geqrf(x)
     return torch.linalg.householder_product(packed, tau)[..., :d, :], packed[..., :d, :]
 
 
 _SAME_SET = 4096
-"""Number of bytes. If the distance between columns is a multiple of this number, all columns compete for one set of a
-CPU's first-level cache, and a QR of order 1024 takes 1.3 times as long.
+"""Distance between columns, in bytes, at which a QR is slow: for multiples of it, all columns compete for one set of
+a CPU's first-level cache.
 """
 
 
 def _below_by_zeros(x: Tensor) -> Tensor:
     """Return x `[N, d, r]` with 16 rows of zeros appended, `[N, d + 16, r]`.
 
-    The zeros do not change R or the first d rows of Q. With the zeros, the distance between columns is not a multiple
-    of `_SAME_SET` bytes.
+    The zeros do not change R or the first d rows of Q, but the distance between columns is then not a multiple of
+    `_SAME_SET` bytes.
     """
     n, d, r = x.shape
     longer = x.new_zeros(n, r, d + 16).mT
@@ -231,8 +232,8 @@ def _below_by_zeros(x: Tensor) -> Tensor:
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
-    """Return `new` with columns multiplied by 1 or -1, so that no column has a negative product with the column of q
-    that has the same index.
+    """Return `new` with columns multiplied by 1 or -1, so that no column has a negative product with the same column
+    of q.
     """
     return new * signs((new * q).sum(-2, keepdim=True))
 
@@ -243,7 +244,7 @@ class AdaptiveQR(BasisSolver):
     A `[N, d, d]` is the statistic, and Q its basis. The ratio ||B - diag B||_F / ||B||_F is the relative error of Q
     diag(B) Q^T as an approximation of A. A matrix whose ratio is small enough keeps its basis bit for bit, and on a CPU
     no further step is computed for it. On a device, where a test would make the host wait, `max_steps` steps are
-    computed for all matrices, and results of finished matrices are masked.
+    computed for all matrices, and matrices that are finished do not use the results.
     """
 
     kind: Literal["adaptive_qr"] = "adaptive_qr"
@@ -261,9 +262,9 @@ class AdaptiveQR(BasisSolver):
         return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and the order of its columns.
+        """Return the new basis and the order of its columns, for a device.
 
-        All steps are computed for every matrix, and results of finished matrices are masked.
+        All steps are computed for every matrix, and matrices whose basis is good enough do not use the results.
         """
         order = identity_order(q)
         for _ in range(self.max_steps):
@@ -275,7 +276,7 @@ class AdaptiveQR(BasisSolver):
         return q, order
 
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and the order of its columns.
+        """Return the new basis and the order of its columns, for a CPU.
 
         Each step is computed only for matrices whose basis is not good enough yet.
         """

@@ -1,4 +1,6 @@
-"""Statistics: second moments of the gradient that Kronecker factors accumulate, one for each axis of a block."""
+"""Statistics: for each axis of a block, a mean of second moments of the gradient, from which a stage computes a root
+or basis.
+"""
 
 from .bregman import Bregman as Bregman
 from .statistic import Contribution as Contribution

@@ -37,10 +37,10 @@ class Bregman(Statistic):
     the old factors. With `gauss_seidel` each factor is refreshed before it is read for the next axis (Duvvuri et al.
     2024, CASPR's adaptive form).
 
-    A factor without data, or whose root or basis has not been computed yet, is replaced by r I. With `first: rms` r =
-    RMS(G)^(2/k) for k factors, so that all factors have one unit; with `first: identity` r = 1. A factor of few
-    gradients is singular, and whitening by its root without a ridge distorts the running mean for a long time.
-    Therefore set `refresh.start` so late that factors have full rank.
+    A factor is replaced by r I while it has no data, or no root or basis. With `first: rms` r = RMS(G)^(2/k) for k
+    factors, so that all factors have one unit; with `first: identity` r = 1. Set `refresh.start` so late that factors
+    have full rank: a factor of few gradients is singular, and whitening by its root without a ridge distorts the
+    running mean for a long time.
     """
 
     kind: Literal["bregman"] = "bregman"
@@ -93,7 +93,7 @@ class Bregman(Statistic):
         return [found[axis] for axis in axes]
 
     def _whitening(self, state: State, x: Tensor, axis: int, powers: Powers) -> _Whitening:
-        """Return the whitening of the gradient along one axis, by the power q - 1 of the factor of that axis."""
+        """Return the map that whitens a gradient along one axis, by the power q - 1 of the factor of that axis."""
         d = state.block[axis]
         if not self.has(state, axis):
             return _Whitening(None, None, None, None, d)
@@ -105,7 +105,7 @@ class Bregman(Statistic):
         return _Whitening(power.left, power.right, half, known, trace)
 
     def _unknown(self, state: State, x: Tensor) -> Tensor:
-        """Return r `[N]` for the matrix r I that replaces a factor without data."""
+        """Return r `[N]`, for the matrix r I that replaces a factor without data."""
         if self.first == "identity":
             return x.new_ones(x.shape[0])
         factors = sum(self.has(state, axis) for axis in range(len(state.block)))
@@ -130,7 +130,7 @@ class _Whitening(NamedTuple):
     trace: Tensor | float
 
     def of(self, pair: _Pair, axis: int) -> _Pair:
-        """Return the two tensors of a pair, whitened along the axis.
+        """Return the two tensors of a contribution, whitened along the axis.
 
         If the two tensors are one object and `left` is `right`, the results are one object, too.
         """
@@ -138,7 +138,7 @@ class _Whitening(NamedTuple):
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by one of the two matrices whose product is the power.
+        """Return x multiplied along the axis by `matrix`, and by `half`.
 
         matrix: `left` or `right`; None if the power is a multiple of the identity.
         """
@@ -153,7 +153,7 @@ class _Whitening(NamedTuple):
 
 
 _Pair = tuple[Tensor, Tensor]
-"""The left and the right tensor of a contribution; one object if the two are equal."""
+"""The two tensors from which a contribution is computed as a product. They are one object if they are equal."""
 
 
 def _whitened_elsewhere(
@@ -161,11 +161,12 @@ def _whitened_elsewhere(
 ) -> Iterator[tuple[int, _Pair]]:
     """Yield (axis, pair whitened along all of `axes` except this axis) for each wanted axis.
 
-    The axes are halved recursively. For the axes in one half, the pair is whitened along all axes of the other half
-    once. With k axes, about log2 k whitenings along each axis are computed instead of k - 1.
+    The axes are halved recursively, and the two halves share work: the pair is whitened along all axes of one half
+    once, for all axes of the other half. Each axis is then whitened about log2 k times for k axes, and not k - 1 times.
 
-    pair: the tensors before whitening.
+    pair: the two tensors before whitening.
     whitenings: the whitening along each axis.
+    axes: all axes along which the pair is not whitened yet.
     wanted: axes for which the result is needed.
     """
     if len(axes) == 1:

@@ -1,6 +1,6 @@
-"""The family of statistics, and its members without whitening.
+"""The base of statistics, and the statistics without whitening.
 
-A statistic declares the axes of a block that have a factor, computes the contribution of a gradient to each factor,
+A statistic chooses the axes of a block that have a factor, computes the contribution of a gradient to each factor,
 accumulates contributions, and returns the estimate that a solver receives.
 
 Legend: A_k `[N, d, d]` is the factor of axis k; O_k is the contribution of one gradient to A_k.
@@ -30,7 +30,8 @@ from ..polar.spectral import NewtonSchulz, PolarSolver
 
 
 class Power(NamedTuple):
-    """The power p of the factor A_j of another axis j, as the product (A_j / unit)^p = T^T U.
+    """The power p of the factor A_j of an axis j, as a product (A_j / unit)^p = T^T U. Contributions to other axes are
+    whitened by it.
 
     left: T `[N, d', d]`, or `[N, d]` for a diagonal factor. None: the identity.
     right: U, in the same form as T.
@@ -47,13 +48,13 @@ class Power(NamedTuple):
 
 
 Powers = Callable[[int, Fraction], Power]
-"""Function of (axis, p) that returns the power p of the axis's factor. The stage that has the statistic passes this
-function to a statistic with a `needs_power`.
+"""Function of (axis, p) that returns the power p of the factor of an axis. A stage passes this function to its
+statistic, which uses it if `needs_power` is set.
 """
 
 
 class Contribution(NamedTuple):
-    """A contribution O_k = s Y Z^T, or O_k = s Y if z is None.
+    """The contribution of one gradient to a factor: O_k = s Y Z^T, or O_k = s Y if z is None.
 
     `Contribution(y)` is enough for a contribution that is computed as a matrix.
 
@@ -66,7 +67,7 @@ class Contribution(NamedTuple):
     scale: Tensor | float = 1.0
 
     def multiplied(self) -> Contribution:
-        """Return the contribution with the product Y Z^T, computed in bfloat16, in place of Y and Z."""
+        """Return the contribution as a matrix, with the product Y Z^T computed in bfloat16."""
         if self.z is None:
             return self
         product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
@@ -83,7 +84,7 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 
 
 def has_data(factor: Tensor) -> Tensor:
-    """Return bool `[N]`, True where a factor is not zero, because the statistic has observed a gradient."""
+    """Return bool `[N]`, True where a factor is not zero, so that the statistic has observed a gradient."""
     return factor.flatten(1).any(-1)
 
 
@@ -109,7 +110,7 @@ Side = Annotated[
 
 
 class Axes(Component):
-    """The axes of a block `[d_1, ..., d_k]` that have a factor, and the form of each factor: a matrix d x d or its
+    """The choice of the axes of a block that have a factor, and of the form of each factor: a matrix d x d or its
     diagonal.
 
     An axis of length d, in a block of n entries, is too long for a matrix if d > max_size or d^2 > max_skew n.
@@ -168,7 +169,7 @@ class Axes(Component):
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Results of `of`, by block."""
+        """Cache of `of`, by shape of the block."""
         return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
@@ -186,7 +187,7 @@ class Axes(Component):
         return chosen
 
     def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        """Return a text for each axis that `side` chooses but that has no factor, because the axis is too long."""
+        """Return a text for each axis that has no factor because it is too long, although `side` chooses it."""
         left = [axis for axis in self._chosen(block) if axis not in self.of(block)]
         return tuple(f"axis {axis} without a factor: {self._too_long(block, axis)}" for axis in left)
 
@@ -198,7 +199,7 @@ class Axes(Component):
         return self._too_long(block, axis) is None
 
     def _too_long(self, block: tuple[int, ...], axis: int) -> str | None:
-        """Return a text about the bound that the length of an axis exceeds, or None if the axis exceeds no bound."""
+        """Return a text with the bound that the length of an axis exceeds, or None if it exceeds no bound."""
         d, n = block[axis], math.prod(block)
         if self.max_size is not None and d > self.max_size:
             return f"{d} > max_size {self.max_size}"
@@ -208,7 +209,9 @@ class Axes(Component):
 
 
 class SlowMean(Schedulable):
-    """A second running mean S_k of a statistic:  S_k <- beta S_k + (1 - beta) O_k,  with `weight` in the estimate."""
+    """A second running mean S_k of the contributions:  S_k <- beta S_k + (1 - beta) O_k,  with `weight` in the
+    estimate.
+    """
 
     beta: float = Field(ge=0, lt=1, description="decay of the mean, per observation")
     weight: float = Field(ge=0, le=1, description="weight of the mean in the estimate; the first mean has the rest")
@@ -218,7 +221,7 @@ class SlowMean(Schedulable):
 class Statistic(Schedulable, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate E_k = A_k / c, times max(tr(E_k), floor)^(-s)
 
-    A member defines O_k by `contribution`; the family accumulates it.
+    A member of the family defines O_k by `contribution`; this class accumulates it.
 
     O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
     beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
@@ -238,7 +241,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     )
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals that must be provided in steps in which the statistic observes a gradient."""
+    """Signals that the statistic needs in every step in which it observes a gradient."""
     of_inputs: ClassVar[bool] = False
     """True if the statistic observes the inputs of layers. Blocks must then be matrices, outputs x inputs."""
     trace_scaling: float = Field(
@@ -299,9 +302,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def needs_power(self) -> Fraction | None:
-        """Exponent p of the powers of other axes' factors from which a contribution is computed.
-
-        None: contributions are computed without the factors of other axes.
+        """Exponent p, if contributions are computed from the powers p of the factors of other axes. None: they are
+        not.
         """
         return None
 
@@ -318,16 +320,19 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of the diagonal of Q^T A_k Q, if this diagonal is, for any basis Q, a running mean (or sum) of
-        squared gradients in the basis, summed over all axes except k. None: the diagonal is no such mean.
+        """Decay b of squared gradients in a basis, if they follow from the factor. None: they do not.
 
-        If `needs_power` is p, the squares are weighted by the power p of the other axes' eigenvalues.
+        They follow if diag(Q^T A_k Q) is, for any basis Q, a running mean (or sum) of squared gradients in the basis,
+        summed over all axes except k. If `needs_power` is p, the squares are weighted by the power p of the other axes'
+        eigenvalues.
         """
         return None
 
     def contribution(self, x: Tensor, axis: int, context: StepContext) -> Contribution:
-        """Return the contribution of one gradient to the factor of one axis. Called at every observation, for each axis
-        that has a factor; the result is added to the factor. Required, unless the statistic defines `contributions`.
+        """Return the contribution of one gradient to the factor of one axis.
+
+        This method is called at every observation, for each axis that has a factor. It is required, unless the
+        statistic defines `contributions`.
 
         x: `[N, *block]`, the gradient, or the tensor that `source` chooses. It must not be written to.
         axis: the axis of the block, of length d.
@@ -337,19 +342,22 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def contributions(
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:
-        """Return the contributions of one gradient to the factors of `axes`, in this order. The default calls
-        `contribution` for each axis. Override this method if axes share work, or read each other's factors.
+        """Return the contributions of one gradient to the factors of `axes`, in this order.
+
+        The default calls `contribution` for each axis. Override this method if axes share work, or read each other's
+        factors.
 
         state: state of the stage, with the factors `state["factor.<axis>"]`.
-        x: see `contribution`.
+        x: `[N, *block]`, the gradient, or the tensor that `source` chooses. It must not be written to.
         powers: function (axis, p) -> power p of the factor of an axis, for statistics with a `needs_power`.
         """
         return [self.contribution(x, axis, context) for axis in axes]
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
-        """Return the slots of the factors of these axes for one block. Called at construction. The default has a slot
-        "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal. With `slow` each axis has a slot "slow.<axis>"
-        of the same shape, too.
+        """Return the slots of one block for the factors of these axes. This method is called at construction.
+
+        The default has a slot "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal. With `slow` each axis
+        has a slot "slow.<axis>" of the same shape, too.
         """
         slots = dict[str, Slot]()
         for axis in axes:
@@ -362,7 +370,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return slots
 
     def _means(self, axis: int) -> dict[str, float]:
-        """Return the decay of each mean of an axis, by the name of its slot."""
+        """Return the decays of the running means of an axis, by the name of their slots."""
         own = {f"factor.{axis}": self.beta}
         return own if self.slow is None else {**own, f"slow.{axis}": self.slow.beta}
 
@@ -373,7 +381,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @final
     def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
-        """Update the factor of one axis, a matrix, by A <- R^T A R.
+        """Rotate the factor of one axis, which is a matrix, to a new basis: A <- R^T A R.
 
         rotation: R `[N, d, d]`, the change from the old basis to the new one.
         """
@@ -387,8 +395,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @final
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
-        """Accumulate the contributions of x `[N, *block]` to the factors of `axes`. All contributions are computed
-        before any factor changes.
+        """Accumulate the contributions of x `[N, *block]` to the factors of `axes`.
+
+        All contributions are computed before any factor changes.
         """
         now = None
         if self.interval > 1:
@@ -408,7 +417,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
         """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
 
-        The weight is 1 - decay for a running mean, and 1 for a sum and with `damped: false`.
+        The weight is 1 - decay for a running mean. It is 1 for a sum and with `damped: false`.
 
         now: `[N]`, 1 for blocks that observe in this step and 0 for all other blocks. None: all blocks observe.
         """
@@ -429,11 +438,11 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @final
     def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
-        """Return the estimate of one axis for a solver, `[N, d, d]`, or `[N, d]` for a diagonal factor.
+        """Return the estimate of one axis for a solver: `[N, d, d]`, or `[N, d]` for a diagonal factor.
 
         The result is a new tensor or a view of the state.
 
-        behind: number of updates since the last update in which the factor was accumulated.
+        behind: 1 if the factor does not contain the contribution of this step yet, else 0.
         """
         factor = self._corrected(state[f"factor.{axis}"], self.beta, context, behind)
         if self.slow is not None:
@@ -446,7 +455,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return factor
 
     def _corrected(self, factor: Tensor, beta: float, context: StepContext, behind: int) -> Tensor:
-        """Return F / c for a mean F with decay beta, or F itself where the formula has c = 1.
+        """Return F / c for a mean F with decay beta, with bias correction c as in the formula of the class.
 
         behind: see `estimate`.
         """
@@ -486,7 +495,7 @@ class InputGram(Statistic):
 
     The contribution O_R is the signal `activation_gram`, a mean over micro-batches and ranks. The factor is the right
     factor of K-FAC, and K of Newton-Muon (Du & Su 2026, arXiv:2604.01472). With `interval: k` the signal is collected
-    at updates 1, 1 + k, 1 + 2k, ... and costs nothing in other steps. `initial` is in units of squared inputs.
+    only at updates 1, 1 + k, 1 + 2k, ..., and costs nothing in other steps. `initial` is in units of squared inputs.
     """
 
     kind: Literal["input_gram"] = "input_gram"
