@@ -233,10 +233,10 @@ class Stage(Schedulable, ABC, family="stage"):
         """Update the statistics that `refresh` reads. This hook is called in every step, so it has to be cheap."""
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Recompute roots, bases or learned factors from the statistics. The tensors are any contiguous slice `[n,
-        *block]` of the stack.
+        """Recompute roots, bases or learned factors from the statistics.
 
-        This hook is called only when it is due, so it may be expensive.
+        `state` and `gradient` have a contiguous slice `[n, *block]` of the stack. This hook is called only when it is
+        due, so it may be expensive.
         """
 
     @abstractmethod
@@ -249,8 +249,9 @@ class Stage(Schedulable, ABC, family="stage"):
         """Return measures of the present state, which `Optimizer.inspect` reports. They are tensors `[N]`, by
         "<measure>" or "<slot>/<measure>".
 
-        The state is not written back, and the context has no signals. `inspect` adds measures that follow from the
-        roles of slots and from the cadence. A measure that is returned here replaces an added measure of the same name.
+        Changes of the state are not stored, and the context has no signals. `inspect` adds measures that follow from
+        the roles of slots and from the cadence. A measure that is returned here replaces an added measure of the same
+        name.
         """
         return {}
 

@@ -17,8 +17,8 @@ from eigengraft.step_context import StepContext
 _PHASES = np.array([0.0, 0.5])
 """Two phases, half a period apart. `Cadence.spread` tests with them if phases change the step of a refresh."""
 ROUNDED = 1e-9
-"""Number of steps that is added before a step is rounded down, against rounding errors. The step of the phase k / n in
-a period n is k, but in floating point n * (k / n) may be slightly less than k.
+"""Number that is added to a step before it is rounded down, so that a rounding error does not lower it by 1. The step
+of the phase k / n in a period n is k, but in floating point n * (k / n) may be slightly less than k.
 """
 
 
@@ -73,7 +73,7 @@ class Cadence(Component, ABC, family="cadence"):
         return None
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the step of a period, 0 .. period - 1, at which blocks with these phases are due.
+        """Return for each phase the step of a period, 0 .. period - 1, at which blocks with this phase are due.
 
         The method is called when blocks are assigned to ranks, and only for cadences with a period.
         """

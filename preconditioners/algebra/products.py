@@ -248,7 +248,7 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if it is faster that `add_symmetric` computes only the lower triangle, for y `[N, d, rest]`."""
+    """Return True if `add_symmetric` is faster with the lower triangle alone, for y `[N, d, rest]`."""
     return y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL and may_branch_on_values(y)
 
 

@@ -61,7 +61,10 @@ def turning_angle(a: Tensor, q: Tensor) -> Tensor:
 
 
 def orthogonality(q: Tensor) -> Tensor:
-    """Return ||Q^T Q - I||_F / sqrt(r) for each basis Q `[N, d, r]`, `[N]`. It is 0 if the columns are orthonormal."""
+    """Return ||Q^T Q - I||_F / sqrt(r), `[N]`, of each basis Q `[N, d, r]`.
+
+    It is 0 if the columns of Q are orthonormal.
+    """
     known, q = _finite(q)
     gram = torch.bmm(q.mT, q)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)

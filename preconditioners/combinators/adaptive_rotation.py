@@ -1,4 +1,4 @@
-"""A rotation of coordinates that is computed from the result of a chain in them (ARO, arXiv:2602.09006)."""
+"""A rotation of coordinates, computed from the result of a chain in rotated coordinates (ARO, arXiv:2602.09006)."""
 
 from __future__ import annotations
 

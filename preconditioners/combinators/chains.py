@@ -77,10 +77,12 @@ class Sum(Stage):
 class Transform(Stage):
     """inner(T(g), d)  with T = before, g the gradient and d the direction;  d is T(g) while the direction is still g.
 
-    Every stage of `inner` receives T(g) as its gradient, from which it computes statistics and second moments. The
-    chain T may have state, as in MARS. The stage is not needed for a T without state at the beginning of a recipe: the
-    stages of T may then precede the stages of `inner` in one chain. An example is `[clip_norm, momentum, rms]`, which
-    is Adam with clipped gradients.
+    Every stage of `inner` receives T(g) as its gradient, from which it computes statistics and second moments. If no
+    stage with state precedes this one, the direction is the gradient, and `inner` receives T(g) as its direction, too.
+
+    The chain T may have state, as in MARS. The stage is not needed for a T without state at the beginning of a recipe:
+    the stages of T may then precede the stages of `inner` in one chain. An example is `[clip_norm, momentum, rms]`,
+    which is Adam with clipped gradients.
     """
 
     kind: Literal["transform"] = "transform"

@@ -35,7 +35,7 @@ from .base import joined
 
 Transport = Literal["exact", "marginals", "permute", "none"]
 ChainSlot = tuple[str, str, Slot]
-"""(path of a stage in its chain, name of one of its slots, the slot)."""
+"""A slot of a chain: (path of the stage in the chain, name of the slot, the slot)."""
 
 
 class Turn:

@@ -37,8 +37,8 @@ from .base import (
 )
 
 PROBE = 1
-"""Number of the random stream from which `noise` draws probes. Each purpose has a stream of its own, so that its
-numbers are independent of all others.
+"""Number of the random stream from which `noise` draws the probes of `PSGD`. Each purpose has a stream of its own, so
+that its numbers are independent of all others.
 """
 
 

@@ -120,7 +120,10 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), updated, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
-        """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal, with symbols as in `SIRF`."""
+        """Return the statistic d_i / n H_i H_i^T of each axis i, for `moments: gradient`. `SIRF` explains the symbols.
+
+        The result is a matrix `[N, d, d]` for each axis, or its diagonal.
+        """
         h = mode_products(gradient * math.sqrt(self.batch_size), transposes(factors))
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
         h = h / per_block(peak_of(h).clamp_min(1.0), h)
@@ -128,8 +131,9 @@ class SIRF(LearnedFactors):
         return {axis: scaled(gram(h, axis, k.ndim == 3), weights[axis]) for axis, k in factors.items()}
 
     def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
-        """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal, with symbols
-        as in `SIRF`.
+        """Return the statistic B tr(H_j) / d_j H_i of each axis i, for `moments: layer`. `SIRF` explains the symbols.
+
+        The result is a matrix `[N, d, d]` for each axis, or its diagonal.
         """
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
         whitened = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}

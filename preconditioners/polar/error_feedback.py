@@ -1,5 +1,6 @@
-"""Momenta in which only the part that an update uses decays, for orthogonalization of low rank or of some rows
-(Dion, Dion2).
+"""Momenta of which only the part decays that an update has used.
+
+An update orthogonalizes a part of low rank (Dion) or some of the rows (Dion2).
 """
 
 from __future__ import annotations

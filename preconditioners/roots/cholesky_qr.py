@@ -145,8 +145,7 @@ def _orthonormal(x: Tensor, max_error: float) -> Tensor:
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:
-    """Return X R^-1, the result of one round of Cholesky QR. R is the Cholesky factor of X^T X + s I, so that R^T R
-    equals it.
+    """Return X R^-1 with R^T R = X^T X + s I, one round of Cholesky QR. R is the Cholesky factor.
 
     x: X `[N, d, r]`.
     shifted: True for the shift s = 4 r u, with u the machine epsilon; False for s = 0.
@@ -163,8 +162,8 @@ def _round(x: Tensor, shifted: bool) -> Tensor:
 
 
 _LEAF = 64
-"""Smallest order of the triangles that `_inverse` does not divide further. One call of cuBLAS inverts all triangles
-of this size.
+"""Least order of the triangles into which `_inverse` divides a matrix. One call of cuBLAS inverts all of these
+triangles.
 """
 
 

@@ -143,7 +143,7 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Compute the roots of the matrices once, with `times` times the ridge."""
+        """Compute the roots of all matrices once, with the ridge multiplied by `times`."""
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)
@@ -160,7 +160,7 @@ class Iterative(RootSolver):
         return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
 
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
-        """Return (size, ridge), `[N]` each, for scaling the matrices A.
+        """Return (size, ridge), `[N]` each: the size by which matrices A are divided, and their ridge in this unit.
 
         size: the bound of A by `scaling`, or the absolute ridge if that is larger.
         ridge: ridge in units of `size`; 1 for a zero matrix.

@@ -162,7 +162,8 @@ def _whitened_elsewhere(
     """Yield (axis, pair whitened along all of `axes` except this axis) for each wanted axis.
 
     The axes are halved recursively, and the two halves share work: the pair is whitened along all axes of one half
-    once, for all axes of the other half. Each axis is then whitened about log2 k times for k axes, and not k - 1 times.
+    once, for all axes of the other half. With k axes the pair is whitened along each axis about log2 k times, and not k
+    - 1 times.
 
     pair: the two tensors before whitening.
     whitenings: the whitening along each axis.

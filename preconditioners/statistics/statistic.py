@@ -302,8 +302,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def needs_power(self) -> Fraction | None:
-        """Exponent p, if contributions are computed from the powers p of the factors of other axes. None: they are
-        not.
+        """Exponent p of the powers of other axes' factors from which contributions are computed.
+
+        None: contributions do not depend on the factors of other axes.
         """
         return None
 
@@ -320,11 +321,11 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of squared gradients in a basis, if they follow from the factor. None: they do not.
+        """Decay b of the running mean (or sum) of squared gradients that is on the diagonal of a factor in any basis.
 
-        They follow if diag(Q^T A_k Q) is, for any basis Q, a running mean (or sum) of squared gradients in the basis,
-        summed over all axes except k. If `needs_power` is p, the squares are weighted by the power p of the other axes'
-        eigenvalues.
+        The diagonal is diag(Q^T A_k Q) for a basis Q. It is such a mean if it accumulates the squared gradients in the
+        basis Q, summed over all axes except k. If `needs_power` is p, the squares are weighted by the power p of the
+        other axes' eigenvalues. None: the diagonal is no such mean.
         """
         return None
 
