@@ -202,7 +202,9 @@ class Every(Cadence):
         uniform = context.uniform
         if uniform is not None:  # the common case: nothing is due, and no array is made
             staggered = self.stagger == "cost"
-            if uniform % self.steps not in _places(context.phases.tobytes(), self.steps, self.offset, staggered):
+            if uniform % self.steps not in _steps_with_due_blocks(
+                context.phases.tobytes(), self.steps, self.offset, staggered
+            ):
                 return False
         due: NDArray[np.bool_] = (context.steps - self.steps_due(context.phases)) % self.steps == 0
         return due
@@ -223,7 +225,7 @@ def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: 
 
 
 @lru_cache(maxsize=1024)
-def _places(phases: bytes, steps: int, offset: int, staggered: bool) -> frozenset[int]:
+def _steps_with_due_blocks(phases: bytes, steps: int, offset: int, staggered: bool) -> frozenset[int]:
     """Return the set of steps of a period in which any of the blocks with these phases is due.
 
     The arguments are those of `_steps_due`. The result is cached, because the phases are the same in every step.

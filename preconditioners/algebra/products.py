@@ -234,11 +234,11 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
             panel = slice(start, start + _PANEL)
             target[start:, panel].addmm_(left[start:], right[panel].mT, beta=beta, alpha=alpha)
             if start:
-                target[:start, panel] = _spread(target[panel, :start]).mT
+                target[:start, panel] = _padded(target[panel, :start]).mT
     return total
 
 
-def _spread(rows: Tensor) -> Tensor:
+def _padded(rows: Tensor) -> Tensor:
     """Return a copy of a matrix `[c, k]` with padding between its rows, whose columns a CPU reads faster.
 
     Without padding, all entries of a column may compete for one set of the cache.

@@ -221,11 +221,13 @@ def fit_second_moments(
     """
     first, second = _moments(slots, state)
     for scope, own in second:
-        known = {name: _known(slot, marginals, state.block) for name, slot in own.items()}
+        known = {name: _marginals_of(slot, marginals, state.block) for name, slot in own.items()}
         power = 1 / max(1, sum(map(bool, known.values())))
         new = {name: fit_(scope[name], sums, weights, power) for name, sums in known.items()}
         (decay,) = {slot.decay or 0.0 for slot in own.values()}
-        growth = _growth([m[name] for m, name in first], _spread([(x, own[name]) for name, x in new.items()]), decay)
+        growth = _growth(
+            [m[name] for m, name in first], _as_one_tensor([(x, own[name]) for name, x in new.items()]), decay
+        )
         for name, x in new.items():
             scope[name] = x.mul_(per_block(growth, x))
 
@@ -274,7 +276,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
     return growth
 
 
-def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
+def _marginals_of(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
     """Return the marginals of the axes that a slot has. The keys are axes of the slot, not of the block.
 
     marginals: the marginals by axis of the block.
@@ -290,11 +292,11 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
 
     keeps_all_columns: True if the solver computes all columns of the basis.
     """
-    if needed := _needed(statistic, inner, keeps_all_columns):
+    if needed := _unmet_condition(statistic, inner, keeps_all_columns):
         raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` accepts any chain")
 
 
-def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
+def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
     """Return a text about the first condition of `transport: marginals` that does not hold, with the value found
     instead.
 
@@ -317,7 +319,7 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
     return None
 
 
-def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
+def _as_one_tensor(parts: list[tuple[Tensor, Slot]]) -> Tensor:
     """Return a second moment v as one tensor `[N, *block]`, with length 1 along each axis over which v is a mean.
 
     parts: the tensors of the moment, each with its slot. A factored moment has two tensors. A full moment, or a moment

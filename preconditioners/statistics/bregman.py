@@ -99,12 +99,12 @@ class Bregman(Statistic):
             return _Whitening(None, None, None, None, d)
         power = powers(axis, self.q - 1)
         known = None if may_branch_on_values(x) and bool(power.known.all()) else power.known
-        unit = power.unit if known is None else torch.where(known, power.unit, self._unknown(state, x))
+        unit = power.unit if known is None else torch.where(known, power.unit, self._size_without_data(state, x))
         half = to_power(unit, -0.5 if self.normalize == "trace" else float(self.q - 1) / 2)
         trace = float(d) if self.normalize == "dimension" else torch.where(power.known, power.trace, float(d))
         return _Whitening(power.left, power.right, half, known, trace)
 
-    def _unknown(self, state: State, x: Tensor) -> Tensor:
+    def _size_without_data(self, state: State, x: Tensor) -> Tensor:
         """Return r `[N]`, for the matrix r I that replaces a factor without data."""
         if self.first == "identity":
             return x.new_ones(x.shape[0])
