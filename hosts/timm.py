@@ -1,4 +1,4 @@
-"""timm: recipes as optimizers in timm's registry, with the names of a model's parameters."""
+"""timm: recipes as optimizers in timm's registry. A recipe is registered for a model and reads its parameter names."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ class RootSolver(MatrixSolver, ABC, family="root_solver"):
     def regularized(self, values: Tensor) -> Tensor:
         """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
 
-        The root has the returned values raised to -e. A returned 0 marks an eigenvalue that is left out of the root.
+        The root has the returned values raised to -e, with e the exponent. A returned 0 marks an eigenvalue that is
+        left out of the root.
 
         values: eigenvalues `[N, d]` of A, in any order.
         """

@@ -131,7 +131,7 @@ def _columns(x: Tensor, order: Tensor) -> Tensor:
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
-    """Return the orthonormal factor of qr(aq), in which no column has a negative product with the same column of q.
+    """Return the orthonormal factor of qr(aq), with signs as in `same_signs`.
 
     aq is scaled first, so that the QR neither over- nor underflows for any size of A.
 
@@ -232,9 +232,7 @@ def _below_by_zeros(x: Tensor) -> Tensor:
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
-    """Return `new` with columns multiplied by 1 or -1, so that no column has a negative product with the same column
-    of q.
-    """
+    """Return `new` with each column multiplied by 1 or -1, so that its product with the column of q is not negative."""
     return new * signs((new * q).sum(-2, keepdim=True))
 
 
