@@ -1,4 +1,6 @@
-"""Two chains, on the leading subspace of an axis and on the rest (COSMOS, Liu et al. 2025, arXiv:2502.17410)."""
+"""One chain on the leading subspace of an axis, another chain on the rest (COSMOS, Liu et al. 2025,
+arXiv:2502.17410).
+"""
 
 from __future__ import annotations
 

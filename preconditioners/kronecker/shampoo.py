@@ -59,8 +59,8 @@ class Shampoo(Factored, DelayedRefresh):
     def _require_fit(self, block: tuple[int, ...]) -> None:
         """Raise ValueError if the roots that a block needs cannot be computed.
 
-        The solver must accept the exponents of the block. If the statistic reads powers of factors, they must follow
-        from the stored roots.
+        The solver must accept the exponents of the block. If the statistic reads powers of factors, the stored roots
+        must determine these powers.
         """
         order = len(block)
         for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):

@@ -1,6 +1,6 @@
-"""Momenta of which only the part decays that an update has used.
+"""Momenta that decay only in the part that the update has used.
 
-An update orthogonalizes a part of low rank (Dion) or some of the rows (Dion2).
+An update uses, and orthogonalizes, a part of low rank (Dion) or some of the rows (Dion2).
 """
 
 from __future__ import annotations

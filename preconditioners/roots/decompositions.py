@@ -72,8 +72,7 @@ def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = Fal
 
 
 def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose matrices one after another, so that one that fails does not affect the others. The result is that of
-    `eigh`.
+    """Return what `eigh` returns, but decompose matrices one by one, so that a failure affects no other matrix.
 
     dtype: dtype of the results.
     ok: bool `[N]`, False for matrices that count as failed in any case.
