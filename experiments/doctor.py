@@ -13,8 +13,8 @@ alarm costs more trust than a missed fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from .files import read_object
 from .reports.records import METRICS, Run, error_line
 from .run_log import ends_lost, is_lost, rows_with
 from .tasks import Task
+from .tasks.base import loss_fault
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.rundir import RunDirectory
@@ -85,17 +86,20 @@ LEAST_RISEN = 0.1
 fall may be noise.
 """
 UNSCALED = 1e3
-"""Ratio of the largest number of one input column to that of a usual column, above which inputs count as not
-normalized. Pixels from 1 to 255 and standardized columns are far below.
+"""Ratio of the largest number of one input column to that of a usual column, or to 1 if this is less, above which
+inputs count as not normalized. Pixels from 1 to 255 and standardized columns are far below.
 """
 POOR = 0.9
 """Accuracy at or above which inputs that are not normalized are no finding, because the model learns in spite of them.
+Without an accuracy, the last loss must be at most half of that of a guess.
 """
 LARGE_START = 3
-"""Ratio of the first cross-entropy to that of a uniform guess, above which initial weights count as too large."""
+"""Ratio of the first cross-entropy to that of a uniform guess, above which inputs or initial weights count as too
+large.
+"""
 
 FindingKind = Literal[
-    FaultCause, "inputs", "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"
+    FaultCause, "inputs", "loss", "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"
 ]
 
 
@@ -127,16 +131,21 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "initialization": Explanation(
         "initial weights are too large for the width of their layer, or are not finite",
-        "scale initial weights by 1 / sqrt(inputs), start the output layer at 0, or set `task.init: spectral`",
+        "scale initial weights by 1 / sqrt(inputs), or start the output layer at 0{init}",
     ),
     "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
-        "divide lr by {factor}, add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr",
+        "divide lr by {factor}{clip}",
     ),
     "inputs": Explanation(
-        "columns of the data have different units and were not normalized",
+        "columns of the data have large or different units and were not normalized",
         "subtract from each column its mean over the training rows, and divide it by its standard deviation there; do "
         "the same in validation rows",
+    ),
+    "loss": Explanation(
+        "the model ends with a softmax, although the loss has one, or targets have an axis more or less than outputs",
+        "remove the softmax at the end of the model, or give outputs and targets the same shape; "
+        "`eigengraft.testing.check_task` finds both before a run",
     ),
     "precision": Explanation(
         "activations or logits exceed the range of the low precision, which float32 still holds",
@@ -193,16 +202,14 @@ class Finding:
     step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
-    factor: power of ten by which the learning rate is too high, if that is the finding; None: not known.
-    routed: True if the recipe has routes.
+    advice: parts of the remedy that depend on the run, by name, as `_advice` returns them.
     """
 
     kind: FindingKind
     step: int | None
     layer: str
     text: str
-    factor: float | None = None
-    routed: bool = False
+    advice: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usual(self) -> str:
@@ -212,9 +219,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """Things to do about findings of this kind."""
-        rate = "`lr_multiplier` of its route" if self.routed else "lr"
-        factor = "10 until the loss falls" if self.factor is None else f"{self.factor:g}"
-        return EXPLANATIONS[self.kind].remedy.replace("{factor}", factor).replace("{rate}", rate)
+        return EXPLANATIONS[self.kind].remedy.format_map(self.advice)
 
 
 @dataclass(frozen=True)
@@ -253,20 +258,53 @@ class Diagnosis:
         return {**shown, "unfinished": self.unfinished}
 
 
+class Columns(NamedTuple):
+    """Sizes of the columns of inputs. The size of a column is its largest number, without the sign.
+
+    largest: the largest size.
+    usual: size of a usual column: a quarter of the columns are not larger.
+    name: name of the largest column; "" if inputs have one column only, or are no table.
+    """
+
+    largest: float
+    usual: float
+    name: str
+
+    @property
+    def unscaled(self) -> str:
+        """A sentence about inputs that are not normalized; empty if they are, or nearly."""
+        if self.largest <= UNSCALED * min(self.usual, 1.0):
+            return ""
+        text = f"inputs are not normalized: {self.name or 'they'} {'has' if self.name else 'have'} numbers up to "
+        text += f"{self.largest:.3g} in the first batch, and "
+        if self.largest > UNSCALED * self.usual:
+            return f"{text}a quarter of the columns at most {self.usual:.3g}"
+        return f"{text}numbers near 1 are usual"
+
+
 class FirstBatch(NamedTuple):
     """The first batch of a run with the initial weights.
 
     loss: loss of the batch.
-    columns: the input column with the largest number, this number without its sign, and that of a usual column: a
-        quarter of the columns have no larger one; None: inputs are no table of floating-point numbers.
+    columns: sizes of the input columns; None: inputs are no floating-point numbers.
     classes: number of classes of the task; 0 if the task defines a loss of its own.
+    constant: loss of a guess that is the same for each row: uniform among the classes, or else the mean of the targets;
+        infinity if outputs do not have the shape of targets.
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
+    fault: a sentence about a loss that does not fit the outputs; "" if none was found.
     """
 
     loss: float
-    columns: tuple[int, float, float] | None
+    columns: Columns | None
     classes: int
+    constant: float
     guess: float
+    fault: str
+
+    @property
+    def is_large(self) -> bool:
+        """True if the loss is far above that of a uniform guess among the classes."""
+        return self.classes > 1 and self.loss > LARGE_START * self.constant
 
 
 @dataclass(frozen=True)
@@ -458,9 +496,23 @@ def diagnose(directory: str | Path) -> Diagnosis:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
-    routed = bool(record.run.config.get("recipe", {}).get("routes"))
-    found = [replace(one, factor=_excess(record), routed=routed) for one in found]
+    found = [replace(one, advice=_advice(record)) for one in found]
     return Diagnosis(record.run.directory, tuple(found), tuple(notes), record.unfinished)
+
+
+def _advice(record: Record) -> Mapping[str, str]:
+    """Return the parts of remedies that depend on the run, by name. They name settings that the run has.
+
+    A run that another training loop logged has none of the settings of an experiment.
+    """
+    config, excess = record.run.config, _excess(record)
+    rates = ", add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr"
+    return {
+        "factor": "10 until the loss falls" if excess is None else f"{excess:g}",
+        "rate": "`lr_multiplier` of its route" if config.get("recipe", {}).get("routes") else "lr",
+        "clip": ", start with a smaller lr, or clip gradients" if record.imported else rates,
+        "init": ", or set `task.init: spectral`" if "init" in config.get("task", {}) else "",
+    }
 
 
 def _is_learning_rate(found: list[Finding]) -> bool:
@@ -777,7 +829,8 @@ def _stalled(record: Record) -> Finding:
 
 
 def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Finding]:
-    """Yield the finding about inputs that are not normalized, or about initial outputs far from a uniform guess.
+    """Yield findings about the loss of the first batch: a loss that does not fit the outputs, inputs that are not
+    normalized, or initial outputs far from a uniform guess.
 
     notes: list to which the reason is appended if the task or its data are not on this machine.
     sick: True if something else is wrong with the run. If False, inputs are a finding only if the model learned poorly.
@@ -785,44 +838,66 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
     start = record.start
     if isinstance(start, Exception):
         notes.append(f"the initial outputs, as the task cannot be loaded: {start}")
-    elif start.columns and start.columns[1] > UNSCALED * start.columns[2] and (sick or _learned_poorly(record)):
-        column, largest, usual = start.columns
-        text = f"inputs are not normalized: column {column} has numbers up to {largest:.3g} in the first batch, and a "
-        yield Finding("inputs", 1, "", f"{text}quarter of the columns at most {usual:.3g}")
-    elif start.classes > 1 and start.loss > LARGE_START * math.log(start.classes):
+        return
+    if start.fault:
+        yield Finding("loss", 1, "", start.fault)
+    unscaled = start.columns.unscaled if start.columns is not None else ""
+    if unscaled and (sick or start.is_large or _learned_poorly(record, start)):
+        yield Finding("inputs", 1, "", unscaled)
+    elif start.is_large:
         text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
-        yield Finding("initialization", 1, "", f"{text} is {math.log(start.classes):.3g}")
+        yield Finding("initialization", 1, "", f"{text} is {start.constant:.3g}")
 
 
 def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
     """Return the first batch of an experiment with the initial weights of its model. Nothing is trained."""
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
-        inputs, targets = task.load().batch(experiment.seed, 0)
+        data = task.load()
+        inputs, targets = data.batch(experiment.seed, 0)
         outputs = model(inputs)
-    uses_default = type(task).loss is Task.loss  # the cross-entropy, which refuses targets that are no classes
-    classes = outputs.shape[-1] if uses_default else 0
+        loss = task.loss(outputs, targets).item()
+    # The default loss is the cross-entropy, which refuses targets that are no classes.
+    classes = outputs.shape[-1] if type(task).loss is Task.loss else 0
+    constant = math.log(classes) if classes > 1 else _of_mean(task, outputs, targets)
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
-    return FirstBatch(task.loss(outputs, targets).item(), _columns(inputs), classes, guess)
+    fault = loss_fault(task, outputs, targets)
+    return FirstBatch(loss, _columns(inputs, data.columns), classes, constant, guess, fault)
 
 
-def _columns(inputs: Tensor) -> tuple[int, float, float] | None:
-    """Return `FirstBatch.columns` of inputs. Columns of zeros, such as pixels at an edge, do not count."""
-    if inputs.ndim != 2 or not inputs.is_floating_point():
+def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
+    """Return the loss of outputs that are the mean of the targets; infinity if outputs have another shape."""
+    if outputs.shape != targets.shape or not targets.is_floating_point():
+        return math.inf
+    return task.loss(targets.mean(0, keepdim=True).expand_as(outputs), targets).item()
+
+
+def _columns(inputs: Tensor, names: Sequence[str]) -> Columns | None:
+    """Return the sizes of the columns of inputs. Columns of zeros, such as pixels at an edge, do not count.
+
+    names: names of the columns of inputs [B, columns]; (): columns are numbered. All numbers of inputs of other shapes,
+        such as images, are taken as one column.
+    """
+    if not inputs.is_floating_point() or not inputs.numel():
         return None
-    sizes = inputs.abs().amax(0).float()
+    table = inputs if inputs.ndim == 2 else inputs.reshape(-1, 1)
+    sizes = table.abs().amax(0).float()
     filled = sizes[sizes > 0]
     if not len(filled):
         return None
-    return int(sizes.argmax()), float(sizes.max()), float(filled.quantile(0.25, interpolation="lower"))
+    index = int(sizes.argmax())
+    name = f"column {index}{f' ({names[index]})' if index < len(names) else ''}" if len(sizes) > 1 else ""
+    return Columns(float(sizes.max()), float(filled.quantile(0.25, interpolation="lower")), name)
 
 
-def _learned_poorly(record: Record) -> bool:
-    """Return True if the last accuracy is below POOR, or without accuracy if the loss has not halved."""
+def _learned_poorly(record: Record, start: FirstBatch) -> bool:
+    """Return True if the last accuracy is below POOR, or without accuracy if the last loss is above half of that of a
+    constant guess, or half of the first loss if this is less.
+    """
     accuracies, first, last = record.numbers("val_accuracy"), record.first_loss, record.last_loss
     if accuracies:
         return bool(accuracies[-1] < POOR)
-    return first is not None and last is not None and last > first / 2
+    return first is not None and last is not None and last > min(first, start.constant) / 2
 
 
 def _generalization(record: Record) -> Iterator[Finding]:

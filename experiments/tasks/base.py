@@ -7,6 +7,7 @@ seed and the step number alone, so that a run can continue from a step number.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import traceback
 from abc import ABC, abstractmethod
@@ -77,9 +78,69 @@ def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "t
     return ""
 
 
+def loss_fault(task: Task, outputs: Tensor, targets: Tensor) -> str:
+    """Return a text about a loss that does not fit the outputs of the model; empty if no such fault was found.
+
+    There are two faults: a cross-entropy applies a softmax to outputs that are probabilities, and a loss broadcasts
+    outputs and targets, so that it compares each output with the targets of all rows.
+    """
+    return _second_softmax(task, outputs, targets) or _broadcast(task, outputs, targets)
+
+
+def _second_softmax(task: Task, outputs: Tensor, targets: Tensor) -> str:
+    """Return a text if the outputs are probabilities, and the loss is the cross-entropy of logits.
+
+    The loss is recognized by its value for a probability of 0.9 for each class: -log(0.9) is that of probabilities.
+    """
+    classes = outputs.shape[-1] if outputs.ndim > 1 and outputs.is_floating_point() else 0
+    if classes < 2 or targets.dtype != torch.int64 or targets.shape != outputs.shape[:-1]:
+        return ""
+    rows, chosen = outputs.detach().float(), targets
+    if bool((rows < 0).any()) or not torch.allclose(rows.sum(-1), torch.ones(()), atol=1e-3):
+        return ""
+    index = chosen.clamp(0, classes - 1)  # the class that torch ignores is negative
+    sure = torch.full_like(rows, 0.1 / (classes - 1)).scatter(-1, index.unsqueeze(-1), 0.9)
+    cross_entropy = functional.cross_entropy(sure.flatten(0, -2), index.flatten())
+    if not math.isclose(float(task.loss(sure, index)), float(cross_entropy), rel_tol=1e-4):
+        return ""
+    return "the outputs of the model are probabilities, which sum to 1, and its cross-entropy applies a second softmax"
+
+
+def _broadcast(task: Task, outputs: Tensor, targets: Tensor) -> str:
+    """Return a text if outputs and targets have different shapes, and a loss of a batch is not the mean of the losses
+    of its rows.
+
+    The loss is computed of outputs that are equal to their targets. Then the loss of a row differs from the loss of
+    this output and the targets of other rows, whatever rows the batch has.
+    """
+    shapes = [list(outputs.shape), list(targets.shape)]
+    if outputs.numel() != targets.numel() or shapes[0] == shapes[1] or not outputs.is_floating_point():
+        return ""
+    try:
+        both = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the shapes cannot be broadcast
+        return ""
+    if both in shapes:
+        return ""
+    if targets.is_floating_point():  # within (0, 1), where losses of probabilities are defined
+        targets = torch.linspace(0.25, 0.75, targets.numel()).to(targets).reshape(targets.shape)
+    guesses = targets.to(outputs.dtype).reshape(outputs.shape)
+    single = [float(task.loss(guesses[row : row + 1], targets[row : row + 1])) for row in range(len(targets))]
+    if math.isclose(float(task.loss(guesses, targets)), sum(single) / len(single), rel_tol=1e-4, abs_tol=1e-7):
+        return ""
+    return (
+        f"outputs {shapes[0]} and targets {shapes[1]} were broadcast to {both}, so that each output is compared with "
+        "the targets of all rows; give them the same shape"
+    )
+
+
 def _name_rows(rows: Sequence[int]) -> str:
     """Return a text with the numbers of the first five rows."""
     return ("rows " if len(rows) > 1 else "row ") + ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+
+
+_CLASSES = (torch.int64, torch.uint8)
+"""Dtypes of classes that the cross-entropy of torch accepts."""
 
 
 class LabelError(ValueError):
@@ -205,6 +266,8 @@ class Dataset(ABC):
     """The data of a task, held in memory."""
 
     fingerprint: Fingerprint
+    columns: Sequence[str] = ()
+    """Names of the columns of inputs [B, columns], with which messages name them; (): columns have numbers only."""
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> Batch:
@@ -230,10 +293,17 @@ class Examples(Dataset):
     batch_size: examples of a training batch, at least 1 and at most all training examples.
     fingerprint: identity of the data.
     scale: divisor of inputs that are stored as uint8; such inputs are converted to float32 when they are used.
+    columns: names of the columns of inputs; (): messages number them.
     """
 
     def __init__(
-        self, train: Batch, validation: Batch, batch_size: int, fingerprint: Fingerprint, scale: float = 1
+        self,
+        train: Batch,
+        validation: Batch,
+        batch_size: int,
+        fingerprint: Fingerprint,
+        scale: float = 1,
+        columns: Sequence[str] = (),
     ) -> None:
         for name, batch in (("train", train), ("validation", validation)):
             if not isinstance(batch, Batch):
@@ -251,8 +321,12 @@ class Examples(Dataset):
                 f"batch_size: a batch has at least 1 row and at most all {counted(rows, 'training row')}, got "
                 f"{batch_size}; choose a batch size in this range"
             )
+        if columns and len(columns) != (found := train.inputs.shape[-1]):
+            raise ValueError(
+                f"columns: {counted(len(columns), 'name')} for {counted(found, 'column')} of inputs; name each column"
+            )
         self.train, self.validation, self.batch_size, self.fingerprint = train, validation, batch_size, fingerprint
-        self.scale = scale
+        self.scale, self.columns = scale, columns
 
     def batch(self, seed: int, step: int) -> Batch:
         chosen = torch.from_numpy(self._chosen(seed, step))
@@ -332,10 +406,10 @@ class Task(Component, family="task"):
         """Return the mean loss over targets. The default is the cross-entropy, in nats, of logits [B, ..., C] and
         classes [B, ...].
         """
-        if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+        if targets.dtype not in _CLASSES or outputs.shape[:-1] != targets.shape:
             raise ValueError(
-                f"task.{getattr(self, 'kind', '?')}: cross-entropy needs targets with one integer class for each row "
-                f"of outputs, got targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; "
+                f"task.{getattr(self, 'kind', '?')}: cross-entropy needs targets with one class (torch.int64) for each "
+                f"row of outputs, got targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; "
                 "for another loss define `loss(self, outputs, targets)` in the task"
             )
         try:

@@ -39,6 +39,8 @@ Sickness = Literal[
     "zero",
     "small",
     "head",
+    "huge",
+    "softmax",
 ]
 CLASSES = 4
 
@@ -70,14 +72,18 @@ class Patient(Task):
             y += 1
         if self.sickness == "scale":
             x[:, 3] *= 1e5
+        if self.sickness == "huge":
+            x *= 1e5
         if self.sickness == "noise":
             y = torch.from_numpy(generator(1).integers(0, CLASSES, 96))
         mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
-        return Examples(Batch(x[:64], y[:64]), Batch(x[64:], y[64:]), 16, mark)
+        names = [f"feature{number}" for number in range(8)]
+        return Examples(Batch(x[:64], y[:64]), Batch(x[64:], y[64:]), 16, mark, columns=names)
 
     def build(self) -> nn.Module:
         layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)]
-        model = nn.Sequential(*layers, *([Huge()] if self.sickness == "overflow" else []))
+        last = {"overflow": [Huge()], "softmax": [nn.Softmax(-1)]}
+        model = nn.Sequential(*layers, *last.get(self.sickness, []))
         with torch.no_grad():
             if self.sickness == "init":
                 for layer in (model[0], model[2], model[4]):
@@ -139,7 +145,9 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient("dead"), "dead layer", [None], "0.weight", ("all parameters of 0, and 2.weight", "12 rows")),
         (patient("dead middle"), "dead layer", [None], "2.weight", ("all parameters of 0, 2, and 4.weight",)),
         (patient("zero"), "dead layer", [None], "2.weight", ("all parameters of 0, 2", "5 of 5 parameters")),
-        (patient("scale"), "inputs", [1], "", ("column 3 has numbers up to", "e+05", "quarter of the columns")),
+        (patient("scale"), "inputs", [1], "", ("column 3 (feature3)", "e+05", "quarter of the columns")),
+        (patient("huge"), "inputs", [1], "", ("(feature", "e+05", "numbers near 1")),
+        (patient("softmax"), "loss", [1], "", ("probabilities", "second softmax")),
         (patient("init"), "initialization", [1], "", ("uniform guess among 4",)),
         (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
         (patient("overflow", precision="bfloat16"), "precision", [1], "", ("float32",)),
@@ -225,12 +233,49 @@ def test_the_factor_is_not_that_of_steps_after_the_loss_exploded(tmp_path: Path)
     assert found.kind == "learning rate" and "divide lr by 10 until the loss falls, " in found.remedy
 
 
-def test_inputs_of_different_scale_are_no_finding_if_the_model_learns(tmp_path: Path) -> None:
+def test_inputs_of_different_scale_explain_a_large_first_loss_although_the_model_learns(tmp_path: Path) -> None:
     train(patient("scale"), tmp_path)
     file = tmp_path / "metrics.jsonl"
     rows = [{**json.loads(line), "val_accuracy": 0.95} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [one.kind for one in diagnose(tmp_path).findings][:1] == ["initialization"]
+    assert [one.kind for one in diagnose(tmp_path).findings][:1] == ["inputs"]
+
+
+def test_inputs_of_different_scale_are_found_in_a_regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss falls far below its first value, but not below that of a constant guess."""
+    load = Patient.load
+
+    def as_numbers(self: Patient) -> Dataset:
+        data = load(self)
+        assert isinstance(data, Examples)
+        parts = [Batch(x, y.float().unsqueeze(1)) for x, y in (data.train, data.validation)]
+        return Examples(parts[0], parts[1], 16, data.fingerprint)
+
+    monkeypatch.setattr(Patient, "reports_accuracy", False)
+    monkeypatch.setattr(Patient, "load", as_numbers)
+    monkeypatch.setattr(Patient, "build", lambda _: nn.Linear(8, 1))
+    monkeypatch.setattr(Patient, "loss", lambda _, outputs, targets: (outputs - targets).square().mean())
+    found = treated(patient("scale", steps=20), tmp_path).findings
+    assert [one.kind for one in found][:1] == ["inputs"]
+
+
+@pytest.mark.parametrize(("task", "named"), [({"kind": "text"}, False), ({"kind": "text", "init": "standard"}, True)])
+def test_advice_names_a_setting_of_the_task_only_if_the_task_has_it(
+    task: dict[str, str], named: bool, tmp_path: Path
+) -> None:
+    fault = {"place": "loss", "cause": "initialization", "step": 1, "layer": "", "text": "the loss is not finite"}
+    (tmp_path / "config.json").write_text(json.dumps({"task": task, "recipe": {}, "steps": 5}))
+    (tmp_path / "fault.json").write_text(json.dumps(fault))
+    (found,) = diagnose(tmp_path).findings
+    assert ("task.init" in found.remedy) == named
+
+
+def test_advice_about_a_run_of_another_loop_names_no_setting_of_experiments(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "text", 8) as log:
+        for step in range(1, 9):
+            log.row(step, 2.0 * step)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "learning rate" and "schedule." not in found.remedy and "grad_clip" not in found.remedy
 
 
 def test_a_route_that_multiplies_the_learning_rate_is_named_with_its_layer(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -23,6 +23,8 @@ from eigengraft.experiments.training.imports import import_component, imported_s
 from eigengraft.experiments.training.outcome import Tick
 from eigengraft.experiments.training.train import train
 from eigengraft.testing import LawError, check_task
+from eigengraft.testing.laws import Case
+from eigengraft.testing.task_laws import the_loss_fits_the_outputs
 
 from ..processes import fork_what_is_spawned
 from ..refusals import refused
@@ -259,7 +261,7 @@ def test_an_error_that_breaks_many_laws_is_told_once_with_a_line_of_the_task() -
             return nn.Linear(1, 1)
 
     try:
-        with refused(LawError, "7 laws", "FileNotFoundError", "test_own_tasks.py", "the data are finite") as caught:
+        with refused(LawError, "9 laws", "FileNotFoundError", "test_own_tasks.py", "the data are finite") as caught:
             check_task(Absent())
     finally:
         Task.members.pop("absent_for_test")
@@ -297,6 +299,76 @@ def test_outputs_and_targets_that_were_broadcast_are_named_as_the_cause(monkeypa
     )
     with refused(LawError, "the mean over targets", "outputs [32, 1] and targets [32]", "[32, 32]"):
         check_task(module.Curve(width=4))
+
+
+def test_a_broadcast_loss_breaks_a_law_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_component(str(EXAMPLE.with_suffix(".py")))
+    task, batch = module.Curve(width=4), module.Points.batch
+
+    def squared(_: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    monkeypatch.setattr(module.Curve, "loss", squared)
+    for seed in range(40):
+
+        def flat(self: Dataset, _: int, step: int, seed: int = seed) -> Batch:
+            given: Batch = batch(self, seed, step)
+            return Batch(given.inputs, given.targets.flatten())
+
+        monkeypatch.setattr(module.Points, "batch", flat)
+        with refused(LawError, "outputs [32, 1] and targets [32]", "[32, 32]"):
+            the_loss_fits_the_outputs(Case(task))
+    monkeypatch.setattr(module.Curve, "loss", lambda self, x, y: squared(self, x.flatten(), y.flatten()))
+    the_loss_fits_the_outputs(Case(task))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda y: y + 1, ("training labels", "from 0 to 9", "from 1 to 10")),
+        (lambda y: y.int(), ("training labels", "torch.int64", "torch.int32")),
+        (lambda y: y.float(), ("training labels", "torch.int64", "torch.float32")),
+        (lambda y: torch.full_like(y, 3), ("training labels", "class 3 alone")),
+        (lambda y: y if len(y) > 1000 else torch.full_like(y, 3), ("validation labels", "class 3 alone")),
+    ],
+)
+def test_labels_break_a_law(
+    changed: Callable[[torch.Tensor], torch.Tensor], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_labels(monkeypatch, changed)
+    with refused(LawError, *words):
+        check_task(Digits(width=4))
+
+
+def change_labels(monkeypatch: pytest.MonkeyPatch, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let digits have other labels."""
+    load = Digits.load
+
+    def other(self: Digits) -> Dataset:
+        data = load(self)
+        assert isinstance(data, Examples)
+        parts = [Batch(x, changed(y)) for x, y in (data.train, data.validation)]
+        return Examples(parts[0], parts[1], data.batch_size, data.fingerprint, data.scale)
+
+    monkeypatch.setattr(Digits, "load", other)
+
+
+def test_probabilities_under_a_cross_entropy_break_a_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uniform probabilities have the same loss with and without the second softmax, so the outputs do not tell."""
+    build = Digits.build
+    monkeypatch.setattr(Digits, "build", lambda self: nn.Sequential(build(self), nn.Softmax(-1)))
+    with refused(LawError, "probabilities", "second softmax"):
+        check_task(Digits(width=4))
+    monkeypatch.setattr(Digits, "loss", lambda self, outputs, targets: nn.functional.nll_loss(outputs.log(), targets))
+    assert "the loss fits the outputs" in check_task(Digits(width=4)).held
+
+
+def test_names_of_columns_are_as_many_as_columns() -> None:
+    part = Batch(torch.zeros(4, 3), torch.zeros(4))
+    mark = Fingerprint.of("zeros", b"")
+    assert Examples(part, part, 2, mark, columns=("a", "b", "c")).columns == ("a", "b", "c")
+    with refused(ValueError, "columns", "2 names", "3 columns"):
+        Examples(part, part, 2, mark, columns=("a", "b"))
 
 
 def test_metrics_that_are_not_finite_break_a_law() -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from eigengraft.errors import counted
+
 from .laws import Case, Law, in_parentheses, require, the_declaration_survives
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _BATCHES = 50
 """Number of training batches to check: enough to contain most rows of a small data set."""
+_IGNORED = -100
+"""Class that the cross-entropy of torch ignores."""
 
 
 def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
@@ -81,7 +85,58 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
             total += float(case.component.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
     fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
     expected = f"{total:.6g}, the mean over targets of its halves"
-    require(fine, "the loss of a batch", expected, f"{whole:.6g}", _broadcast(outputs, targets))
+    require(fine, "the loss of a batch", expected, f"{whole:.6g}")
+
+
+def labels_are_classes_with_a_score(case: Case[Task]) -> None:
+    """Training and validation labels are integer classes, each with a score in the outputs, and of two classes or more.
+
+    Targets of a loss of the task's own are labels if the task reports an accuracy. Floating-point targets of such a
+    loss, and the class that torch ignores, are not checked.
+    """
+    from eigengraft.experiments.tasks import Examples, Task
+
+    task, data = case.component, case.component.load()
+    first = data.batch(0, 0)
+    with torch.no_grad():
+        outputs = task.new_model(0)(first.inputs)
+    own = type(task).loss is not Task.loss
+    if own and outputs.shape[:-1] != first.targets.shape:
+        return
+    batches = [data.train] if isinstance(data, Examples) else [data.batch(0, step) for step in range(_BATCHES)]
+    for name, found in (("training labels", batches), ("validation labels", list(data.evaluation()))):
+        labels = torch.cat([targets.flatten() for _, targets in found])
+        if labels.is_floating_point() and own:
+            continue
+        integer = labels.dtype in (torch.int64, torch.uint8)
+        require(integer or own, name, "classes of dtype torch.int64", f"{labels.dtype}")
+        labels, classes = labels[labels != _IGNORED], outputs.shape[-1]
+        require(len(labels), name, "classes", f"only {_IGNORED}, which is ignored")
+        low, high = int(labels.min()), int(labels.max())
+        expected = f"classes from 0 to {classes - 1}, because the model has {counted(classes, 'output')} for each label"
+        remedy = in_parentheses("number the classes from 0, and give the model one output for each class")
+        require(low >= 0 and high < classes, name, expected, f"classes from {low} to {high}", remedy)
+        remedy = in_parentheses("are the rows sorted by class? shuffle them before they are split")
+        require(low < high, name, "two classes or more", f"class {low} alone", remedy)
+
+
+def _without_labels(case: Case[Task]) -> str | None:
+    """Return why a task has no labels, or None if it has: it uses the cross-entropy or reports an accuracy."""
+    from eigengraft.experiments.tasks import Task
+
+    has = type(case.component).loss is Task.loss or case.component.reports_accuracy
+    return None if has else "its targets are no classes"
+
+
+def the_loss_fits_the_outputs(case: Case[Task]) -> None:
+    """No softmax is applied twice, and each output is compared with its own target. See `loss_fault`."""
+    from eigengraft.experiments.tasks.base import loss_fault
+
+    data, model = case.component.load(), case.component.new_model(0).eval()
+    for name, batch in (("training", data.batch(0, 0)), ("validation", next(data.evaluation()))):
+        with torch.no_grad():
+            fault = loss_fault(case.component, model(batch.inputs), batch.targets)
+        require(not fault, f"the loss of a {name} batch", "a loss of outputs with their own targets", fault)
 
 
 def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
@@ -132,21 +187,6 @@ def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
     require(model.training, "the model after evaluate()", "training mode", "evaluation mode")
 
 
-def _broadcast(outputs: Tensor, targets: Tensor) -> str:
-    """Return a likely cause of a wrong loss: outputs and targets are broadcast to a shape that neither of them has.
-    "" if they are not.
-    """
-    shapes = [list(outputs.shape), list(targets.shape)]
-    try:
-        both = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    except RuntimeError:  # the shapes cannot be broadcast
-        return ""
-    if both in shapes:
-        return ""
-    text = f"outputs {shapes[0]} and targets {shapes[1]} were broadcast to {both}; give them the same shape"
-    return in_parentheses(text)
-
-
 def _equal(one: Batch, two: Batch) -> bool:
     return torch.equal(one.inputs, two.inputs) and torch.equal(one.targets, two.targets)
 
@@ -157,6 +197,8 @@ TASK_LAWS: tuple[Law[Case[Task]], ...] = (
     Law(the_data_are_finite),
     Law(the_data_have_a_fingerprint),
     Law(initial_weights_depend_on_the_seed_alone),
+    Law(labels_are_classes_with_a_score, skip=_without_labels),
+    Law(the_loss_fits_the_outputs),
     Law(the_loss_is_a_number_with_gradients),
     Law(the_loss_is_a_mean_over_targets),
     Law(metrics_are_means_over_all_validation_targets),
