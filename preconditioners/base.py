@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from traceback import walk_tb
@@ -24,7 +25,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
-from .checked_mode import CheckedHooks, Hooks, call_text
+from .checked_mode import CheckedHooks, Hooks, call_text, require_direction
 
 
 class FirstMoment(NamedTuple):
@@ -202,7 +203,8 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @model_validator(mode="after")
     def _delay_is_possible(self) -> Self:
-        cadence = self.cadence()
+        with named_stage(self, self.label):
+            cadence = self.cadence()
         if cadence is not None and cadence.postponed and not isinstance(self, DelayedRefresh):
             names = (field.alias or name for name, field in type(self).model_fields.items())
             values = (getattr(self, name) for name in type(self).model_fields)
@@ -268,7 +270,8 @@ class Stage(Schedulable, ABC, family="stage"):
         block: shape of the block; the default () for traits that do not depend on the shape.
         """
         if block not in self._traits:
-            self._traits[block] = self.traits(block)
+            with named_stage(self, self.label):
+                self._traits[block] = self.traits(block)
         return self._traits[block]
 
     @final
@@ -378,6 +381,7 @@ class Stage(Schedulable, ABC, family="stage"):
             if not lagged:
                 self._observe_and_refresh(state, gradient, direction, context)
             result = self._hooks(state).apply(state, gradient, direction, context)
+            result = require_direction(f"{state.path}: apply()", result, direction)
             if lagged:
                 self._observe_and_refresh(state, gradient, direction, context)
             return result
@@ -536,6 +540,16 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
     error.add_note(f"{begin}{path}, {type(stage).__name__} ({frame.f_code.co_filename}:{line})")
 
 
+@contextmanager
+def named_stage(stage: Stage, path: str) -> Iterator[None]:
+    """Add the note of `name_stage` to an error of the block, which calls a hook of the stage outside of a step."""
+    try:
+        yield
+    except Exception as error:
+        name_stage(error, stage, path)
+        raise
+
+
 _PACKAGES = ("eigengraft", "torch")
 """Packages that are not the user's code. `name_stage` prefers lines outside of them."""
 
@@ -620,7 +634,9 @@ def walk_blocks(
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         yield here, stage, block
-        for name, inner in stage.inner(block).items():
+        with named_stage(stage, here):
+            chains = stage.inner(block)
+        for name, inner in chains.items():
             yield from walk_blocks(inner.chain, inner.block, f"{here}.{name}")
 
 
@@ -662,7 +678,8 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         try:
-            slots = stage.slots(block)
+            with named_stage(stage, here):
+                slots = stage.slots(block)
         except ValueError as error:
             raise ValueError(located(here, str(error))) from None
         for name, slot in slots.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from eigengraft.errors import ContractError
 from eigengraft.numerics import fake_mode
 from eigengraft.preconditioners.algebra.spectra import condition, off_diagonal_share, orthogonality, turning_angle
-from eigengraft.preconditioners.base import walk_blocks
+from eigengraft.preconditioners.base import named_stage, walk_blocks
 from eigengraft.slots import Slot, State, Watch
 from eigengraft.step_context import StepContext
 
@@ -359,7 +359,9 @@ def _staleness(stage: Any, context: StepContext) -> Found:
 def _own(stage: Any, state: State, context: StepContext) -> Found:
     """Return the measures that the stage itself defines."""
     found: Found = {}
-    for name, values in stage.measures(state, context).items():
+    with named_stage(stage, state.path):
+        measured = stage.measures(state, context)
+    for name, values in measured.items():
         if not isinstance(values, Tensor) or values.shape != (len(context.steps),):
             got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ContractError(f"{state.path}: measures() '{name}' must be a tensor of shape [N], got {got}")

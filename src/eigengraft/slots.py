@@ -370,6 +370,12 @@ class State:
     def _store(self, name: str, value: Tensor) -> None:
         key = StateKey.join(self.path, name)
         how = self.storage.encoded.get(key)
+        declared = how.slot.shape if how is not None else self.tensors[key].shape[1:] if key in self.tensors else None
+        if declared is not None and value.shape[1:] != declared:  # a copy would broadcast the value
+            raise ContractError(
+                f"{self.path}: slot '{name}' needs a tensor of shape [{', '.join(['N', *map(str, declared)])}], "
+                f"got {list(value.shape)}"
+            )
         if how is not None:
             parts = how.codec.encode(value, self._encoded(key, how), self.storage.uniform(key))
             for part, stored in parts.items():

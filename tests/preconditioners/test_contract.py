@@ -1,5 +1,6 @@
 """The contract of a stage: which hook runs when and on which rows, and what its state refuses."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -8,15 +9,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext, Traits, load_recipe
+from eigengraft import Optimizer, Stage, State, StepContext, Traits, compose, load_recipe
 from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.products import fold, unfold
-from eigengraft.preconditioners.base import chain_slots
+from eigengraft.preconditioners.base import Inner, chain_slots
 from eigengraft.slots import Slot
 
-from ..refusals import refused
+from ..refusals import lacking, refused
 from ..trajectories import normal
 from .test_statistics import Stepper
 
@@ -228,3 +229,85 @@ def test_only_second_moments_of_a_sensitive_chain_are_sensitive() -> None:
         for inner in ("direction", "magnitude")
         for stage in chain
     }
+
+
+class Crooked(Stage):
+    """Returns or stores something of a wrong shape, which later operations would broadcast, or raises an error."""
+
+    kind: Literal["test_crooked"] = "test_crooked"
+    fault: str = Field(description="hook and fault")
+
+    def _raise(self, hook: str) -> None:
+        if self.fault == hook:
+            raise KeyError("beta")
+
+    def slots(self, block: tuple[int, ...]) -> dict[str, Slot]:
+        self._raise("slots")
+        return {"m": Slot(block, role="first_moment")}
+
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        self._raise("inner")
+        return {}
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        self._raise("traits")
+        return Traits()
+
+    def cadence(self) -> Cadence | None:
+        self._raise("cadence")
+        return None
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        self._raise("observe")
+
+    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        self._raise("measures")
+        return {}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        self._raise("apply")
+        if self.fault == "slot":
+            state["m"] = direction[..., :1]
+        wrong: dict[str, Any] = {"column": direction[..., :1], "sum": direction.sum(), "axis": direction[:, None]}
+        wrong |= {"nothing": None, "array": direction.numpy()}
+        return wrong.get(self.fault, direction)
+
+
+Stage.members.pop("test_crooked")  # other tests are about every member of the family
+
+
+def one_step(fault: str, *after: str, **recipe: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = compose({"update": [Crooked(fault=fault), *after], **recipe}, model, lr=0.1)
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.inspect()
+
+
+@pytest.mark.parametrize("after", [(), ("rms",)])
+@pytest.mark.parametrize(
+    ("fault", "got"),
+    [("column", "[1, 4, 1]"), ("sum", "[]"), ("axis", "[1, 1, 4, 3]"), ("nothing", "return"), ("array", "ndarray")],
+)
+def test_a_direction_of_a_wrong_shape_is_refused_in_every_step(
+    fault: str, got: str, after: tuple[str, ...], registry: None
+) -> None:
+    Stage.members["test_crooked"] = Crooked
+    with refused(ContractError, "update.test_crooked: apply()", "[N, 4, 3]", got):
+        one_step(fault, *after)
+
+
+@pytest.mark.parametrize("storage", [{}, {"first_moment": {"kind": "int8", "min_elements": 1}}])
+def test_a_slot_of_a_wrong_shape_is_refused_in_every_step(storage: dict[str, Any], registry: None) -> None:
+    Stage.members["test_crooked"] = Crooked
+    with refused(ContractError, "update.test_crooked", "slot 'm'", "[N, 4, 3]", "[1, 4, 1]"):
+        one_step("slot", storage=storage)
+
+
+@pytest.mark.parametrize("hook", ["slots", "inner", "traits", "cadence", "observe", "measures", "apply"])
+def test_an_error_of_any_hook_has_a_note_with_the_stage(hook: str, registry: None) -> None:
+    Stage.members["test_crooked"] = Crooked
+    with pytest.raises(KeyError) as caught:
+        one_step(hook)
+    (note,) = caught.value.__notes__
+    assert lacking(note, "test_crooked", "Crooked", f"{__file__}:{Crooked._raise.__code__.co_firstlineno + 2}") == []
