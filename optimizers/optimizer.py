@@ -66,6 +66,7 @@ class Optimizer(ComposedOptimizer):
 
     Raises:
         RecipeError: the recipe or an override is not valid.
+        TypeError: `params` is a recipe or a model.
         ValueError: a parameter or a param group does not fit the recipe.
     """
 
@@ -100,11 +101,11 @@ class Optimizer(ComposedOptimizer):
         **options: Any,
     ) -> None:
         captured = options.pop("capturable", None)
+        described = DescribedParameters.of(params)
         self.recipe = load_recipe(recipe, overrides)
         check_options(options, "Optimizer", self.recipe)
         if captured is not None and captured != self.recipe.graph:
             self.recipe = self.recipe.replace(graph=captured)
-        described = DescribedParameters.of(params)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
         defaults = {
             "lr": self.recipe.lr if lr is None else plain(lr),

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -147,6 +148,11 @@ class DescribedParameters:
         """Describe every named parameter that has no description yet. Names in descriptions are canonical."""
         if isinstance(params, nn.Module):
             raise TypeError("params: got a module in place of parameters; use eigengraft.compose(recipe, model)")
+        if _is_recipe(params):
+            raise TypeError(
+                f"params: got the recipe {params!r:.60} in place of parameters; the order is Optimizer(params, recipe) "
+                "and compose(recipe, model)"
+            )
         given = params if isinstance(params, DescribedParameters) else cls(params)
         return cls(given.params, given.infos) if isinstance(given.params, Tensor) else cls._completed(given)
 
@@ -161,6 +167,15 @@ class DescribedParameters:
         pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)
         new = [pair for pair in pairs if isinstance(pair[1], Tensor) and id(pair[1]) not in given.infos]
         return cls(params, {**describe_named(new), **given.infos}, given.others, given.model)
+
+
+def _is_recipe(value: object) -> bool:
+    """Return True for a recipe in any form: a name, a path, a component, a mapping, or a list of stages."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and not isinstance(value[0], (list, tuple)) and _is_recipe(value[0])
+    if isinstance(value, Mapping):
+        return "params" not in value and not any(isinstance(own, Tensor) for own in value.values())
+    return isinstance(value, (str, PathLike, Component))
 
 
 @dataclass(frozen=True)

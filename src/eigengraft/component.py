@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,6 +129,12 @@ class Component(BaseModel, metaclass=ComponentType):
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if family is None and cls.family_name is not None:  # before pydantic makes fields, and warns of such a name
+            try:
+                own = inspect.get_annotations(cls)
+            except NameError:  # Python 3.14 evaluates annotations, of which some are for type checkers only
+                own = {}
+            _refuse_hidden_methods(cls, {name for name, about in own.items() if "ClassVar" not in str(about)})
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
@@ -137,7 +143,7 @@ class Component(BaseModel, metaclass=ComponentType):
             cls.family_name, cls.members = family, {}
             _FAMILIES[family] = cls
         elif cls.family_name is not None:
-            _refuse_hidden_methods(cls)
+            _refuse_hidden_methods(cls, cls.model_fields.keys())
             if "kind" in cls.model_fields or not inspect.isabstract(cls):
                 _register(cls)
 
@@ -352,13 +358,12 @@ def is_final(attribute: object) -> bool:
     return bool(getattr(function, "__final__", False))
 
 
-def _refuse_hidden_methods(cls: type[Component]) -> None:
+def _refuse_hidden_methods(cls: type[Component], fields: Set[str]) -> None:
     """Raise TypeError if a field of `cls` has the name of an inherited method or property. A call of the method would
     get the value of the field instead.
     """
     for base in cls.__mro__[1:]:
-        names = cls.model_fields.keys() & vars(base).keys() if base not in BaseModel.__mro__ else ()
-        for name in sorted(names):
+        for name in sorted(fields & vars(base).keys() if base not in BaseModel.__mro__ else ()):
             if inspect.isroutine(vars(base)[name]) or isinstance(vars(base)[name], (property, cached_property)):
                 raise TypeError(
                     f"{cls.__name__}: the field `{name}` hides the method `{name}` of the family '{cls.family_name}'; "

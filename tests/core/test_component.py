@@ -6,6 +6,7 @@ import json
 import pickle
 import pydoc
 from typing import Literal
+from warnings import catch_warnings
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
 from eigengraft.reference import example_of
 
-from ..refusals import refused, warned
+from ..refusals import refused
 
 
 def members() -> list[type[Component]]:
@@ -245,7 +246,7 @@ def test_a_field_does_not_hide_a_method_of_its_family(
     family: type[Component], name: str, default: dict[str, float], registry: None
 ) -> None:
     fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"], name: float}, **default}
-    with warned(UserWarning, "shadows"), refused(TypeError, "Own", name, str(family.family_name)):
+    with catch_warnings(action="error"), refused(TypeError, "Own", name, str(family.family_name)):
         type("Own", (family,), fields)
     assert "test_own" not in family.members
 

@@ -4,7 +4,7 @@ There are `model`, two layers 8 -> 6 -> 4, `conv`, a convolution, `backward()`, 
 """
 
 CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("compose(model, 'soap')", ("recipe", "Sequential")),
+    ("compose(model, 'soap')", ("'soap'", "compose(recipe, model)")),
     ("compose(Momentum, model)", ("recipe",)),
     ("compose([Momentum], model)", ("update.0",)),
     ("compose('soap', model, learning_rate=1)", ("learning_rate",)),
@@ -116,6 +116,10 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
         "compose({'base': 'soap', 'storage': {'update.eigenbasis.inner.rms': {'kind': 'orthogonal'}}}, model)",
         ("storage.update.eigenbasis.inner.rms", "second_moment"),
     ),
+    ("eigengraft.Optimizer('soap', model.parameters())", ("soap", "Optimizer(params, recipe)")),
+    ("eigengraft.Optimizer(['momentum'], list(model.parameters()))", ("momentum", "Optimizer(params, recipe)")),
+    ("eigengraft.Optimizer(load_recipe('soap'), model.parameters())", ("Optimizer(params, recipe)",)),
+    ("eigengraft.Optimizer({'base': 'soap'}, model.parameters())", ("soap", "Optimizer(params, recipe)")),
     ("Momentum(0.9)", ("Momentum", "Momentum(beta=...)", 0.9)),
     ("eigengraft.Recipe('soap')", ("Recipe",)),
     ("Momentum(beta=2)", ("beta", 1)),
