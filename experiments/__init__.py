@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .doctor import Diagnosis, Finding, diagnose
+    from .doctor import Diagnosis, Finding, diagnose, diagnose_all
     from .reports.report import Report
     from .reports.tables import load_metrics, load_runs
     from .run_log import RunLog, import_run
@@ -29,6 +29,7 @@ __all__ = [
     "Tick",
     "complete_study",
     "diagnose",
+    "diagnose_all",
     "import_run",
     "load_experiment",
     "load_metrics",
@@ -37,7 +38,7 @@ __all__ = [
     "train",
 ]
 _HOMES = {
-    "doctor": ("Diagnosis", "Finding", "diagnose"),
+    "doctor": ("Diagnosis", "Finding", "diagnose", "diagnose_all"),
     "reports.report": ("Report",),
     "reports.tables": ("load_metrics", "load_runs"),
     "run_log": ("RunLog", "import_run"),

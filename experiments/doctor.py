@@ -28,7 +28,7 @@ from eigengraft.errors import RecipeError, counted, name_some
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
-from .reports.records import METRICS, Run, error_line
+from .reports.records import METRICS, Run, error_line, read_records
 from .run_log import ends_lost, is_lost, rows_with
 from .tasks import Task
 from .tasks.base import loss_fault
@@ -313,13 +313,15 @@ class Record:
 
     run: configuration, rows, result and layers.
     fault: the first fault that the run recorded.
+    with_task: False if the task must not be loaded.
     """
 
     run: Run
     fault: Fault | None
+    with_task: bool = True
 
     @classmethod
-    def read(cls, directory: Path) -> Record:
+    def read(cls, directory: Path, with_task: bool = True) -> Record:
         """Read the directory of a run. Raises RecipeError for any other directory."""
         run = Run({}, 0, directory)
         if not run.config:
@@ -327,11 +329,13 @@ class Record:
             hint = f"; choose one of its runs, such as {', '.join(runs)}" if runs else "; give the directory of a run"
             raise RecipeError(f"{directory}: has no config.json, which every run has{hint}")
         fault = read_object(directory / "fault.json")
-        return cls(run, Fault(**fault) if fault else None)
+        return cls(run, Fault(**fault) if fault else None, with_task)
 
     @cached_property
     def initial(self) -> tuple[Experiment, nn.Module] | Exception:
         """The experiment, and its model with the initial weights, or the error if the task is not on this machine."""
+        if not self.with_task:
+            return LookupError("the task was not loaded")
         try:
             experiment = load_experiment(dict(self.run.config))
             return experiment, experiment.task.new_model(experiment.seed)
@@ -466,11 +470,30 @@ class Record:
         return max([*self.numbers("update_ratio"), *([median(peaks)] if peaks else [])], default=None)
 
 
-def diagnose(directory: str | Path) -> Diagnosis:
+def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosis]:
+    """Find the faults of all runs of a study, or of all runs below a directory, as `diagnose` does.
+
+    Runs that have not started, and trials of a search, are left out.
+
+    Args:
+        directory: directory of a study, or of several studies or runs.
+        with_task: as in `diagnose`.
+
+    Returns:
+        A diagnosis for each run, in the order of the study.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    return [diagnose(run.directory, with_task) for run in read_records(Path(directory)).runs if run.config]
+
+
+def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
     """Find the faults of a run from the files in its directory.
 
     Args:
         directory: directory of a run that has ended, was stopped, or still trains.
+        with_task: False to load neither task nor data, which takes milliseconds. The first batch is then not checked.
 
     Returns:
         The findings, the first cause first, and the checks that were not possible.
@@ -478,7 +501,7 @@ def diagnose(directory: str | Path) -> Diagnosis:
     Raises:
         RecipeError: the directory is not that of a run.
     """
-    record, notes = Record.read(Path(directory)), list[str]()
+    record, notes = Record.read(Path(directory), with_task), list[str]()
     found = [*_of_fault(record), *_of_end(record)]
     if not found and not record.run.rows and not record.run.result:
         notes.append("losses and layers, as the run has no row of metrics yet")
@@ -608,7 +631,8 @@ def _burst(record: Record) -> str:
     first, losses = record.first_loss, record.losses
     if first is None or first <= 0:
         return ""
-    high, top = [loss for loss in losses if loss >= WORSE * first], max(losses)
+    begin = max(first, losses[0])  # a row is a mean over several batches, the first of which may be unusual
+    high, top = [loss for loss in losses if loss >= WORSE * begin], max(losses)
     late = losses[len(losses) // 2 :]
     noise = median(abs(after - before) for before, after in pairwise(late)) if len(late) > 1 else 0.0
     if not (len(high) > 1 or top >= BURST * first) or top - first < NOISE * noise:

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import eigengraft
-from eigengraft.errors import RecipeError, with_notes
+from eigengraft.errors import RecipeError, hide_installed_lines, with_notes
 
 from ..files import short_name
 from . import bench, catalog, exports, papers, plan, study
@@ -135,6 +135,7 @@ def train_command(
     ] = None,
 ) -> None:
     """Train once; the same command again continues a stopped run."""
+    from ..doctor import diagnose
     from ..training.experiment import load_experiment
     from ..training.parallel import is_first_process
     from ..training.train import train
@@ -155,6 +156,9 @@ def train_command(
         raise KeyboardInterrupt(directory) from None
     if is_first_process():
         typer.echo(f"{describe_result(result)}\n{directory}")
+        if found := diagnose(directory, with_task=False):
+            kinds = ", ".join(dict.fromkeys(one.kind for one in found.findings))
+            typer.echo(f"something went wrong: {kinds}; `eigengraft doctor {directory}` says what to do")
     if result.diverged or result.diagnosis:
         raise typer.Exit(1)
 
@@ -196,6 +200,8 @@ def show_command(
             return
         if catalog.print_family(source):
             return
+        if path.suffix not in (".yaml", ".yml") and not source.lstrip().startswith("{"):
+            raise catalog.unknown(source)
     is_experiment = path.is_file() and "task" in (read_yaml(path) or ())
     if is_experiment:
         if task is not None:
@@ -282,6 +288,7 @@ app.command("plan")(plan.plan_command)
 def main() -> None:
     """Run the command `eigengraft`."""
     replace_unencodable()
+    hide_installed_lines()
     log = logging.getLogger("eigengraft")
     log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -25,6 +25,7 @@ from .arguments import Workers, override_argument
 from .console import LogLines, format_loss, print_table
 
 if TYPE_CHECKING:
+    from ..doctor import Diagnosis
     from ..studies.preview import StudyPreview
     from ..studies.running import PreparedStudy, StudyEvent
     from ..studies.study import Study
@@ -135,19 +136,47 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
 
 
 def doctor_command(
-    run: Annotated[Path, typer.Argument(help="the directory of a run, finished, stopped or still training")],
+    run: Annotated[
+        Path, typer.Argument(help="the directory of a run, finished, stopped or still training, or of a study")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="print findings and notes as JSON")] = False,
 ) -> None:
     """Say what went wrong in a run: the first wrong value, its step and layer, the usual cause, and what to do.
 
-    Exit code 0: nothing was found. 1: something was found. 2: the directory is not that of a run.
+    For a study, list the runs in which something was found. Exit code 0: nothing was found. 1: something was found.
+    2: the directory has no run.
     """
-    from ..doctor import diagnose
+    from ..doctor import diagnose, diagnose_all
 
-    diagnosis = diagnose(run)
-    typer.echo(json.dumps(diagnosis.records(), indent=2) if as_json else diagnosis)
-    if diagnosis:
+    if (run / "config.json").is_file() or not any(run.rglob("config.json")):
+        diagnoses = [diagnose(run)]
+        typer.echo(json.dumps(diagnoses[0].records(), indent=2) if as_json else diagnoses[0])
+    else:
+        diagnoses = diagnose_all(run)
+        records = [diagnosis.records() for diagnosis in diagnoses]
+        typer.echo(json.dumps(records, indent=2) if as_json else _summary(run, diagnoses))
+    if any(diagnoses):
         raise typer.Exit(1)
+
+
+def _summary(directory: Path, diagnoses: Sequence[Diagnosis]) -> str:
+    """Return a table with a row for each run of a study in which something was found, and a line about all runs."""
+    sick = [one for one in diagnoses if one]
+    unfinished = sum(bool(one.unfinished) for one in diagnoses)
+    head = f"{directory}: something was found in {len(sick)} of {counted(len(diagnoses), 'run')}"
+    head += f"; {unfinished} of them unfinished" if unfinished else ""
+    if not sick:
+        return head
+    rows = [("run", "finding", "step", "layer")]
+    for one in sick:
+        first, others = one.findings[0], len(one.findings) - 1
+        kind = f"{first.kind}{f' and {others} more' if others else ''}"
+        name = one.directory.relative_to(directory).as_posix()
+        rows.append((name, kind, "" if first.step is None else str(first.step), first.layer))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    advice = f"`eigengraft doctor {sick[0].directory}` says what was seen in the first, and what to do"
+    return "\n".join([head, "", *lines, "", advice])
 
 
 def _split_label(text: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, hide_installed_lines
 
 JobFunction = Callable[[Any, Callable[[Any], None]], Any]
 """A function `work(job, report)` that does one job in a worker process and returns its result.
@@ -139,6 +139,7 @@ def _serve(connection: Connection, work: JobFunction) -> None:
     # An interrupt at the terminal reaches the whole process group. Only the parent reacts to it, and stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    hide_installed_lines()
     while True:
         try:
             job = connection.recv()

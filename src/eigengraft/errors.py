@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class RecipeError(ValueError):
@@ -115,3 +117,22 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("eigengraft.", "torch.")):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, stacklevel=depth)
+
+
+def hide_installed_lines() -> None:
+    """Let warnings of this process show a file and a line only if the file is neither installed nor of this library.
+
+    For commands and worker processes, in which the caller of the library is a line of typer or multiprocessing.
+    """
+    usual, paths = warnings.formatwarning, sysconfig.get_paths()
+    folders = [Path(__file__).parents[2], *(Path(paths[name]) for name in ("stdlib", "purelib", "platlib", "scripts"))]
+
+    def text(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        file = Path(filename).resolve()
+        if any(file.is_relative_to(folder.resolve()) for folder in folders):
+            return f"{category.__name__}: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = text

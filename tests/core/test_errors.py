@@ -1,8 +1,14 @@
 """Hints about names, and counts in messages."""
 
-import pytest
+import sysconfig
+import warnings
+from pathlib import Path
 
-from eigengraft.errors import counted, did_you_mean, near_names, typing_errors
+import pytest
+import typer
+
+from eigengraft import errors
+from eigengraft.errors import counted, did_you_mean, hide_installed_lines, near_names, typing_errors
 from eigengraft.optimizers.recipe.loading import shipped
 
 
@@ -39,3 +45,14 @@ def test_names_that_have_a_common_word_are_near(name: str, known: list[str], hin
 def test_one_thing_is_counted_in_the_singular() -> None:
     assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
     assert [counted(n, "axis", "axes") for n in (1, 2)] == ["1 axis", "2 axes"]
+
+
+def test_a_warning_shows_a_line_of_the_users_file_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    hide_installed_lines()
+    script = Path(sysconfig.get_paths()["scripts"]) / "eigengraft"
+    for file in (typer.__file__, warnings.__file__, errors.__file__, str(script)):
+        assert warnings.formatwarning("a loss", UserWarning, str(file), 3) == "UserWarning: a loss\n"
+    (tmp_path / "mine.py").write_text("first\nsecond\n")
+    text = warnings.formatwarning("a loss", UserWarning, str(tmp_path / "mine.py"), 2)
+    assert text == f"{tmp_path / 'mine.py'}:2: UserWarning: a loss\n  second\n"

@@ -585,6 +585,7 @@ WRONG = {
     "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ("exp.yaml",)),
     "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ("checkpoint.pt", "remove damaged")),
     "show an unknown recipe": (["show", "saop"], ("'saop'", "soap")),
+    "show an unknown kind": (["show", "mystage"], ("'mystage'", "--import FILE.py", "eigengraft list")),
     "show an unknown kind of a family": (["show", "stage.mementum"], ("stage.mementum", "momentum")),
     "show on an unknown task": (["show", "soap_fitted", "--task", "word_lm"], ("word_lm", "byte_lm")),
     "unknown schema": (["schema", "recipes"], ("recipes", "recipe", "experiment", "study")),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError, Stage, State, StepContext
 from eigengraft.experiments import Experiment, RunLog, Tick, train
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose
+from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
@@ -538,7 +538,46 @@ def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Pat
     train(patient(steps=1), tmp_path / "study" / "seed-0")
     with refused(RecipeError, tmp_path / "study", tmp_path / "study" / "seed-0"):
         diagnose(tmp_path / "study")
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "study")]).exit_code == 2
+    (tmp_path / "empty").mkdir()
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "empty")]).exit_code == 2
+
+
+def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_path: Path) -> None:
+    train(patient(), tmp_path / "a" / "seed-0")
+    train(patient(lr=1e-12), tmp_path / "b" / "seed-0")
+    treated(patient("row"), tmp_path / "b" / "seed-1")
+    said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert said.exit_code == 1
+    assert lacking(said.output, "2 of 3 runs", f"doctor {tmp_path / 'b' / 'seed-0'}") == []
+    table = [line.split() for line in said.output.splitlines()[3:5]]
+    step = next(one.step for one in diagnose(tmp_path / "b" / "seed-1").findings)
+    assert table == [["b/seed-0", "stalled"], ["b/seed-1", "data", str(step)]]
+    records = json.loads(CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"]).output)
+    assert [[one["kind"] for one in record["findings"]] for record in records] == [[], ["stalled"], ["data"]]
+    assert [bool(one) for one in diagnose_all(tmp_path)] == [False, True, True]
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "a")]).exit_code == 0
+
+
+def test_train_ends_with_the_findings_that_need_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, lr in (("sick", 1e-12), ("healthy", 0.01)):
+        train(patient(lr=lr), tmp_path / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Patient, "build", broken)
+        assert [one.kind for one in diagnose(tmp_path / "sick", with_task=False).findings] == ["stalled"]
+    said = CliRunner().invoke(app, ["train", str(tmp_path / "sick")])
+    assert lacking(said.output, "stalled", f"eigengraft doctor {tmp_path / 'sick'}") == []
+    assert "doctor" not in CliRunner().invoke(app, ["train", str(tmp_path / "healthy")]).output
+
+
+def test_an_unusual_first_batch_is_no_rise_of_the_loss(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "text", 8) as log:
+        for step, loss in enumerate([2.9, 4.5, 4.4, 2.0, 0.3, 0.02, 0.01, 0.01], start=1):
+            log.row(step, loss)
+    result = read_object(tmp_path / "result.json")
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "result.json").write_text(json.dumps({**result, "first_loss": 2.9}))
+    assert not diagnose(tmp_path)
 
 
 @pytest.mark.parametrize(("sickness", "kinds"), [("dead", ["dead layer"]), ("none", [])])
