@@ -285,7 +285,7 @@ Counts = NDArray[np.int64]
 class Stride(NamedTuple):
     """Where the next entry along an axis of the parameter is in a block.
 
-    axis: axis of the block along which the indices of two such neighbours differ.
+    axis: axis of the block along which the indices of two such neighbors differ.
     places: difference of these two indices.
     """
 
@@ -299,7 +299,7 @@ class Region:
 
     box: the entries as a box in the parameter.
     corner: index of the first entry in the block.
-    strides: for each axis of the parameter, the distance in the block between entries that are neighbours along it.
+    strides: for each axis of the parameter, the distance in the block between entries that are neighbors along it.
     """
 
     box: Box
@@ -320,7 +320,7 @@ class _Run(NamedTuple):
 
     start, stop: range of the box along these axes of the parameter.
     moves: by axis of the merged shape, offset of the first entry of the box from the first entry of the piece.
-    strides: for each of these axes of the parameter, the distance in the block between neighbours along the axis.
+    strides: for each of these axes of the parameter, the distance in the block between neighbors along the axis.
     """
 
     start: Numbers
@@ -362,7 +362,7 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
 
     outer: the box that `runs` form. It contains `box`.
     runs: a box along each set of axes of the parameter that are merged or divided together.
-    strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
+    strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
     moves = [(strides.get(axis, ALONE), distance) for run in runs for axis, distance in run.moves.items()]
@@ -373,11 +373,11 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
 
 
 ALONE = Stride(0, 0)
-"""Stride for an axis of the parameter along which the block has only one entry, and therefore no neighbours."""
+"""Stride for an axis of the parameter along which the block has only one entry, and therefore no neighbors."""
 
 
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
-    """Return the distance in the block between neighbouring entries of a piece, by axis of the merged shape.
+    """Return the distance in the block between neighboring entries of a piece, by axis of the merged shape.
 
     A piece is a box in the merged shape of the parameter. One axis of the block may join several axes of the piece.
     """
@@ -399,7 +399,7 @@ def _runs(
 
     lengths: lengths of these axes of the parameter.
     merged: the axes of the merged shape that these axes of the parameter became when they were merged or divided.
-    strides: distance in the block between neighbours along each axis of the merged shape, as `_strides` returns it.
+    strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """
     *groups, axis = merged

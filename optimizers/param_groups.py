@@ -150,7 +150,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool = False) 
 
     Raises:
         ValueError: the group has a different recipe, or a key that would have no effect although the user expects one:
-            another option of torch's optimizers, a field of recipes, or a misspelt key.
+            another option of torch's optimizers, a field of recipes, or a misspelled key.
         TypeError: the group is not a mapping.
     """
     if not isinstance(group, Mapping):

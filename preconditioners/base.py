@@ -155,7 +155,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
     `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. The result is True if all
-    blocks fulfil the condition, False if none does, else a NumPy array `[N]`. `context.correction(b, like)` is 1 -
+    blocks fulfill the condition, False if none does, else a NumPy array `[N]`. `context.correction(b, like)` is 1 -
     b^step, shaped to divide `like`. `context.per_block(f, like)` is f(step), shaped to multiply `like`. `context.first`
     is True in a block's first refresh. If x `[N]` has one number for each block, `numerics.per_block(x, like)` shapes x
     to multiply `like`.

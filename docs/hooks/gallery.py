@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 160, 76
 """Size of one picture in pixels."""
 HEAD = """# Gallery
 
-Each picture has the validation loss of a recipe (orange) and of AdamW (grey) over the steps of a task of the
+Each picture has the validation loss of a recipe (orange) and of AdamW (gray) over the steps of a task of the
 [laptop track](../papers/laptop_track/README.md). It is the mean of three seeds at the best learning rate of a search.
 The axis of losses is logarithmic, and the same for all recipes.
 

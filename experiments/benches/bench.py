@@ -85,7 +85,7 @@ def listed(value: Any) -> Any:
 def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
     """Return `kind field=value ...` with the fields that differ from those of `usual(kind)`.
 
-    usual: function from a kind to its usual declaration. Nested components are labelled in the same way.
+    usual: function from a kind to its usual declaration. Nested components are labeled in the same way.
     always: names of fields that are always shown.
     """
     kind = str(getattr(component, "kind"))  # noqa: B009  every member has a kind, the family has none

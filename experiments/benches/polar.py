@@ -33,7 +33,7 @@ _PREFERRED: tuple[Declaration, ...] = (
 class PolarBench(OwnMatrices):
     """Polar solvers x shapes x condition numbers x dtypes on G = U diag(s) V^T, s from condition^-1 to 1.
 
-    Neighbouring singular values s have equal ratios. With `record`, G are gradients of a run after `steps` steps.
+    Neighboring singular values s have equal ratios. With `record`, G are gradients of a run after `steps` steps.
     """
 
     kind: Literal["polar"] = "polar"

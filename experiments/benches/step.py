@@ -306,7 +306,7 @@ class StepBench(Bench):
         "numbers": Column("entries of all parameters"),
         "steady": Column("time of a step without refreshes, the lower quartile over the steps of an interval", "ms"),
         "refresh": Column("time that refreshes add in one interval", "ms"),
-        "amortised": Column("time of a step, refreshes included", "ms"),
+        "amortized": Column("time of a step, refreshes included", "ms"),
         "median": Column("median step of an interval", "ms"),
         "largest": Column("longest step of an interval", "ms"),
         "state": Column("bytes of state for each entry of parameters", "bytes"),
@@ -316,8 +316,8 @@ class StepBench(Bench):
         "kernels": Column("kernels that a CUDA device runs in a step without refresh; null on a CPU"),
         "build": Column("time of the construction", "s"),
         "counted": Column("time of a step by its counted operations and bytes; null: unknown", "ms"),
-        "times_counted": Column("amortised over counted; null: unknown"),
-        "over_best_other": Column("amortised over that of the fastest compared candidate; null for these"),
+        "times_counted": Column("amortized over counted; null: unknown"),
+        "over_best_other": Column("amortized over that of the fastest compared candidate; null for these"),
         "steps_ms": Column("time of every measured step", "ms"),
     }
     quick_fields: ClassVar[Mapping[str, Any]] = {
@@ -401,12 +401,12 @@ class StepBench(Bench):
                 "kernels": None if launched is None else launched.kernels,
                 "build": contender.build,
                 "counted": counted,
-                "times_counted": spent.amortised / counted if counted else None,
+                "times_counted": spent.amortized / counted if counted else None,
                 "steps_ms": totals,
             }
-        others = [rows[case.label()]["amortised"] for case, _ in ready if case.is_other]
+        others = [rows[case.label()]["amortized"] for case, _ in ready if case.is_other]
         for case, _ in ready:
-            own_time = rows[case.label()]["amortised"]
+            own_time = rows[case.label()]["amortized"]
             rows[case.label()]["over_best_other"] = own_time / min(others) if others and not case.is_other else None
         yield list(rows.values())
 
@@ -419,10 +419,10 @@ class StepBench(Bench):
 
     def table(self) -> Table:
         return Table(
-            "steps of all candidates in turn, amortised over an interval",
+            "steps of all candidates in turn, amortized over an interval",
             {"set": "set", "interval": "interval", "candidate": "candidate"},
             {
-                "ms a step": view.first("amortised", view.milli),
+                "ms a step": view.first("amortized", view.milli),
                 "host": view.first("host", view.milli),
                 "steady": view.first("steady", view.milli),
                 "refreshes": view.first("refresh", view.milli),
@@ -438,7 +438,7 @@ class StepBench(Bench):
         )
 
     def panels(self) -> tuple[Panel, Panel]:
-        lines = {"{}": _points("numbers", "amortised"), "{}, counted": _points("numbers", "counted")}
+        lines = {"{}": _points("numbers", "amortized"), "{}, counted": _points("numbers", "counted")}
         return (
             Panel("numbers in parameters", "milliseconds a step", lines),
             Panel("bytes of state a parameter", "largest step over the median",
@@ -450,7 +450,7 @@ class StepBench(Bench):
         return [
             Recommendation(
                 lambda row: f"{row['set']}, {row['maths']}, interval {row['interval']}",
-                cost=lambda rows: float(rows[0]["amortised"]), cost_text=view.in_ms,
+                cost=lambda rows: float(rows[0]["amortized"]), cost_text=view.in_ms,
             )
         ]  # fmt: skip
 
@@ -482,7 +482,7 @@ def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
         varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
     ):
         if len({row["numbers"] for row in own}) > 1:
-            value = slope([row["numbers"] for row in own], [row["amortised"] for row in own])
+            value = slope([row["numbers"] for row in own], [row["amortized"] for row in own])
             found.append((name, dimension, value))
     return found
 

@@ -73,7 +73,7 @@ class StepTimes(NamedTuple):
 
     steady: float
     refresh: float
-    amortised: float
+    amortized: float
     median: float
     largest: float
 

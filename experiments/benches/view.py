@@ -58,7 +58,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one line. `style` selects colour, dashes and marker, which are the same in both panels."""
+    """Points of one line. `style` selects color, dashes and marker, which are the same in both panels."""
 
     label: str
     style: int

@@ -25,7 +25,7 @@ class ComparisonRow:
 
     label: label on the compared axis, followed by the variant if runs with equal labels differ in configuration or
         provenance.
-    style: number of colour, dashes and marker, see `stroke`.
+    style: number of color, dashes and marker, see `stroke`.
     runs: one run for each seed.
     baseline: row to compare with; None for the baseline itself.
     """

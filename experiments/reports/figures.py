@@ -1,4 +1,4 @@
-"""Drawing of curves with matplotlib, and SVG with fixed colours for files or style-sheet variables for HTML pages."""
+"""Drawing of curves with matplotlib, and SVG with fixed colors for files or style-sheet variables for HTML pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..files import replacing
 
-# The palette of Okabe and Ito, distinct for any colour vision, with its lightness adapted to white and to dark paper.
+# The palette of Okabe and Ito, distinct for any color vision, with its lightness adapted to white and to dark paper.
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.2)))
 _RESERVED = {"adamw": 0, "shampoo": 1, "soap_fitted": 2, "muon": 4}
-"""Colours of the methods that most reports have. The names of all others select one of the other colours by a hash."""
+"""Colors of the methods that most reports have. The names of all others select one of the other colors by a hash."""
 _HANDLE, _CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
@@ -50,7 +50,7 @@ class Curve:
     Runs that diverged are drawn as dotted lines. A cross at the upper edge of the figure marks where such a run ends.
 
     label: text in the legend.
-    style: number of colour, dashes and marker, see `stroke`.
+    style: number of color, dashes and marker, see `stroke`.
     x: abscissas.
     mean, low, high: mean, smallest and largest value over seeds.
     lost: runs that diverged.
@@ -85,7 +85,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line to compare the curves with, in the colour of a style."""
+    """A horizontal line to compare the curves with, in the color of a style."""
 
     value: float
     label: str
@@ -93,31 +93,31 @@ class Level:
 
 
 def stroke(style: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of a style as arguments of matplotlib. The first 24 styles are all different.
+    """Return color, dashes and marker of a style as arguments of matplotlib. The first 24 styles are all different.
 
-    Styles 0 to 7 are solid and have the colours of the palette. Each further turn of the palette has other dashes.
+    Styles 0 to 7 are solid and have the colors of the palette. Each further turn of the palette has other dashes.
     """
-    turn, colour = divmod(style, len(LIGHT))
-    marker = MARKERS[(colour + turn) % len(MARKERS)]
-    return {"color": LIGHT[colour], "linestyle": DASHES[turn % len(DASHES)], "marker": marker}
+    turn, color = divmod(style, len(LIGHT))
+    marker = MARKERS[(color + turn) % len(MARKERS)]
+    return {"color": LIGHT[color], "linestyle": DASHES[turn % len(DASHES)], "marker": marker}
 
 
 def styles_of(names: Mapping[str, str]) -> dict[str, int]:
     """Return a style for each label of a figure. A method has the same style in all figures, unless two want one.
 
-    Then the first of the two by name keeps it, and the second has another colour that is free. Methods with reserved
-    colours always have these.
+    Then the first of the two by name keeps it, and the second has another color that is free. Methods with reserved
+    colors always have these.
 
     names: name of the method, by label.
     """
     found: dict[str, int] = {}
-    others = [colour for colour in range(len(LIGHT)) if colour not in _RESERVED.values()]
+    others = [color for color in range(len(LIGHT)) if color not in _RESERVED.values()]
     for label in sorted(names, key=lambda label: (names[label] not in _RESERVED, names[label], label)):
         first = zlib.crc32(names[label].encode()) % len(others)
         own = [_RESERVED[names[label]]] if names[label] in _RESERVED else []
         wanted = [*own, *others[first:], *others[:first], *_RESERVED.values()]
         turn = len(found) // len(LIGHT) * len(LIGHT)
-        found[label] = next(turn + colour for colour in wanted if turn + colour not in found.values())
+        found[label] = next(turn + color for color in wanted if turn + color not in found.values())
     return {label: found[label] for label in names}
 
 
@@ -145,8 +145,8 @@ def draw_curves(
     for curve in curves:
         draw_line(axes, curve)
     if level is not None:
-        colour = stroke(level.style)["color"]
-        axes.axhline(level.value, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
+        color = stroke(level.style)["color"]
+        axes.axhline(level.value, color=color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     log = "auto" if swept else look.log
@@ -165,17 +165,17 @@ def draw_curves(
 def draw_line(axes: Axes, curve: Curve) -> None:
     """Draw the band, the line and the lost runs of a curve in its style."""
     own = stroke(curve.style)
-    colour = own["color"]
+    color = own["color"]
     if curve.x:
-        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
+        axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.22, linewidth=0)
         marked: dict[str, Any] = {"markersize": 4, "markevery": max(1, len(curve.x) // 6)}
         axes.plot(curve.x, curve.mean, **own, **marked, linewidth=1.7, label=curve.label)
     height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
     for index, run in enumerate(curve.lost):
-        axes.plot(run.x, run.y, color=colour, linewidth=1.0, linestyle=":")
+        axes.plot(run.x, run.y, color=color, linewidth=1.0, linestyle=":")
         label = curve.lost_label if index == 0 else "_"
         (cross,) = axes.plot([run.end], [height], transform=axes.get_xaxis_transform(), label=label, linestyle="none")
-        cross.set(color=colour, marker="x", markersize=6, markeredgewidth=1.6)
+        cross.set(color=color, marker="x", markersize=6, markeredgewidth=1.6)
 
 
 def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic: bool | None = None) -> None:
@@ -242,7 +242,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an SVG element for an HTML page, with the page's font and with variables as colours.
+    """Return the figure as an SVG element for an HTML page, with the page's font and with variables as colors.
 
     The page must define `--ink`, `--rule` and `--series-0` ... . `name` keeps the ids of several figures apart.
     """
@@ -258,6 +258,6 @@ def inline_svg(figure: Figure, name: str) -> str:
     text = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", text, count=1)
     text = re.sub(r"\s*font-family:[^;\"]*;?", "", text)
     text = text.replace(INK, "var(--ink)").replace(_RULE, "var(--rule)")
-    for index, colour in enumerate(LIGHT):
-        text = text.replace(colour, f"var(--series-{index})")
+    for index, color in enumerate(LIGHT):
+        text = text.replace(color, f"var(--series-{index})")
     return text.strip()

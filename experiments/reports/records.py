@@ -341,7 +341,7 @@ FEW_EVALUATIONS = 5
 
 @dataclass(frozen=True)
 class Records:
-    """All runs of a directory. They are compared along the axis `compare` with the runs labelled `baseline`.
+    """All runs of a directory. They are compared along the axis `compare` with the runs labeled `baseline`.
 
     A panel without runs of the baseline has no differences.
 

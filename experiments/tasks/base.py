@@ -376,7 +376,7 @@ class Task(Component, family="task"):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Return a new model on the CPU, initialised from torch's global generator. Called by `new_model`, which seeds
+        """Return a new model on the CPU, initialized from torch's global generator. Called by `new_model`, which seeds
         the generator before and restores it afterwards.
         """
 

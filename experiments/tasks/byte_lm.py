@@ -1,4 +1,4 @@
-"""Byte-level language modelling on a text that every machine with Python has: the sources of the standard library."""
+"""Byte-level language modeling on a text that every machine with Python has: the sources of the standard library."""
 
 from __future__ import annotations
 
@@ -143,5 +143,5 @@ def standard_library_files() -> list[Path]:
     kept = [name for name in files if not skipped & set(name.split("/")) and not name.startswith("_sysconfigdata")]
     if not kept:
         raise ValueError(f"byte_lm: {root} has no Python sources; give a text file as task.path")
-    # The order is that of hashes of names, so that neighbours are unrelated and the last 5 % resemble the rest.
+    # The order is that of hashes of names, so that neighbors are unrelated and the last 5 % resemble the rest.
     return [files[name] for name in sorted(kept, key=lambda name: hashlib.sha256(name.encode()).digest())]

@@ -25,7 +25,7 @@ CLASSES = 10
 
 
 class ImageClassifier(Task, ABC):
-    """Classify square grey images into ten classes with an MLP or a CNN; loss in nats per image."""
+    """Classify square gray images into ten classes with an MLP or a CNN; loss in nats per image."""
 
     side: ClassVar[int] = 28
     """Pixels along a side of an image."""
@@ -80,7 +80,7 @@ def image_batch(pixels: NDArray[Any], classes: NDArray[Any]) -> Batch:
 
 
 class Digits(ImageClassifier):
-    """Classify 1797 handwritten digits of 8x8 grey pixels with a small MLP or CNN; loss in nats per image.
+    """Classify 1797 handwritten digits of 8x8 gray pixels with a small MLP or CNN; loss in nats per image.
 
     The images come with scikit-learn. A fixed fifth of the images validates. Each epoch visits the other images in
     a new permutation.

@@ -120,7 +120,7 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
     if parameter.is_meta:
         raise ValueError(
             f"{spec.name}: the parameter moved to the meta device, which holds no values; move it back, or call "
-            "model.to_empty(device=...) and initialise the model, before you use the optimizer again"
+            "model.to_empty(device=...) and initialize the model, before you use the optimizer again"
         )
 
 

@@ -185,8 +185,8 @@ class Inspection(Sequence[Measurement]):
     def __str__(self) -> str:
         cells = [COLUMNS, *(tuple(map(_text, (getattr(row, name) for name in COLUMNS))) for row in self.rows)]
         if self.judged:
-            judgements = [("usual", ""), *map(_judgement, self.rows)]
-            cells = [(*line, *judgement) for line, judgement in zip(cells, judgements, strict=True)]
+            judgments = [("usual", ""), *map(_judgment, self.rows)]
+            cells = [(*line, *judgment) for line, judgment in zip(cells, judgments, strict=True)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
@@ -206,7 +206,7 @@ class Inspection(Sequence[Measurement]):
         return type(self)(self.rows[index]) if isinstance(index, slice) else self.rows[index]
 
 
-def _judgement(row: Measurement) -> tuple[str, str]:
+def _judgment(row: Measurement) -> tuple[str, str]:
     """Return the usual range of a row as text, and a mark if the value is outside of it."""
     if row.usual is None:
         return "", ""

@@ -199,7 +199,7 @@ class Recipe(UpdateRule):
     expect: dict[str, ExpectationText] = Field(
         default={}, description="what must reach a stage (path, name, kind) or a route: '>= 90% of parameters'"
     )
-    sam: SharpnessAware | None = Field(default=None, description="gradients of a neighbourhood; steps need a closure")
+    sam: SharpnessAware | None = Field(default=None, description="gradients of a neighborhood; steps need a closure")
     line_search: LineSearch | None = Field(default=None, description="steps as long as losses allow; with a closure")
     graph: bool = Field(default=False, description="capture steps in CUDA graphs, which check themselves at first use")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")

@@ -492,7 +492,7 @@ def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[Param
     if any(_is_table(holder, thin) for holder in holders):
         return "embedding", "embedding"
     if any(_is_norm(holder, shape, thin) for holder in holders):
-        return "norm", "normalisation"
+        return "norm", "normalization"
     if not any(holder.is_layer for holder in holders) and any(_is_named_table(holder, shape) for holder in holders):
         return "embedding", "embedding"
     if any(_BIAS.search(holder.own) for holder in holders):

@@ -88,7 +88,7 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     whose blocks are refreshed in the same step, phases are rounded down to the beginning of a wave.
 
     Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one path and shape that are
-    due together are neighbours in the sorted order.
+    due together are neighbors in the sorted order.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)

@@ -386,7 +386,7 @@ class BlockKind(NamedTuple):
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """N blocks of one kind. Blocks that are due for a refresh together are neighbours.
+    """N blocks of one kind. Blocks that are due for a refresh together are neighbors.
 
     grids: pairs (position of a parameter, grid of its blocks), in the order of the blocks.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
@@ -490,7 +490,7 @@ def divide(
 
     A block group fits into one round of messages and one stack on every rank, except if its blocks must stay together.
     If stages need sums over a parameter, the block groups of that parameter are consecutive and are marked as joined.
-    Block groups of neighbouring parameters are close together, so that all updates of a parameter arrive within a few
+    Block groups of neighboring parameters are close together, so that all updates of a parameter arrive within a few
     rounds.
     """
     limit = round_bytes(specs, recipe, ranks)
@@ -529,7 +529,7 @@ def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
 
 
 def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
-    """Yield the positions of parameters in lists of neighbouring parameters.
+    """Yield the positions of parameters in lists of neighboring parameters.
 
     The updates of a list have at most `limit` bytes, unless the list has a single parameter.
     """

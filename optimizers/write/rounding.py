@@ -29,7 +29,7 @@ class Rounding(Constraint):
     - split: r is stored as a multiple of 2^-7 of half a unit in the last place of W, 1 byte for each entry. W and r
       together are a weight of 24 bits, and the model uses the first 16 bits.
     - stochastic: there is no r. W' is rounded up with probability (W' - low) / (high - low), where low and high are the
-      neighbours of W' in bfloat16. The mean of W is then W' (Zamirai et al. 2020, Algorithm 2).
+      neighbors of W' in bfloat16. The mean of W is then W' (Zamirai et al. 2020, Algorithm 2).
 
     The random numbers are a hash of the bits of W' and of the number of the update. They are the same on all ranks and
     for any sharding, and entries with equal W' are rounded in the same direction.

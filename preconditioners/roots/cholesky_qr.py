@@ -53,7 +53,7 @@ class CholeskyQR(BasisSolver):
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
     steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
-    rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorisations in one step")
+    rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorizations in one step")
     wide: bool = Field(default=False, description="take all rounds but the last in float64")
     max_error: float = Field(
         default=_MAX_ERROR,

@@ -95,7 +95,7 @@ def _begins_word(part: str, name: str) -> bool:
 def typing_errors(a: str, b: str) -> int:
     """Return the least number of typing errors that turn one text into another (optimal string alignment).
 
-    A typing error is a missing, a wrong or an additional character, or two neighbours in the wrong order.
+    A typing error is a missing, a wrong or an additional character, or two neighbors in the wrong order.
     """
     before, row = list[int](), list(range(len(b) + 1))
     for i in range(1, len(a) + 1):

@@ -1,7 +1,7 @@
 """Numerical functions that are safe for any numbers, give the same bits for a block in any stack, and fit devices.
 
 They avoid overflow, underflow, division by zero, and results that depend on an address in memory. The module also
-recognises fake tensors and DTensors, copies numbers between host and device, and runs operations on many tensors in few
+recognizes fake tensors and DTensors, copies numbers between host and device, and runs operations on many tensors in few
 kernels.
 """
 
@@ -506,7 +506,7 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 class StackRows(list[Tensor]):
-    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` recognises it and uses `stack` without a
+    """The rows of a tensor `stack`, `[n, *shape]`, as a list. `equal_stacks` recognizes it and uses `stack` without a
     copy.
     """
 

@@ -44,7 +44,7 @@ def test_refreshes_are_what_places_of_an_interval_take_more() -> None:
     times[6] = 50.0  # one disturbed step, which a median over intervals leaves out
     found = step_times(times, 5)
     assert (found.steady, found.refresh, found.median, found.largest) == (1.0, 8.0, 1.0, 9.0)
-    assert found.amortised == pytest.approx(13 / 5)
+    assert found.amortized == pytest.approx(13 / 5)
 
 
 def test_the_loop_makes_the_steps_of_the_recipe() -> None:
@@ -111,9 +111,9 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
         and own["peak"] is not None
     )
     assert 0 < own["host"] <= own["largest"]
-    assert missing["problem"] == "not installed: no_such_library" and "amortised" not in missing
-    assert own["over_best_other"] == pytest.approx(own["amortised"] / other["amortised"])
-    assert other["over_best_other"] is None and math.isfinite(own["amortised"])
+    assert missing["problem"] == "not installed: no_such_library" and "amortized" not in missing
+    assert own["over_best_other"] == pytest.approx(own["amortized"] / other["amortized"])
+    assert other["over_best_other"] is None and math.isfinite(own["amortized"])
     assert missing["problem"] in lay_out(load_bench("step", {}).table(), rows)[1][2]
 
 
@@ -130,7 +130,7 @@ def test_storage_is_measured_beside_the_same_recipe_without_it() -> None:
         assert (first, second) == (False, True) and stored["storage"] and plain == {**stored, "storage": {}}
     rows = run_bench("storage", candidates=declared["candidates"][:2], sets=["squares:size=64"], intervals=10, warm=1)
     assert rows[0]["state"] < rows[1]["state"] and rows[1]["over_best_other"] is None
-    assert rows[0]["over_best_other"] == pytest.approx(rows[0]["amortised"] / rows[1]["amortised"])
+    assert rows[0]["over_best_other"] == pytest.approx(rows[0]["amortized"] / rows[1]["amortized"])
 
 
 def test_what_is_refused() -> None:

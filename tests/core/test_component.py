@@ -296,9 +296,9 @@ def test_a_kind_needs_its_own_name_as_default(registry: None) -> None:
 
 
 def test_a_kind_has_one_word_in_annotation_and_default(registry: None) -> None:
-    with refused(TypeError, "Misspelt", "test_winez", "test_wine"):
+    with refused(TypeError, "Misspelled", "test_winez", "test_wine"):
 
-        class Misspelt(WeightDecay):
+        class Misspelled(WeightDecay):
             kind: Literal["test_winez"] = "test_wine"  # type: ignore[assignment]
 
     assert not {"test_winez", "test_wine"} & WeightDecay.members.keys()

@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.loading import shipped
     ("a", "b", "errors"),
     [("", "", 0), ("", "abc", 3), ("soap", "soap", 0), ("sopa", "soap", 1), ("sopa", "sophia", 2), ("ca", "abc", 3)],
 )
-def test_neighbours_in_the_wrong_order_are_one_typing_error(a: str, b: str, errors: int) -> None:
+def test_neighbors_in_the_wrong_order_are_one_typing_error(a: str, b: str, errors: int) -> None:
     """The last example has distance 2 if a pair may be changed after it was swapped."""
     assert typing_errors(a, b) == typing_errors(b, a) == errors
 

@@ -131,7 +131,7 @@ def test_normal_numbers_have_the_moments_and_the_distribution() -> None:
 
 
 def test_seeds_steps_streams_and_places_are_independent() -> None:
-    """Correlations, of numbers and of their squares, between neighbours of each kind."""
+    """Correlations, of numbers and of their squares, between neighbors of each kind."""
     base = noise.normal(*keys(200), (500,), torch.float64)
     others = {
         "seed": noise.normal(torch.arange(1, 201), torch.full((200,), 3), (500,), torch.float64),

@@ -252,7 +252,7 @@ KINDS: dict[str, tuple[nn.Module, dict[str, Matrices]]] = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "neither"])
-def test_modules_are_recognised(kind: str) -> None:
+def test_modules_are_recognized(kind: str) -> None:
     """Queries, keys and values have heads, the projection of the output is one matrix."""
     module, expected = KINDS[kind]
     model = nn.ModuleDict({"layer": module})
@@ -263,7 +263,7 @@ def test_modules_are_recognised(kind: str) -> None:
         matrices.require_fit(tuple(model.get_parameter(f"layer.{name}").shape))
 
 
-def test_what_does_not_fit_is_not_recognised() -> None:
+def test_what_does_not_fit_is_not_recognized() -> None:
     facts = module_facts(KINDS["neither"][0])
     assert [own.matrices for own in facts.values()] == [Matrices(heads=8), Matrices(heads=8), None]
     numberless = Attention(projections(32, 32, 32))

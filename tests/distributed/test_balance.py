@@ -262,7 +262,7 @@ def test_owners_are_exchanged_at_no_cost(rows: list[tuple[Item, dict[int, int]]]
 
 
 def test_owners_stay_where_nothing_is_gained() -> None:
-    """Neighbouring blocks have different owners, and keep them where every rank holds as much of each."""
+    """Neighboring blocks have different owners, and keep them where every rank holds as much of each."""
     held = [dict.fromkeys(range(4), 5)] * 8
     assert assign([Item(1.0, 1.0)] * 8, Loads(4), held) == [0, 1, 2, 3] * 2
 

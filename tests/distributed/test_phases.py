@@ -244,7 +244,7 @@ def test_a_group_that_cannot_be_added_leaves_the_phases() -> None:
     assert due(optimizer) == due(eigengraft.Optimizer(groups_of(names), RECIPE))
 
 
-def test_blocks_of_a_stack_that_are_due_together_are_neighbours() -> None:
+def test_blocks_of_a_stack_that_are_due_together_are_neighbors() -> None:
     optimizer = eigengraft.Optimizer(groups_of(list(SHAPES)), RECIPE)
     stacks = [stack_state.phases for stack_state in optimizer.stack_states()]
     assert max(map(len, stacks)) > 3 and all(np.all(np.diff(phases) >= 0) for phases in stacks)

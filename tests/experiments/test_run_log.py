@@ -47,7 +47,7 @@ def test_the_directory_gives_the_seed(tmp_path: Path) -> None:
     assert [run.seed for run in panel.rows[0].runs] == [0, 1, 2]
 
 
-def test_a_row_without_a_loss_and_with_a_misspelt_one_is_refused(tmp_path: Path) -> None:
+def test_a_row_without_a_loss_and_with_a_misspelled_one_is_refused(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run", "my text", 4)
     with refused(ValueError, "los", "'loss'"):
         log.row(1, los=1.0)

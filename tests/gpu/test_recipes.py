@@ -17,7 +17,7 @@ DIAGONAL = "diag(Q^T A Q) comes from the triangle of a QR on a CPU, from product
 REGISTERS = "a CPU computes the last entries of a function once more, in full registers"
 # After one gradient the statistic of the longer axis is singular, and the first steps are as long along its null space.
 PLACE = "a CPU decomposes matrix by matrix, at aligned addresses, so that a null space has other rounding"
-CHOLESKY = "a device orthonormalises bases by Cholesky QR, a CPU by Householder's"
+CHOLESKY = "a device orthonormalizes bases by Cholesky QR, a CPU by Householder's"
 BEYOND = "columns of a basis beyond the rank of the first gradients are completed otherwise than by Householder's"
 MIXING = "averages are mixed with numbers of the host on a CPU, with a tensor on a device"
 ROUNDING: dict[str, tuple[float, str]] = {

@@ -96,6 +96,20 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     assert [f"{path.relative_to(ROOT)}: {m[0]}" for path, text in texts.items() for m in FORBIDDEN.finditer(text)] == []
 
 
+BRITISH = re.compile(
+    r"(colo|neighbo|behavio|favo)u[r]|(normal|recogn|initial|amort|factor|diagonal|quant|optim)is(e[ds]?|ing|ation)\b|label[l]ed",
+    re.IGNORECASE,
+)
+
+
+def test_words_are_spelled_as_in_america() -> None:
+    suffixes = {".py", ".md", ".yaml", ".jinja"}
+    folders = [ROOT / name for name in (*ROOMS, "src", "papers", "tests", "docs")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
+    found = ((path.relative_to(ROOT), BRITISH.search(path.read_text(encoding="utf-8"))) for path in files)
+    assert [f"{path}: {match[0]}" for path, match in found if match] == []
+
+
 @pytest.mark.parametrize("parts", [("", "home", "me"), ("file = '", "work", "x"), ("https:", "", "pypi" + ".org", "")])
 def test_the_search_for_machine_paths_finds_them(parts: tuple[str, ...]) -> None:
     assert FORBIDDEN.search("/".join(parts))

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-# a neighbour that has the same name as one of our folders, as dask's scheduler does
-NEIGHBOUR = "WHO = 'an installed package'"
+# a neighbor that has the same name as one of our folders, as dask's scheduler does
+Neighbor = "WHO = 'an installed package'"
 TRAIN = """
 import eigengraft, torch
 layer = torch.nn.Linear(3, 2)
@@ -54,7 +54,7 @@ def new_environment(folder: Path) -> Path:
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site / "borrowed.pth").write_text("\n".join(sorted(borrowed)))
     (site / "distributed").mkdir()
-    (site / "distributed" / "__init__.py").write_text(NEIGHBOUR)
+    (site / "distributed" / "__init__.py").write_text(Neighbor)
     return python
 
 

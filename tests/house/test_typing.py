@@ -30,7 +30,7 @@ Experiment(task="digits", recipe=recipe, schedule={"kind": "cosine"}, callbacks=
 solver: RootSolver = shampoo.solver
 """
 MISTAKES = {
-    "misspelt": 'Shampoo(solvr="eigh")',
+    "misspelled": 'Shampoo(solvr="eigh")',
     "missing": 'Graft(direction="momentum")',
     "frozen": "shampoo.solver = Eigh()",
     "attribute": "shampoo.solver.shape",

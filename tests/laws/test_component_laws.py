@@ -158,7 +158,7 @@ def due(cadence: Any, t: int, seeds: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("shared", [False, True])
 def test_blocks_are_due_with_their_probability(probability: float, shared: bool) -> None:
     """40 blocks, 400 steps. 5 standard deviations of a mean of independent draws, of which there are 400 if shared;
-    within 5 of 0 correlations between neighbouring steps, blocks and seeds."""
+    within 5 of 0 correlations between neighboring steps, blocks and seeds."""
     make_it = {"kind": "probability", "probability": probability, "shared": shared}
     seeds = np.random.default_rng(1).integers(-(2**63), 2**63, 40)
     one, two = (

@@ -53,7 +53,7 @@ def clipped(x: Tensor) -> Tensor:
     return x * (0.5 / x.flatten(1).norm(dim=1).clamp_min(0.5))[:, None, None]
 
 
-def centred(x: Tensor) -> Tensor:
+def centered(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
@@ -73,10 +73,10 @@ def divided(direction: Tensor, squared: Tensor) -> Tensor:
 
 ONE_WIRE: dict[str, tuple[Any, Any, Callable[[Tensor], Tensor]]] = {
     "stateless before Adam": ([CLIP, *ADAM], ADAM, clipped),
-    "two stateless stages": (["center", CLIP, *ADAM], ADAM, lambda g: clipped(centred(g))),
+    "two stateless stages": (["center", CLIP, *ADAM], ADAM, lambda g: clipped(centered(g))),
     "before a basis": ([CLIP, BASIS], [BASIS], clipped),
     "before a basis that lags, priming included": ([CLIP, SOAP], [SOAP], clipped),
-    "before learned factors": (["center", "psgd"], ["psgd"], centred),
+    "before learned factors": (["center", "psgd"], ["psgd"], centered),
     "before both chains of a graft": (
         [CLIP, {"kind": "graft", "direction": "sign", "magnitude": RMS}],
         [{"kind": "graft", "direction": "sign", "magnitude": RMS}],
@@ -96,13 +96,13 @@ ONE_WIRE: dict[str, tuple[Any, Any, Callable[[Tensor], Tensor]]] = {
     "a graft without state too": (
         [{"kind": "graft", "direction": "center", "magnitude": "identity"}, RMS],
         [RMS],
-        lambda g: centred(g) * (g.flatten(1).norm(dim=1) / centred(g).flatten(1).norm(dim=1))[:, None, None],
+        lambda g: centered(g) * (g.flatten(1).norm(dim=1) / centered(g).flatten(1).norm(dim=1))[:, None, None],
     ),
     "inside a chain": ([{"kind": "chain", "stages": [CLIP, *ADAM]}], ADAM, clipped),
     "inside a transform": (
         [{"kind": "transform", "before": CLIP, "inner": ["center", *ADAM]}],
         ADAM,
-        lambda g: centred(clipped(g)),
+        lambda g: centered(clipped(g)),
     ),
     "a transform of stages without state is these stages": (
         [{"kind": "transform", "before": CLIP, "inner": ADAM}],
@@ -123,7 +123,7 @@ TWO_WIRES: dict[str, tuple[Any, Tensor]] = {
     "a stateful stage first": ([MOMENTUM, CLIP, RMS], divided(clipped(mean(GIVEN, 0.9)), GIVEN)),
     "stateless, stateful, stateless": (
         [CLIP, MOMENTUM, "center", RMS],
-        divided(centred(mean(clipped(GIVEN), 0.9)), clipped(GIVEN)),
+        divided(centered(mean(clipped(GIVEN), 0.9)), clipped(GIVEN)),
     ),
     "a stateful stage that returns what it was given": ([Counting(), CLIP, RMS], divided(clipped(GIVEN), GIVEN)),
     "a chain with state leaves the gradient as it was": (

@@ -310,7 +310,7 @@ def test_a_float32_failure_is_tried_again_in_float64(kind: str, monkeypatch: pyt
 
 
 def test_one_bad_matrix_spoils_no_other() -> None:
-    """A gradient whose square overflows makes one factor infinite; its neighbour in the stack goes on as if alone."""
+    """A gradient whose square overflows makes one factor infinite; its neighbor in the stack goes on as if alone."""
     stage = {"kind": "shampoo", "refresh": {"kind": "every", "steps": 1, "stagger": "none"}}
     both, alone = named(torch.float32, [(4, 3), (4, 3)]), named(torch.float32, [(4, 3), (4, 3)])
     recipe = {"update": stage, "routes": []}

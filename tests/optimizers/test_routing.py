@@ -102,7 +102,7 @@ def test_reasons_say_how_it_was_seen() -> None:
     found = {name: reason for name, (_, reason) in routes(compose("soap_fitted", GPT(tied=False))).items()}
     assert found["wte.weight"] == "embedding"
     assert "Linear onto" in found["out.weight"] and "vocabulary" in found["out.weight"]
-    assert found["ln_f.weight"] == found["blocks.0.ln_1.bias"] == "normalisation"
+    assert found["ln_f.weight"] == found["blocks.0.ln_1.bias"] == "normalization"
     assert found["blocks.0.attn.in_proj_bias"] == found["blocks.0.mlp.0.bias"] == "bias"
     assert found["blocks.0.mlp.0.weight"] == "2-d weight, no route matches"
 

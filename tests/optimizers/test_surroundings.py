@@ -169,7 +169,7 @@ def test_a_forward_after_a_step_in_one_autocast_sees_the_new_parameters() -> Non
         assert model(x).tolist() == [[2.25, 2.25]]
 
 
-def test_the_second_gradient_of_sam_in_one_autocast_is_that_of_the_neighbourhood() -> None:
+def test_the_second_gradient_of_sam_in_one_autocast_is_that_of_the_neighborhood() -> None:
     weight, seen = nn.Parameter(torch.ones(1, 3)), list[float]()
     optimizer = Optimizer([("w", weight)], {"base": "sgd", "sam": {"rho": 3**0.5}}, lr=0.5)
 
@@ -286,7 +286,7 @@ class TestFakeTensors:
 
 
 def test_a_model_of_the_meta_device_is_composed_and_stepped_after_it_has_values() -> None:
-    """As deferred initialisation does: another parameter takes the place of each before the first step."""
+    """As deferred initialization does: another parameter takes the place of each before the first step."""
     torch.manual_seed(0)
     for recipe in COVER[:6]:
         with torch.device("meta"):

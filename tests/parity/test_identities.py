@@ -91,10 +91,10 @@ def test_power_one_quarter_without_accumulation_is_the_polar_factor(stage: str, 
         start = point
 
 
-class Relabelled(BasisSolver):
+class Relabeled(BasisSolver):
     """An eigenbasis whose columns are shuffled and flipped at random at every refresh."""
 
-    kind: Literal["relabelled_for_test"] = "relabelled_for_test"
+    kind: Literal["relabeled_for_test"] = "relabeled_for_test"
     seed: int = Field(default=0, description="of the shuffle")
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
@@ -134,7 +134,7 @@ def test_relabelling_and_flipping_the_basis_changes_nothing(more: dict[str, Any]
         stage = {"kind": "eigenbasis", "refresh": every, "solver": solver, **more}
         return follow(recipe(plain(stage), lr=1.0), init, gradients)
 
-    assert distance(path({"kind": "relabelled_for_test"}), path({"kind": "eigh"}), init) <= 1e-10
+    assert distance(path({"kind": "relabeled_for_test"}), path({"kind": "eigh"}), init) <= 1e-10
 
 
 SOAP = {

@@ -476,7 +476,7 @@ def test_splus_scales_its_decay_by_the_shape_as_well(shape: tuple[int, int]) -> 
 
 
 def with_fixed_eigenvectors(d: int) -> list[Tensor]:
-    """U D_t P_t V^T with diagonal D_t, permutations P_t: U and V diagonalise all factors, of whitened gradients too."""
+    """U D_t P_t V^T with diagonal D_t, permutations P_t: U and V diagonalize all factors, of whitened gradients too."""
     u, v, found = rotation(d, 1), rotation(d, 2), []
     for t in range(STEPS):
         order = torch.randperm(d, generator=torch.Generator().manual_seed(t))

@@ -226,7 +226,7 @@ def best_quintic(least: float, most: float) -> tuple[float, float, float]:
 def polar_express_steps(count: int, cushion: float, margin: float = 1.0) -> list[tuple[float, float, float]]:
     """Amsel et al. 2025, Theorem 4.1 and section 4.4: each step is the best one on the image [l, 2 - l] of the steps
     before it, which begins at [0.001, 1].  A step whose interval is wide is fitted to [cushion u, u] instead and scaled
-    so that its image is centred at 1.  All but the last are steps on X / margin."""
+    so that its image is centered at 1.  All but the last are steps on X / margin."""
     low, high, steps = 1e-3, 1.0, []
     for k in range(count):
         a, b, c = best_quintic(max(low, cushion * high), high)

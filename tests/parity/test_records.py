@@ -116,7 +116,7 @@ NEWEST = KernelStatistics(24.05, 2.3786333904, 0.137, 0.087)
 
 
 @pytest.mark.parametrize("statistics", [OLDEST, NEWEST], ids=["start", "end"])
-def test_a_kernel_of_maximum_entropy_has_its_statistics_and_no_neighbour_more_entropy(
+def test_a_kernel_of_maximum_entropy_has_its_statistics_and_no_neighbor_more_entropy(
     statistics: KernelStatistics,
 ) -> None:
     """1e-9: statistics are sums of 256 numbers. A move that keeps all statistics lowers the entropy, to first order not

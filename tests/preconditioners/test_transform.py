@@ -40,7 +40,7 @@ def test_adam_with_clipped_gradients_is_that_of_torch() -> None:
     assert torch.allclose(ours, theirs.detach(), rtol=0, atol=1e-5)  # torch adds 1e-6 to the norm: 2e-6 of each step
 
 
-def test_centred_gradients() -> None:
+def test_centered_gradients() -> None:
     given = gradients()
     ours = trained([{"kind": "transform", "before": "center", "inner": [MOMENTUM, RMS]}], given)
     assert torch.allclose(ours, trained([MOMENTUM, RMS], given - given.mean(-1, keepdim=True)), rtol=0, atol=1e-12)

@@ -356,7 +356,7 @@ STOCHASTIC = [row for row in ROWS if "stochastic" in str(row)]
 
 @pytest.mark.parametrize("row", STOCHASTIC, ids=str)
 def test_stochastic_rounding_is_unbiased(row: Any) -> None:
-    """Between the two neighbours, up with the probability that makes the mean right: within 5 standard errors."""
+    """Between the two neighbors, up with the probability that makes the mean right: within 5 standard errors."""
     x = normal(1, 16, seed=11).float()
     q, many = make({**row.make, **({"scale": "float32"} if "scale" in row.make else {})}), 20000
     y = back(q, x.expand(many, -1), uniform=drawn(many, 1)).double()

@@ -232,7 +232,7 @@ def test_second_moments_never_vanish(fields: Any, seed: int, n: int, spread: flo
 
 @pytest.mark.parametrize("kind", ["int8", "int16"])
 @given(seed=seeds, n=lengths, u=st.sampled_from([0.0, 0.25, 0.5, 1 - 2**-9]))
-def test_stochastic_rounding_goes_to_a_neighbour(kind: str, seed: int, n: int, u: float) -> None:
+def test_stochastic_rounding_goes_to_a_neighbor(kind: str, seed: int, n: int, u: float) -> None:
     """floor or ceil of z = x (Q / s), down for u = 0, which leaves whole codes as they are. Up to 1 - 2^-9 the sum of a
     code of 15 bits and u is exact in float32."""
     quantizer, x = small({"kind": kind, "rounding": "stochastic"}), normal(2, 3, n, seed=seed).float()

@@ -532,7 +532,7 @@ def test_eigenvectors_follow_by_power_steps(steps: int) -> None:
 
 
 def test_a_statistic_that_stays_is_found() -> None:
-    """Power steps converge by the ratio of neighbouring eigenvalues, 1/2 here; float32 eigenvectors, rectified."""
+    """Power steps converge by the ratio of neighboring eigenvalues, 1/2 here; float32 eigenvectors, rectified."""
     u = rotation(8, 4)
     a = ((u * 2.0 ** torch.arange(8)) @ u.T)[None]
     quantizer, parts = Eigen(inner=Float32()), None

@@ -21,7 +21,7 @@ Point = tuple[int, ...]
 class RatioGrid(Component):
     """start * ratio^k for every integer k, to six digits."""
 
-    ratio: float = Field(2.0, gt=1, description="quotient of neighbouring values")
+    ratio: float = Field(2.0, gt=1, description="quotient of neighboring values")
     start: float | None = Field(None, gt=0, description="value to start from; none: the cell's own lr or weight_decay")
 
     def first(self, path: str, experiment: Experiment) -> float:
@@ -38,11 +38,11 @@ class RatioGrid(Component):
 
 
 class CoordinateDescent(Tuning):
-    """x <- argmin over x and its neighbours on a grid, one field after the other, until no neighbour is better.
+    """x <- argmin over x and its neighbors on a grid, one field after the other, until no neighbor is better.
 
     The values of a field are either a grid of constant ratio without ends, {ratio: 2}, or an ordered list, in which the
-    search starts at the middle value. The start and its neighbours along the first field are tried first. If the best
-    value diverged, only lower neighbours are tried on a grid of constant ratio. The search finds a local minimum.
+    search starts at the middle value. The start and its neighbors along the first field are tried first. If the best
+    value diverged, only lower neighbors are tried on a grid of constant ratio. The search finds a local minimum.
     """
 
     kind: Literal["coordinate_descent"] = "coordinate_descent"
@@ -63,19 +63,19 @@ class CoordinateDescent(Tuning):
     @property
     def rule(self) -> str:
         return (
-            "Coordinate descent: the best values so far are compared with their neighbours on the grid, one field "
-            f"after the other, until no neighbour is better or {self.trials} were tried."
+            "Coordinate descent: the best values so far are compared with their neighbors on the grid, one field "
+            f"after the other, until no neighbor is better or {self.trials} were tried."
         )
 
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
         points = [self._point(trial.values, cell) for trial in trials]
         if not points:
             origin = tuple(0 if isinstance(grid, RatioGrid) else (len(grid) - 1) // 2 for grid in self.space.values())
-            return [self._values(point, cell) for point in sorted({origin, *self._neighbours(origin, 0)})]
+            return [self._values(point, cell) for point in sorted({origin, *self._neighbors(origin, 0)})]
         best = best_trial(trials)
         place = self._point(best.values, cell)
         for axis in range(len(self.space)):
-            beyond = self._neighbours(place, axis)
+            beyond = self._neighbors(place, axis)
             if math.isinf(best.score) and isinstance(list(self.space.values())[axis], RatioGrid):
                 beyond = beyond[:1]
             if wanted := [point for point in beyond if point not in points]:
@@ -93,8 +93,8 @@ class CoordinateDescent(Tuning):
                 found[path] = "largest" if low else "least"
         return found
 
-    def _neighbours(self, point: Point, axis: int) -> list[Point]:
-        """Return the existing neighbours of a point along one field."""
+    def _neighbors(self, point: Point, axis: int) -> list[Point]:
+        """Return the existing neighbors of a point along one field."""
         grid = list(self.space.values())[axis]
         beside = [_moved(point, axis, by) for by in (-1, 1)]
         return [one for one in beside if isinstance(grid, RatioGrid) or 0 <= one[axis] < len(grid)]

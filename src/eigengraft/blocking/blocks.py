@@ -59,7 +59,7 @@ def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]
     """Yield pairs of ranges of axes, one of `shape` and one of `merged`, that contain the same entries.
 
     `shape` and `merged` are two shapes of one tensor. For the shapes (2, 3, 4) and (6, 4) the pairs are (axes 0 and 1,
-    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighbouring axis.
+    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighboring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -128,7 +128,7 @@ class BlockGrid:
 
     merged: shape of the parameter with small axes merged, or with an axis divided into equal groups.
     count: number of blocks along each axis of the parameter.
-    step: distance of neighbouring blocks along each axis of the parameter, in entries.
+    step: distance of neighboring blocks along each axis of the parameter, in entries.
     pieces: the pieces of the first block.
     joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
         of `merged` that are not in `joined`, such as an axis of experts.

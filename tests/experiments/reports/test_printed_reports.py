@@ -78,7 +78,7 @@ def test_each_method_is_compared_at_its_own_best_learning_rate(grid):
     # 1.5 - 2.0, 1.6 - 2.2, 1.8 - 2.1: mean -0.4667
     assert panel.rows[1].difference.mean == pytest.approx(-1.4 / 3)
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
-    assert "each at its own best lr" in text and "favours methods" in text
+    assert "each at its own best lr" in text and "favors methods" in text
     assert "Lowest final validation loss: soap, lr 0.01, 1.633" in text
 
 

@@ -136,10 +136,10 @@ def test_comparison_by_hand(study):
 
 @pytest.mark.parametrize("baseline", ["adamw", "soap"])
 @pytest.mark.parametrize("labels", [{}, {"soap": "SOAP of 2024"}])
-def test_a_method_keeps_its_colour_whatever_it_is_compared_with(study, baseline, labels):
+def test_a_method_keeps_its_color_whatever_it_is_compared_with(study, baseline, labels):
     (panel,) = compare(read_records(study, baseline, labels=labels))
     before = [row.style for row in panel.rows]
-    assert before[0] == 0 and before[1] not in (0, 1, 2, 4)  # colours of others
+    assert before[0] == 0 and before[1] not in (0, 1, 2, 4)  # colors of others
     write_study(study, [("soap", 0, None), ("muon", 0, None), ("adamw", 0, None)])
     write_run(study / "method=muon" / "seed-0", ADAM, [4.0, 3.0])
     (panel,) = compare(read_records(study, baseline, labels=labels))

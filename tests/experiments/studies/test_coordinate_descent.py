@@ -87,7 +87,7 @@ def test_larger_is_better_where_the_metric_says_so():
 
 
 def test_several_fields_are_searched_one_after_the_other():
-    """A valley that is not along the axes: its lowest place on the grid has no better neighbour."""
+    """A valley that is not along the axes: its lowest place on the grid has no better neighbor."""
 
     def loss(lr, decay):
         x, y = steps(lr), (0.0, 0.01, 0.1, 1.0).index(decay)

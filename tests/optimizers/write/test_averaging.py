@@ -1,6 +1,6 @@
 """Averaging: sequences against definitions, the switch between training and evaluation, checkpoints in both modes.
 
-Tolerances, unless a test says otherwise: 1e-11 of the distance travelled in float64, where a few dozen steps make some
+Tolerances, unless a test says otherwise: 1e-11 of the distance traveled in float64, where a few dozen steps make some
 hundred roundings of the iterates' size.
 """
 

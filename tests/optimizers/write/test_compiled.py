@@ -126,7 +126,7 @@ def test_updates_that_a_program_is_not_of_run_as_they_are(as_traced: list[int]) 
 def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
     found, wanted = (trained(recipe, torch.bfloat16)[0] for recipe in (compiled_recipe("adam"), ADAM))
     assert as_traced
-    # float32 sums that differ in last bits may round to neighbours in bfloat16, whose spacing is 2^-8
+    # float32 sums that differ in last bits may round to neighbors in bfloat16, whose spacing is 2^-8
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
 
 
@@ -142,7 +142,7 @@ def test_updates_that_differ_in_one_thing_are_traced_apart(as_traced: list[int])
         for decay in decays if dtype is torch.float32 else decays[-1:]:
             recipe = {**ADAM, "weight_decay": decay}
             found, wanted = trained({**recipe, "compile": True}, dtype)[0], trained(recipe, dtype)[0]
-            # roundings of sums in another order; in bfloat16 to a neighbour, 2^-7 apart
+            # roundings of sums in another order; in bfloat16 to a neighbor, 2^-7 apart
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance / 100)
 
 

@@ -103,7 +103,7 @@ def test_parameters_of_zero_are_left_alone_and_zero_updates_move_nothing() -> No
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_tiny_and_huge_updates_are_normalised_too(size: float) -> None:
+def test_tiny_and_huge_updates_are_normalized_too(size: float) -> None:
     """In float32, where their squares are not numbers."""
     weight, gradient = normal(4, 3, seed=1, dtype=torch.float32), normal(4, 3, seed=2, dtype=torch.float32)
     moved = []

@@ -67,7 +67,7 @@ def test_with_the_remainder_it_is_float32_within_a_bound(rule: str) -> None:
     assert float((exact - ours).square().mean()) < 0.3 * float((exact - nearest).square().mean())
 
 
-def test_a_random_write_goes_to_one_of_two_neighbours_by_its_distance() -> None:
+def test_a_random_write_goes_to_one_of_two_neighbors_by_its_distance() -> None:
     """W' = W - u ulp goes down where chance is below u: in the mean of u of 20,000 entries.
 
     The standard deviation is at most 0.0036; bits of W', the source of chance, are equal for some of them: 0.02.

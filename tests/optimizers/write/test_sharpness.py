@@ -52,7 +52,7 @@ def test_the_gradient_is_taken_where_the_loss_is_higher(adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize("name", BROAD)
-def test_any_recipe_takes_the_gradients_of_the_neighbourhood(name: str) -> None:
+def test_any_recipe_takes_the_gradients_of_the_neighborhood(name: str) -> None:
     """Bit for bit what the recipe does with the gradients of the second call; parameters come back in between."""
     raw = load_recipe(name).model_dump(mode="json")
     ours, theirs = ([nn.Parameter(normal(6, 3, seed=1)), nn.Parameter(normal(5, seed=2))] for _ in range(2))

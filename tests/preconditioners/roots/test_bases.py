@@ -192,7 +192,7 @@ def test_cholesky_qr_is_householder_qr() -> None:
 
 @pytest.fixture
 def factored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many matrices each Householder factorisation and each eigendecomposition took; with sides of 8, which fill
+    """How many matrices each Householder factorization and each eigendecomposition took; with sides of 8, which fill
     whole cache lines, a stack is one call."""
     sizes: list[int] = []
 
@@ -207,7 +207,7 @@ def factored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cholesky_falls_back_for_the_matrix_that_needs_it(factored: list[int], dtype: torch.dtype) -> None:
     """From the identity the columns of A Q are those of A: parallel for rank one, nearly so for a spectrum that falls
-    to 1e-12. Both are orthonormalised by Householder, alone; near their eigenvectors neither needs it any more. The
+    to 1e-12. Both are orthonormalized by Householder, alone; near their eigenvectors neither needs it any more. The
     null space of rank one is taken as it is: a nudge that float64 sees would be all that A Q has there."""
     u = rotation(8, 5)[:, :1].T
     single = u.mT @ u

@@ -149,14 +149,14 @@ every_row = pytest.mark.parametrize("row", TABLE["root_solver"], ids=str)
 @pytest.mark.parametrize(("row", "exponent"), [(row, e) for row in TABLE["root_solver"] for e in taken(row)], ids=str)
 def test_no_matrix_is_too_difficult(row: Row, exponent: Fraction) -> None:
     """No exception; what is called ok is finite, symmetric and definite; what is not finite is rejected, and the
-    neighbours in the stack keep every bit. Each difficult matrix stands between two harmless ones, all in one stack."""
+    neighbors in the stack keep every bit. Each difficult matrix stands between two harmless ones, all in one stack."""
     solver: Any = validated(RootSolver, dict(row.make))  # type: ignore[type-abstract]
     given = difficult()
     harmless = given["harmless"].repeat(len(given), 1, 1)
     root, plain = solver.root(torch.cat([*given.values()]), exponent), solver.root(harmless, exponent)
-    neighbours = torch.arange(len(harmless)) % 3 != 1
-    assert plain.ok.all() and root.ok[neighbours].all()
-    assert torch.equal(root.value[neighbours], plain.value[neighbours])
+    neighbors = torch.arange(len(harmless)) % 3 != 1
+    assert plain.ok.all() and root.ok[neighbors].all()
+    assert torch.equal(root.value[neighbors], plain.value[neighbors])
     assert root.value.isfinite().all() or row.kind == "eigh"
     ridged = (
         row.make.get("ratio", 1)
