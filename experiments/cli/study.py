@@ -83,6 +83,10 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
         return
     run_to_end(loaded, directory, workers, storage)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
+    from ..doctor import diagnose_all
+
+    if sick := sum(map(bool, diagnose_all(directory, with_task=False))):
+        typer.echo(f"something went wrong in {counted(sick, 'run')}; `eigengraft doctor {directory}` lists them")
 
 
 def report_command(  # noqa: PLR0913  its arguments are the command's options

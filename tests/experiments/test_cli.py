@@ -236,6 +236,16 @@ class TestProgress:
         assert result.stderr.count("validation loss") == 2
         assert not set(result.stderr) & set("\x1b\r\x08")
 
+    @pytest.mark.parametrize(("lr", "hint"), [(1e-12, True), (0.03, False)])
+    def test_a_study_ends_with_a_hint_at_runs_that_went_wrong(
+        self, lr: float, hint: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fork_what_is_spawned(monkeypatch)
+        base = "base: {task: {kind: digits, width: 8}, recipe: adamw, steps: 40, eval_every: 20, log_every: 5}"
+        result = call("ablate", write("study.yaml", f"{base}\naxes: {{lr: [{lr}]}}\n"), "--workers", "1")
+        assert result.exit_code == 0, result.output
+        assert ("eigengraft doctor" in result.stdout) == hint
+
     def test_a_log_file_gets_lines_of_a_bench(self) -> None:
         result = call("bench", "roots", "--quick", "sizes=[8]", "solvers=[eigh]", "--out", "bench")
         assert result.exit_code == 0, result.output
