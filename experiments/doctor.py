@@ -179,8 +179,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "use a smooth activation, or remove the layer",
     ),
     "stalled": Explanation(
-        "the learning rate is far too low or too high, the run is too short, labels do not belong to inputs, or gradients "
-        "are cut off",
+        "the learning rate is far too low or too high, the run is too short, labels do not belong to inputs, or "
+        "gradients are cut off",
         "choose lr so that an update has 1e-3 times the norm of the weights; train on one batch, and check its labels",
     ),
     "overfitting": Explanation(
