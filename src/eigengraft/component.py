@@ -121,11 +121,11 @@ class Component(BaseModel, metaclass=ComponentType):
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """For errors: the kind of member, and its field, that a user probably means by a bare number in place of a
+    """For errors: (kind of a member, name of its field) that a user probably means who writes a number in place of a
     component."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """For errors: advice about fields that users look for in this component although they belong elsewhere, by name of
-    the field. The key "." is the advice for every dotted path."""
+    """For errors: {name of a field: advice} for fields that users look for in this component although they belong
+    elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -297,11 +297,11 @@ def components_in(
 ) -> Iterator[tuple[str, Component]]:
     """Yield (dotted path, component) for a component and for every component in its fields, the outer one first.
 
-    Paths are those of overrides: fields with an alias appear by it, stages of a chain by name, other items of a list by
-    index, and values of a mapping by key.
+    Paths are those of overrides: a field has its alias if it has one, a stage of a chain its name, an item of another
+        list its index, and a value of a mapping its key.
 
     path: path of the component itself.
-    walked: function that returns the names of the fields of a component to enter. None: all fields are entered.
+    walked: function that returns which fields of a component to search, by name. None: all fields are searched.
     """
     yield path, component
     names = None if walked is None else walked(component)
@@ -339,7 +339,8 @@ def _same(value: Any, data: Any, default: Any) -> bool:
 def as_declared(value: Any, data: Any, short: bool = False) -> Any:
     """Return the value of a field as one would write it in a recipe.
 
-    data: the value as plain data. It is returned unless the value is a component or contains components.
+    value: the value of the field. Components in it are declared one by one.
+    data: the value as plain data, which is the result if the value contains no components.
     short: True to leave out fields of components that have their defaults, as in `declaration`.
     """
     if isinstance(value, Component):

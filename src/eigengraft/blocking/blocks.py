@@ -59,7 +59,7 @@ def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]
     """Yield pairs of ranges of axes, one of `shape` and one of `merged`, that contain the same entries.
 
     `shape` and `merged` are two shapes of one tensor. For the shapes (2, 3, 4) and (6, 4) the pairs are (axes 0 and 1,
-    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighboring axis.
+    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighbouring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -124,11 +124,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A grid of equal, evenly spaced blocks of one parameter. The parameter is used in the shape `merged`.
+    """A grid of equal, evenly spaced blocks of one parameter, which the grid uses in the shape `merged`.
 
-    merged: shape of the parameter with small axes merged, or with an axis divided into equal groups.
-    count: number of blocks along each axis of the parameter.
-    step: distance of neighboring blocks along each axis of the parameter, in entries.
+    merged: shape of the parameter after small axes were merged, or after one axis was divided into equal groups.
+    count: number of blocks along each axis of `merged`.
+    step: distance in entries from one block to the next, along each axis of `merged`.
     pieces: the pieces of the first block.
     joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
         of `merged` that are not in `joined`, such as an axis of experts.
@@ -175,12 +175,12 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return one view of x for each piece. The view contains this piece of every block.
+        """Return one view of x for each piece, which contains that piece for all blocks of the grid.
 
-        The shape of a view is `[*count, *lengths]`. The lengths are those of the piece along the axes that `joined`
-        lists, in the order of `joined`.
+        A view has the shape `[*count, *lengths]`: first the axes of the grid, then the lengths of the piece along the
+            axes that `joined` lists, in that order.
 
-        x: the parameter, or a tensor of its size, in the shape `merged`.
+        x: the parameter, or a tensor with as many entries, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
 
@@ -196,8 +196,8 @@ class BlockGrid:
     def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Return cut(x), a list of views of x.
 
-        Making a view takes `cut` several operations. So the strides and offsets of the views are kept, and later calls
-        make each view by one operation.
+        cut: function that makes the views, in several operations for each view. The strides and offsets of the views
+            are cached, so that later calls make each view by one operation.
         """
         key, start = (cut.__name__, x.stride()), x.storage_offset()
         if key not in self._layouts:
@@ -274,8 +274,8 @@ class Tiles:
     """Equal ranges (tiles) of one axis of a matrix. A block is the intersection of one tile on each axis of the matrix.
 
     first: number of the first of these tiles among all tiles of the axis.
-    boxes: boxes of the parameter that together contain the first tile, each as (index in the tile of the box's first
-        entry, {axis of the parameter: (start, length)}).
+    boxes: boxes of the parameter that together contain the first tile, each as (offset, {axis of the parameter: (start,
+        length)}). The offset is the index in the tile at which the box begins.
     lattice: {axis of the parameter: (number of tiles along this axis, distance from one tile to the next)}.
     """
 

@@ -1,11 +1,12 @@
 """Stacks: equal blocks as one tensor `[N, *block]`, copied from parameters and written back to them.
 
-A signal may be a matrix over the inputs or outputs of a parameter; `side_blocks` returns the part of it that belongs to
-each block.
+A stage may request a signal that is a matrix over the inputs or outputs of each parameter. `side_blocks` returns the
+part of this matrix that belongs to each block.
 
-Parameters are numbered by their position in the list of all parameters of an optimizer.
+Parameters are numbered by their position in the optimizer's list of parameters.
 
-Legend: a parameter has B matrices along its batch axes, each with n inputs (or outputs); a block has c of the n.
+Legend: a parameter has B matrices along its batch axes, each with n inputs (or outputs); a block has c of these n
+    inputs (or outputs).
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class Stack:
 
     @cached_property
     def joins(self) -> bool:
-        """True if kernels on this stack, with copies of the parameters, are faster than kernels on each parameter."""
+        """True if it is faster to copy the parameters into one tensor and run kernels on it than to run kernels on each
+        parameter.
+        """
         many = self.of_parameters and len(self.param_ids) > 1
         return many and self.device.type == "cpu" and math.prod(self.block) <= JOINED
 
