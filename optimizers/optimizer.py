@@ -77,8 +77,8 @@ class Optimizer(ComposedOptimizer):
     _unknown_buffers = False
     """True after the warning that buffers cannot be restored without the model."""
     _watches_rounding = False
-    """True if steps still check that updates are not lost to rounding. A recipe with a constraint that rounds needs no
-    check."""
+    """True if steps still check that rounding of parameters does not lose updates. A recipe with a constraint that
+    rounds parameters itself needs no check."""
     _rounding: RoundingWatch | None = None
     """The check that updates are not lost to rounding. None before the first step."""
     _asks_fused = False

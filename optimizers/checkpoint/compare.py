@@ -36,8 +36,8 @@ class RecipeChange:
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
     settings: other differences, such as a decay. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: present name of the saved recipe, if the optimizer's recipe now has the old name of the saved recipe; else
-        None.
+    renamed: new name of the saved recipe, if it was renamed since the save and another recipe, that of the optimizer,
+        has its old name; else None.
     """
 
     meaning: tuple[str, ...] = ()
@@ -137,10 +137,11 @@ def _without_locations(recipe: Recipe) -> Recipe:
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the present name of the saved recipe, if it was renamed and the recipe `own` has the old name; else None.
+    """Return the new name of the saved recipe, if it was renamed and `own` is the recipe that has its old name now;
+    else None.
 
-    As recipes may have overrides, the names do not decide. There are two shipped recipes, one that has the old name now
-    and one that had it before. Each recipe counts as the one from which it differs in fewer fields.
+    Recipes may have overrides, so each of the two is compared with both shipped recipes, the one with the old name and
+    the one with the new name. It counts as the one from which it differs in fewer fields.
     """
     for name, now in _RENAMED.items():
         successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
@@ -166,7 +167,7 @@ def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[str]:
-    """Return the paths of all fields `view` that form other matrices in the recipe `after` than in `before`.
+    """Return the paths of the fields `view` by which parameters form other matrices in recipe `after` than in `before`.
 
     Views of entry-wise updates are ignored, because these updates use no matrices.
 

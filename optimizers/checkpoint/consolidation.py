@@ -27,7 +27,10 @@ GATHER_FIRST = (
 
 @contextmanager
 def divided_state(optimizer: ComposedOptimizer) -> Iterator[None]:
-    """Within this context, torch's `state_dict` has DTensors for sharded state, and names without wrappers."""
+    """Within this context, torch's `state_dict` of the optimizer has DTensors for sharded state.
+
+    Names of parameters are those without the prefixes of wrappers such as DDP.
+    """
     handle = optimizer.register_state_dict_post_hook(lambda _, found: _state_hook(optimizer, found), prepend=True)
     try:
         yield
@@ -77,7 +80,10 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
 
 
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Write names without wrappers, and the sharded or consolidated state, into a state dict (a hook of torch)."""
+    """Write sharded or consolidated state, and names of parameters without prefixes of wrappers, into a state dict.
+
+    torch calls this hook after it has made the state dict.
+    """
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
             # A parameter without a name keeps the name that a loaded checkpoint has for it.

@@ -154,7 +154,7 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
     """Return the parameter sets of a batch of param groups.
 
-    If parameters were frozen or thawed since the save, the saved state is of other parameters than the sets have. The
+    If parameters were frozen or thawed since the save, the parameters with saved state are not those in the sets. The
     sets are then built again.
 
     values: saved state of each parameter of the batch.

@@ -50,7 +50,7 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
     """Build the parameter sets of an optimizer again.
 
     saved: result of `snapshot`, with the state.
-    state: the new `optimizer.state`, in which the state is shown.
+    state: the new mapping `optimizer.state`. The state tensors of the new sets are entered into it.
     """
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
     for first, end in pairwise([0, *saved["batches"]]):  # owners of a batch depend on the batches before it

@@ -79,9 +79,9 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 
 
 def _with_owners(entries: Sequence[Mapping[str, Entry]]) -> tuple[list[tuple[int, str]], list[Entry]]:
-    """Return two lists for the state tensors that have an owner.
+    """Return two lists for the state tensors that only one rank, their owner, stores.
 
-    The first has (position of the parameter, key) of each tensor, the second the tensor's entry in the manifest.
+    The first list has (position of the parameter, key) of each tensor, the second its entry in the manifest.
     """
     found = {(p, key): entry for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None}
     return [*found], [*found.values()]
@@ -224,9 +224,9 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
 def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement], bool]:
     """Return (mesh, placements, cut) of entry-wise state of a parameter, which is sharded as the parameter is.
 
-    If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. `cut`
-    is True if the replicas divide the rows of a shard, which no placement describes. The placements then shard the
-    state evenly along the first axis of the parameter.
+    If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. If
+    they divide the rows of a shard, no placement describes this: `cut` is True, and the placements shard the state
+    evenly along the first axis of the parameter.
 
     lead: number of axes of the state before the axes of the parameter.
     """
@@ -263,9 +263,9 @@ def _after(lead: int, placement: Placement) -> Placement:
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
-    """Return the full plain tensor of a DTensor, unless all ranks already shard it along its first axis.
+    """Return a plain tensor unchanged, and also a DTensor that all ranks shard along its first axis.
 
-    A plain tensor is returned unchanged.
+    Return any other DTensor as the full plain tensor.
     """
     if not is_dtensor(value):
         return value

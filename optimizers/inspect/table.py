@@ -20,7 +20,8 @@ class Measurement:
     stage: dotted path of the stage, or of a chain for its final direction; "" for measures of the parameter.
     slot: name of the measured slot; "" for none.
     measure: name of the measure.
-    sums: the numbers a, b, c. A value that is no ratio of sums has (value, 1, 1), whose sum over blocks gives the mean.
+    sums: the numbers a, b, c of the value a / sqrt(b c). For a value that is no ratio they are (value, 1, 1): added
+        over n blocks, they give (sum, n, n), and so the mean.
     """
 
     parameter: str
@@ -84,11 +85,10 @@ USUAL: Mapping[str, tuple[float, float]] = {
 }
 """Usual range of a measure, where one is known.
 
-- update_ratio: rule of thumb for learning rates; the first steps of a run reach 0.1.
-- condition: above 1e6, rounding in float32 (6e-8) changes the least eigenvalue by more than 6 %.
-- residual, storage_error: 1 is the value of a root that is 0, and of a stored 0.
-- angle: above 45 degrees, A q has more of other directions than of q.
-- orthogonality: about the relative error of ‖Qx‖² for a vector x.
+- update_ratio: rule of thumb for learning rates; the first steps of a run reach 0.1. - condition: above 1e6, rounding
+in float32 (6e-8) changes the least eigenvalue by more than 6 %. - residual, storage_error: an error of 1 means that the
+root, or the stored number, is 0. - angle: above 45 degrees, A q is closer to other directions than to q. -
+orthogonality: about the relative error of ‖Qx‖² for a vector x.
 """
 
 _Layer = TypeVar("_Layer")

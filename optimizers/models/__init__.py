@@ -1,4 +1,6 @@
-"""An optimizer and its model: `compose`, and signals that cost a forward or a backward. Users import from here."""
+"""An optimizer together with its model: `compose`, and signals that need a forward or a backward. Users import from
+here.
+"""
 
 from .composer import compose as compose
 from .composer import grouped as grouped

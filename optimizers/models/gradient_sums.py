@@ -68,13 +68,16 @@ class _Backward(dict[Hashable, _Running]):
 
 
 class GradientSums(ABC):
-    """A signal of an optimizer that is computed from sums of values by key, which hooks collect in backward passes.
+    """A signal of an optimizer, computed from values that hooks collect in backward passes. Values of one key are
+    added.
 
-    A key belongs to a parameter, and its sum to the parameter's present gradient. `add` is called inside a backward,
-    before the backward accumulates the parameter's gradient. If the gradient is None or zero at that time, a new sum
-    begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient. Values from a backward
-    that does not change the gradient (`torch.autograd.grad`) are used only if no other backward of the step changes the
-    gradient. For a DTensor they are also used if a later backward changes it. The optimizer is referenced weakly.
+    A key belongs to a parameter, and its sum to the present gradient of the parameter. `add` is called inside a
+    backward, before the backward accumulates the gradient. If the gradient is None or zero at that time, a new sum
+    begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient.
+
+    A backward may leave the gradient unchanged (`torch.autograd.grad`). Its values are used only if no other backward
+    of the step changes the gradient. For a DTensor they are also used if a later backward changes it. The optimizer is
+    referenced weakly.
 
     name: name of the signal.
     join: operation that joins values.

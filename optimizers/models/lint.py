@@ -231,8 +231,8 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
 def _whitening_after_graft(composed: Composition) -> Iterator[str]:
     """Warn if a stage after a grafting changes the norm that the grafting has set.
 
-    Dividing by statistics is accepted if the grafting keeps the norm of the gradient, because the grafting is then a
-    preconditioner in front of Adam, as in 4-bit Shampoo.
+    There is one exception, as in 4-bit Shampoo: the grafting keeps the norm of the gradient, and the later stage
+        divides by its own statistics. The grafting then only preconditions the gradient that a later Adam gets.
     """
     for path, (stages, (block, *_)) in composed.chains().items():
         graft: Stage | None = None
@@ -317,7 +317,7 @@ def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
-    """Return the chains inside a stage whose second moments set the norm of the stage's result."""
+    """Return the chains inside a stage that set the norm of the stage's result by their second moments."""
     return [inner for inner in stage.inner(block).values() if inner.sensitive]
 
 

@@ -163,14 +163,14 @@ class _Span:
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return one number for each head of all ranks. The number is 0 for heads of other ranks.
+        """Return one number for each head of all ranks: 0 for heads of other ranks.
 
         numbers: one number for each head of this rank. The items of this range are divided evenly over these heads.
         name: name of the weight, for the message.
 
         Raises:
-            ValueError: the range has all items, so that it does not show which heads belong to this rank, or it begins
-                or ends inside a head.
+            ValueError: the range has all items although the rank has only some heads, so that it is unknown which, or
+                the range begins or ends inside a head.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
