@@ -85,10 +85,11 @@ USUAL: Mapping[str, tuple[float, float]] = {
 }
 """Usual range of a measure, where one is known.
 
-- update_ratio: rule of thumb for learning rates; the first steps of a run reach 0.1. - condition: above 1e6, rounding
-in float32 (6e-8) changes the least eigenvalue by more than 6 %. - residual, storage_error: an error of 1 means that the
-root, or the stored number, is 0. - angle: above 45 degrees, A q is closer to other directions than to q. -
-orthogonality: about the relative error of ‖Qx‖² for a vector x.
+- update_ratio: rule of thumb for learning rates; the first steps of a run reach 0.1.
+- condition: above 1e6, rounding in float32 (6e-8) changes the least eigenvalue by more than 6 %.
+- residual, storage_error: an error of 1 means that the root, or the stored number, is 0.
+- angle: above 45 degrees, A q is closer to other directions than to q.
+- orthogonality: about the relative error of ‖Qx‖² for a vector x.
 """
 
 _Layer = TypeVar("_Layer")

@@ -232,7 +232,7 @@ def _whitening_after_graft(composed: Composition) -> Iterator[str]:
     """Warn if a stage after a grafting changes the norm that the grafting has set.
 
     There is one exception, as in 4-bit Shampoo: the grafting keeps the norm of the gradient, and the later stage
-        divides by its own statistics. The grafting then only preconditions the gradient that a later Adam gets.
+    divides by its own statistics. The grafting then only preconditions the gradient that a later Adam gets.
     """
     for path, (stages, (block, *_)) in composed.chains().items():
         graft: Stage | None = None

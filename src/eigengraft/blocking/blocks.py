@@ -59,7 +59,7 @@ def axis_pairs(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]
     """Yield pairs of ranges of axes, one of `shape` and one of `merged`, that contain the same entries.
 
     `shape` and `merged` are two shapes of one tensor. For the shapes (2, 3, 4) and (6, 4) the pairs are (axes 0 and 1,
-    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighbouring axis.
+    axis 0) and (axis 2, axis 1). An axis of length 1 belongs to the pair of a neighboring axis.
     """
     first, place = 0, 0
     while place < len(merged):
@@ -178,7 +178,7 @@ class BlockGrid:
         """Return one view of x for each piece, which contains that piece for all blocks of the grid.
 
         A view has the shape `[*count, *lengths]`: first the axes of the grid, then the lengths of the piece along the
-            axes that `joined` lists, in that order.
+        axes that `joined` lists, in that order.
 
         x: the parameter, or a tensor with as many entries, in the shape `merged`.
         """

@@ -6,7 +6,7 @@ part of this matrix that belongs to each block.
 Parameters are numbered by their position in the optimizer's list of parameters.
 
 Legend: a parameter has B matrices along its batch axes, each with n inputs (or outputs); a block has c of these n
-    inputs (or outputs).
+inputs (or outputs).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A parameter is divided into matrices by its view before it is cut into blocks. T
 matrix, such as the factors of LoRA, are a pair.
 
 The second half of the file derives facts about parameters from the modules of a model: convolutions, fused projections,
-heads, experts. Modules are recognised by their structure and the names of their attributes, never by the names of
+heads, experts. Modules are recognized by their structure and the names of their attributes, never by the names of
 classes. No library of models is imported.
 
 Legend of attention: h heads of queries, g of keys and values, d the length of a head.
@@ -289,11 +289,11 @@ class ModuleFacts:
 class Batches(View):
     """A rule for tensors of three or more axes: the last two axes are matrices, the others number a batch of matrices.
 
-    The weight of a convolution is an exception: it is one tensor, which `blocking` merges. A convolution is recognised
-        by its module. If the module is not known, a tensor counts as the weight of a convolution if its axes after the
-        second are at most 16 long. For two kinds of shapes this is a guess: three axes with a last axis of at most 16,
-        and more than three axes with an axis above 16 after the second one. Stages that need matrices refuse these
-        shapes if the module is not known.
+    The weight of a convolution is an exception: it is one tensor, which `blocking` merges. A convolution is recognized
+    by its module. If the module is not known, a tensor counts as the weight of a convolution if its axes after the
+    second are at most 16 long. For two kinds of shapes this is a guess: three axes with a last axis of at most 16, and
+    more than three axes with an axis above 16 after the second one. Stages that need matrices refuse these shapes if
+    the module is not known.
     """
 
     kind: Literal["batches"] = "batches"
@@ -313,7 +313,7 @@ class Modules(View):
     """The matrices that follow from the modules of the model: fused projections, heads of attention, fused experts.
 
     A module may have a method `parameter_views()` that returns {parameter name: matrices}. Without it, these modules
-    are recognised: torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts, and gated
+    are recognized: torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts, and gated
     layers. Parameters of all other modules are viewed as by `batches`.
     """
 
@@ -339,7 +339,7 @@ class Modules(View):
 class Pairs(View):
     """Low-rank factors A `[r, n]` and B `[m, r]` of a product B A, viewed as matrices `[n, r]` and `[m, r]`.
 
-    The shared axis is the last one, so that stages treat both factors alike. Factors are recognised by their names,
+    The shared axis is the last one, so that stages treat both factors alike. Factors are recognized by their names,
     `lora_A` and `lora_B` as in peft, or `lora_down` and `lora_up`. A module may also have a method `parameter_pairs()`
     that returns pairs of names: the name of A, the name of B.
     """
@@ -426,7 +426,7 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
 
 
 FoundMatrices = Iterator[tuple[Tensor, Matrices, str]]
-"""Iterator of (parameter, its matrices, description of the recognised layout)."""
+"""Iterator of (parameter, its matrices, description of the recognized layout)."""
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -559,7 +559,7 @@ def _outputs(module: nn.Module, name: str) -> Literal["first", "last"]:
 def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
     """Return the facts of every parameter of a model, by the `id` of the parameter.
 
-    `parameter_views()` of a module has precedence over recognised layouts.
+    `parameter_views()` of a module has precedence over recognized layouts.
     """
     modules = dict(model.named_modules())
     known: dict[int, tuple[Matrices, str]] = {}
@@ -567,8 +567,8 @@ def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
         for parameter, matrices, source in _published(path, module):
             known.setdefault(id(parameter), (matrices, source))
     for module in modules.values():
-        for recognised in RECOGNISED:
-            for parameter, matrices, source in recognised(module):
+        for recognized in RECOGNIZED:
+            for parameter, matrices, source in recognized(module):
                 with suppress(ValueError):  # the matrices do not fit
                     matrices.require_fit(tuple(parameter.shape))
                     known.setdefault(id(parameter), (matrices, f"{source} of {type(module).__name__}"))
@@ -679,5 +679,5 @@ def _experts(module: nn.Module) -> FoundMatrices:
         yield after, Matrices(batch=1, outputs="last"), "experts [inputs, outputs]"
 
 
-RECOGNISED: tuple[Callable[[nn.Module], FoundMatrices], ...] = (attention_matrices, _gated_layer, _experts)
+RECOGNIZED: tuple[Callable[[nn.Module], FoundMatrices], ...] = (attention_matrices, _gated_layer, _experts)
 """Functions that recognise layouts of modules. If several functions yield a parameter, the first one counts."""
