@@ -680,4 +680,4 @@ def _experts(module: nn.Module) -> FoundMatrices:
 
 
 RECOGNIZED: tuple[Callable[[nn.Module], FoundMatrices], ...] = (attention_matrices, _gated_layer, _experts)
-"""Functions that recognise layouts of modules. If several functions yield a parameter, the first one counts."""
+"""Functions that recognize layouts of modules. If several functions yield a parameter, the first one counts."""
