@@ -235,7 +235,8 @@ def first_peak(group: Mapping[str, Any]) -> float:
 def flat_piece(parameter: Tensor) -> str:
     """Return an error text if a tensor is a flat shard of FSDP1 or of DeepSpeed's ZeRO-3, else "".
 
-    Both libraries mark their tensors by attributes. ZeRO-3 sets `ds_shape` only on parameters of the model.
+    Both libraries mark their tensors by attributes. ZeRO-3 marks parameters of the model by `ds_shape`, and its other
+    tensors by `ds_id`.
     """
     if getattr(parameter, "_fsdp_flattened", False):
         return f"a flat one of FullyShardedDataParallel (FSDP1); {WHOLE_SHARDS}"

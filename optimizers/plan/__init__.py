@@ -1,1 +1,1 @@
-"""Plans without processes: the blocks, state, work and messages that each rank would have."""
+"""Plans: the blocks, state, work and messages that each rank would have, computed without starting processes."""

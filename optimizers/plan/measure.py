@@ -25,9 +25,10 @@ LARGEST = 1 << 24
 def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
     """Measure the milliseconds per step of each block shape, as a table for `distribution.work` of a recipe.
 
-    Keys are shapes, such as '1024x256'. A value is the least of three means over whole refresh intervals. If two
-    updates have blocks of the same shape, the slower update counts. Blocks of more than 2^24 entries are left out. All
-    ranks must use the same table, because the owners of blocks follow from the table.
+    Keys are shapes, such as '1024x256'. Each shape is measured three times over whole refresh intervals, and the
+    smallest mean counts. If two update rules of the recipe have blocks of the same shape, the slower rule counts.
+    Blocks of more than 2^24 entries are left out. All ranks must use the same table, because the owners of blocks
+    follow from it.
 
     Args:
         recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
@@ -49,9 +50,11 @@ def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str 
 
 
 def _alone(recipe: Recipe, path: str) -> Recipe:
-    """Return a recipe for one process that applies the update rule at a path to every parameter.
+    """Return a recipe that applies one update rule of `recipe` to every parameter, in one process.
 
     Constraints and averaging are left out, because they work on whole parameters and not on blocks.
+
+    path: path of the update rule in the recipe.
     """
     rule = recipe.rules()[path]
     prefix = f"{path}." if path else ""

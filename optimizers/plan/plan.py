@@ -35,7 +35,8 @@ from .traffic import Traffic, count_owned, step_traffic
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency, mean work / largest work of a rank, below which a plan advises more refreshes at once (`Plan.advice`)."""
+"""Efficiency of a plan below which it advises more refreshes in one step (`Plan.advice`). The efficiency is the mean
+work of ranks divided by the largest work of a rank."""
 STEP_COUNT = 8
 """Bytes of the step count that every rank stores for each parameter."""
 
@@ -54,12 +55,11 @@ class Plan:
     offloaded: `[R]`, bytes of state in host memory between steps, by location: "cpu" or "disk". Each step copies them
         to the device and back.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
-    traffic: messages of a step by purpose: "gradients" to owners, "updates" from owners, "agreement" for the checks of
-        gradients, and "synchronization", which only gloo needs.
+    traffic: messages of a step by purpose, as `step_traffic` returns them.
     interval: number of steps after which the pattern of refreshes repeats.
     balance: how evenly the work of each step of an interval is divided over ranks.
-    advice: a number of refreshes in one step with which ranks would wait less; None if ranks hardly wait for each
-        other.
+    advice: recommended number of refreshes in one step, with which ranks would wait less; None if ranks hardly wait for
+        each other.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def bound(self) -> float:
-        """Return a lower bound of the largest work per step over all assignments of owners."""
+        """Return a lower bound of the work per step of the busiest rank. No choice of owners can give less."""
         return self.balance.least / self.interval
 
     @property
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def least_imbalance(self) -> float:
-        """Return `bound` / mean work, the lower bound of `imbalance` over all assignments of owners."""
+        """Return `bound` / mean work, the lower bound of `imbalance` for any choice of owners."""
         return self.bound / float(self.work.mean()) if self.work.any() else 1.0
 
     @property
@@ -238,9 +238,11 @@ def _stored(
 
 
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]]:
-    """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`, by location.
+    """Return the bytes of that state which a rank stores for its shard of a parameter, `[R]` for all ranks, by
+    location.
 
-    This state consists of iterates, slots of constraints, and the state of shards that are updated in place.
+    It consists of the iterates of an averaging, the slots of constraints, and the state of shards that are updated in
+    place. All other state is stored by the owners of blocks.
     """
     rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placement
     assert placement is not None

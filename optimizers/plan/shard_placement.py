@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Callable[[Tensor], Shard]:
-    """Return a `shard_placement_fn` for `fully_shard` that shards each parameter along the axis that cuts blocks least.
+    """Return a `shard_placement_fn` for `fully_shard` that shards each parameter along the axis that cuts the fewest
+    blocks.
 
-    A block that is entirely on one rank is owned by that rank, so that a step communicates less. Results are the same.
-    Of several equally good axes the first is chosen. An axis other than the first is considered only if its length is a
-    multiple of `ranks`, because torch shards such an axis only into equal parts. Along such an axis torch makes one
-    more copy when it gathers parameters and reduces gradients.
+    A block that is entirely on one rank is owned by that rank, so that a step communicates less. The training is the
+    same as with other placements. If several axes are equally good, the one with the lowest index is chosen. Axes other
+    than axis 0 are considered only if their length is a multiple of `ranks`, because torch shards them only into equal
+    parts. For such an axis torch makes one more copy when it gathers parameters and reduces gradients.
 
     Args:
         recipe: name of a shipped recipe, path of a YAML file, mapping or `Recipe`, which declares the blocks of each

@@ -64,7 +64,7 @@ class Traffic:
     def add_all_gather(self, lengths: Counts) -> None:
         """Add an all-gather of `lengths[r]` bytes from each rank r: one padded all-gather, or a broadcast by each rank.
 
-        The function `pads` chooses between the two, as in a step.
+        The function `pads` chooses between the two. Steps of an optimizer use the same function.
         """
         lengths = np.full_like(lengths, lengths.max()) if pads(lengths.tolist()) else lengths
         self.sent += (self.ranks - 1) * lengths
@@ -141,15 +141,17 @@ def step_traffic(
     plain: bool,
     groups: int = 1,
 ) -> dict[str, Traffic]:
-    """Return the messages of a step by purpose: "gradients", "updates", "agreement" and "synchronization".
+    """Return the messages of a step by purpose.
 
-    "gradients" has all messages to owners: gradients, parameters if weight decay is added to directions, and signals
-    with one value for each entry. "updates" has the messages from owners. "agreement" has the all-reduce by which ranks
-    check that they make the same step. "synchronization" has the all-to-all in which ranks compare digests of their
-    next collective. It precedes that all-reduce, and only gloo needs it.
+    "gradients": to owners of blocks. They have gradients, parameters if weight decay is added to directions, and
+        signals with one value for each entry.
+    "updates": from owners of blocks.
+    "agreement": an all-reduce, by which ranks check that they make the same step.
+    "synchronization": an all-to-all before that all-reduce, in which ranks compare hashes of their next collective.
+        Only gloo needs it.
 
-    plain: True if parameters are plain tensors. Ranks then compare norms of gradients.
-    groups: number of groups of ranks. Each group computes all updates.
+    plain: True if parameters are plain tensors. Ranks then compare norms of gradients too.
+    groups: number of groups of ranks. Each group computes the updates of all parameters.
     """
     used, ranks = [recipe.rules()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)

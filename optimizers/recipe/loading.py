@@ -221,9 +221,12 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
 
 
 def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return `derived`, the names of recipes that are based on the recipe `name`, with `name` appended.
+    """Return the list `derived` with `name` appended.
 
-    Raise RecipeError if `derived` contains `name`, because the recipe is then based on itself.
+    derived: names of recipes, each of which has the next one as its base.
+
+    Raises:
+        RecipeError: `derived` contains `name` already, so that the recipe would be its own base.
     """
     if name in derived:
         raise RecipeError(f"the recipe is based on itself: {' -> '.join([*derived, name])}")

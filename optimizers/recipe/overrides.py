@@ -72,7 +72,10 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
 
 
 def refuse_empty(override: str) -> None:
-    """Raise RecipeError for an override with an empty value, `lr=`, as an unset variable of a shell makes one."""
+    """Raise RecipeError for an override with an empty value, such as `lr=`.
+
+    A shell makes `lr=` of `lr=$LR` if the variable is not set.
+    """
     path, equals, text = override.partition("=")
     if equals and not text.strip():
         path = path.strip()

@@ -36,7 +36,8 @@ SCHEMA_VERSION = 2
 """Version of the field names in the JSON text of a recipe. Version 1 had other names (`component.RENAMED`)."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
-"""Sample shapes of blocks. A chain has no slots for any model beyond those that it has for these shapes."""
+"""Sample shapes of blocks. Every slot that a chain has for some block of a model, it has for a block of one of these
+shapes too."""
 
 
 def possible_slots(stages: Stages) -> Iterator[Slot]:
@@ -77,9 +78,9 @@ class UpdateRule(Component):
                 yield slot.role
 
     def squares(self) -> bool:
-        """Return True if a step of this update may square gradients.
+        """Return True if a step of this update may square gradients, so that large ones overflow.
 
-        The result is False only if the update has no constraints, and its stages are entry-wise and store nothing but
+        The result is False only if the update has no constraints, all stages are entry-wise, and they store nothing but
         first moments and counts.
         """
         kept = {slot.role for slot in self._possible_slots}
@@ -94,7 +95,9 @@ class UpdateRule(Component):
         return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
 
     def lagging(self) -> bool:
-        """Return True if a stage uses the first gradient only to initialize its statistics, without an update."""
+        """Return True if a stage only initializes its statistics with the first gradient. Parameters then do not change
+        in the first step.
+        """
         return any(stage.cached_traits().lagged for _, stage in self.stages())
 
     def spans(self) -> bool:
@@ -120,7 +123,7 @@ class UpdateRule(Component):
 
     @cached_property
     def _possible_slots(self) -> tuple[Slot, ...]:
-        """The slots of both chains for every sample shape."""
+        """The slots of the stages before and after weight decay, for every sample shape."""
         return (*possible_slots(self.update), *possible_slots(self.after_decay))
 
     @cached_property
@@ -176,7 +179,9 @@ _RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
 class Recipe(UpdateRule):
-    """The whole declaration of an optimizer: the update of parameters that no route matches, routes, and settings."""
+    """The whole declaration of an optimizer: its routes, its settings, and the update of parameters that no route
+    matches.
+    """
 
     model_config = ConfigDict(json_schema_extra=with_base)
     name: str | None = Field(default=None, description="what reports call it")
@@ -323,7 +328,7 @@ class Recipe(UpdateRule):
 
 
 def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[StateKey, Slot]:
-    """Return the slots of a block by state key, without the index of the block.
+    """Return {state key: slot} for the slots of a block. The keys do not have the number of the block.
 
     rule: the update rule of the block.
     path: path of that rule in the recipe; "" for the recipe itself.

@@ -1,9 +1,9 @@
 """Roles of parameters, from the type and sizes of the layer that holds a parameter, else from its name.
 
 Output heads are searched among all layers of a model: by the model's own methods, by names, by sizes, and by position.
-A name counts only where it means an output. A layer `proj` of the model itself is a head, but a layer `proj` inside a
-block that is repeated is not, nor is one whose outputs another layer may consume. No role depends on values, wrappers,
-ranks or devices.
+A name counts only where it means an output. For example, a layer `proj` directly in the model is a head, but a layer
+`proj` in a repeated module, such as a transformer block, is not. A layer is no head either if another layer may consume
+its outputs. No role depends on values, wrappers, ranks or devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLEAR = re.compile(
     r"lm_head|mlp_head|head|head_dist|classifier|cls|logits|to_logits|embed_out|unembed|unembedding"
     r"|(text|visual|vision|image|audio)_projection"
 )
-"""Names of output heads at any position."""
+"""Names that always mean an output head, wherever in the model the layer is."""
 _SUFFIXED = re.compile(r"(?!conv_).+_(head|classifier|logits|unembed)|qa_outputs|seq_relationship|predict_.+")
 """Names of output heads, if the layer is outside lists of blocks and no other layer consumes its outputs."""
 _SEVERAL = re.compile(r"(.+_)?(heads|classifiers|predictors|readouts|exits)|outputs|(output|final)_layers")
@@ -39,7 +39,8 @@ _LIKELY = re.compile(
     r"|(out|output|final|last|pred|prediction|vocab|lm|class|action|value|policy)"
     r"_?(proj|projection|projector|layer|linear|fc|dense|conv|net)"
 )
-"""Names of output heads at the top of a model, used only if no head is found by stronger evidence."""
+"""Names that mean an output head if the layer is directly in the model, and not inside one of its blocks. They are used
+only if no head is found by stronger evidence."""
 _ALSO_IN_ATTENTION = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
 """Names of output heads that are also names of the output projection of attention. If the last layer of a model has
 such a name, it counts as a head only if no other layer may consume its outputs."""
@@ -125,8 +126,8 @@ def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: Mode
 
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
-    structure: facts about the modules; None if only named parameters are known. As these may be a part of a model, the
-        last layer is then unclear, and not a head by its position alone.
+    structure: facts about the modules; None if only named parameters are known. The parameters may then be a part of a
+        model, so that the last layer is no head by its position alone, and is returned as unclear.
     """
     return _Search(layers, rows, structure).heads()
 
@@ -134,7 +135,8 @@ def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: Mode
 class _Search:
     """The search for heads among the layers of one model, from the strongest evidence to the weakest.
 
-    The evidence is: heads that modules declare; clear names; a vocabulary; likely names at the top; the last position.
+    The evidence is: modules that declare their heads; clear names; as many outputs as an embedding has rows; likely
+    names directly in the model; the last position.
     """
 
     def __init__(self, layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None) -> None:
@@ -172,7 +174,7 @@ class _Search:
         return any(other.kind == "linear" and other.inputs[0] % layer.outputs == 0 for other in after)
 
     def repeated(self, layer: Layer) -> bool:
-        """Return True if a layer is in a list of modules, and another element of the list has a layer at the same path.
+        """Return True if a layer is in a list of modules in which another element has a layer at the same path.
 
         The path is that of the layer within its element.
         """
@@ -299,12 +301,12 @@ class _Search:
         return None
 
     def _at_top(self, layer: Layer, depth: int) -> bool:
-        """Return True if a layer with a likely name of a head is at the top of the model and may be a head.
+        """Return True if a layer with a likely name of a head is directly in the model and may be a head.
 
-        A layer whose outputs another layer may consume is no head. The last layer of the model is an exception, unless
-        its likely name matches `_ALSO_IN_ATTENTION`.
+        Most layers are no heads if another layer may consume their outputs. The last layer of the model may be one in
+        any case, except if its likely name matches `_ALSO_IN_ATTENTION`.
 
-        depth: position of the likely name in the layer's path.
+        depth: index of the likely name in the layer's path.
         """
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
@@ -323,10 +325,11 @@ class _Search:
         return last if before and max(before) < int(matched[2]) else None
 
     def _parallel(self, head: Layer) -> None:
-        """Add heads that are parallel to a head: the last layers of the modules just before the head's module.
+        """Add heads that are parallel to a head.
 
-        The search goes backwards. It ends at the first module whose last layer cannot be a head, or has neither as many
-        inputs nor as many outputs as the head.
+        The modules before the module of the head are visited, the nearest one first. The last layer of each becomes a
+        head. The search ends at a module whose last layer cannot be a head, or differs from the head in both its number
+        of inputs and its number of outputs.
         """
         depth = len(self.root)
         parts = dict[Attributes, Layer]()
@@ -339,10 +342,10 @@ class _Search:
             self.found[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
 
     def _beside(self) -> None:
-        """Add the layers beside each head: layers of the same module, next to the head, with as many inputs.
+        """Add the layers next to each head, in the same module, with the same number of inputs.
 
-        Layers before the head are added only in a submodule that is not a sequence, because layers of a sequence follow
-        each other. In a `ModuleList` the inputs may differ, as for detection heads at several scales.
+        Layers before the head are added only in a submodule, and not in a sequence, whose layers follow each other. In
+        a `ModuleList` the numbers of inputs may differ, as for detection heads at several scales.
         """
         for head in [layer for layer in self.layers if layer.key in self.found and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]

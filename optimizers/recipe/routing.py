@@ -37,8 +37,9 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = "module"
 """Attribute in which DistributedDataParallel and DataParallel store the wrapped module.
 
-Any module may have an attribute of this name, so inside a model it is removed only after a module of one of these two
-types."""
+Any module of a model may have an attribute of this name. So it is removed from the names of parameters only if the
+module that has it is of one of these two types.
+"""
 
 
 def canonical_name(name: str) -> str:

@@ -113,9 +113,9 @@ def _linked(node: Any) -> Any:
 
 
 def with_base(schema: dict[str, Any]) -> None:
-    """Add `base` and `set` to the schema of a recipe.
+    """Add `base` and `set` to the JSON schema of a recipe.
 
-    The model has no fields of these names, because `loading` resolves both before validation.
+    The class `Recipe` has no fields of these names, because `loading` resolves both before validation.
     """
     schema["properties"]["base"] = {
         "anyOf": [{"type": "string"}, {"type": "object"}],

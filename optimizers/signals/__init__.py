@@ -1,4 +1,4 @@
-"""Signals of an optimizer: sources, gathering over ranks, and delivery to the step. Parameter sets import from here."""
+"""Signals, values that stages request beside gradients: where they come from, and how they reach steps and ranks."""
 
 from .partners import Steps as Steps
 from .partners import with_partners as with_partners

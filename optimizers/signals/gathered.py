@@ -63,10 +63,10 @@ class SignalCall:
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
-        """Return the positions that receive the signal.
+        """Return the positions of the parameters that receive the signal.
 
-        A signal with numbers for outputs is used for the parameters that have a value on all ranks. Any other signal is
-        used for all positions in `wanted` or, if a value is missing on some rank, for the positions in `needed`.
+        If the signal has one number for each group of outputs, these are the parameters that have a value on all ranks.
+        For any other signal they are all in `wanted`, or only those in `needed` if a value is missing on some rank.
 
         level: the smallest of the numbers `MISSING`, `SOME` and `ALL` that ranks have sent.
         sizes: `[R, P]`, sizes of tensors; None for signals without sizes.

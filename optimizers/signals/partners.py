@@ -56,10 +56,10 @@ class PairedParameter:
         return self.factor.partner
 
     def signal(self, name: str, partner: PairedParameter) -> Tensor:
-        """Return the signal `name`: the partner's value, earlier value or gradient.
+        """Return the signal `name`: the partner's value, its earlier value, or its gradient.
 
-        The result has the shape `[p, r]`, with the axis last that both factors share. It is a copy, because the partner
-        may be updated before the signal is used.
+        The result is a matrix whose last axis is the one that both factors share. It is a copy, because the partner may
+        be updated before the signal is used.
         """
         assert self.factor is not None and self.param_set is not None
         if name == "partner_gradient":

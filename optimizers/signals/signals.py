@@ -32,10 +32,10 @@ from .gathered import SignalCall, gather_signals
 class Listeners:
     """The stages and constraints of a recipe that request signals.
 
-    asking: path of the first stage or constraint that requests a signal, by name of the signal.
-    asked: the same for one update rule alone, by path of the rule and name of the signal.
-    somewhere: path of the first constraint that requires a signal for at least one parameter, by name of the signal.
-    paused: True during trial forwards, from which no signal is collected.
+    asking: {signal: path of the first stage or constraint that requests it}, for the whole recipe.
+    asked: {path of an update rule: the same for this rule}.
+    somewhere: {signal: path of the first constraint that requires the signal for at least one parameter}.
+    paused: True during forwards that only try a step. No signal is collected from them.
     """
 
     paused = False
@@ -323,7 +323,10 @@ class Signals:
             self.open_first = {name: paths for name, paths in self.open_first.items() if not paths & trained}
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if steps use a sum of slots over all blocks, or a signal that is not computed for each stack."""
+        """Return True if signals must be computed before the stacks of these parameter sets are stepped.
+
+        This is so for a sum of slots over all blocks, and for signals that are not computed for each stack.
+        """
         return not self.listeners.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
@@ -431,7 +434,7 @@ class Signals:
         return _with_tensors(replace(step, numbers={**shared, **numbers}, entries=entries), tensors, param_set)
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
-        """Return this rank's values of a signal, and the parameters in the step whose updates request the signal."""
+        """Return this rank's values of a signal, with the parameters of the step whose update rules request it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
         due = cache(self.listeners.needed)  # equal for all parameters of an update at one step

@@ -202,8 +202,8 @@ def _blocks(
 
     cost_of: function that returns the cost of a block from its path, shape and dtype.
     phases: phases of the blocks, by block key.
-    interval: steps after which the refreshes repeat.
-    known: cache of the results of `_held`, by layout and grid; updated.
+    interval: number of steps after which the refreshes repeat.
+    known: cache of the results of `_held`, by layout and grid of blocks. This function adds to it.
     """
     assert spec.placement is not None
     layout, dtype = spec.placement.layout, compute_dtype(spec.dtype)
@@ -217,14 +217,14 @@ def _blocks(
 
 
 def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) -> Iterator[Item]:
-    """Yield n blocks of equal cost as items of the balance.
+    """Yield n blocks of equal cost in the form in which `balance.assign` takes them.
 
-    The cost of a refresh counts at the steps at which the refresh is due. A refresh that is due at every step, or at no
-    fixed steps, counts with its mean cost per step.
+    The cost of a refresh counts at the steps at which it is due. If a refresh is due at every step, or its steps are
+    not known in advance, its mean cost counts at every step.
 
     work: mean work of a step, measured or counted.
     phases: `[n]`, phase of each block.
-    interval: steps after which the refreshes repeat.
+    interval: number of steps after which the refreshes repeat.
     """
     constant, scale = cost.constant, work / cost.work if cost.work else 0.0
     due: list[dict[int, float]] = [{} for _ in phases]
@@ -285,9 +285,12 @@ class Advice(NamedTuple):
 
 
 PER_RANK = 4
-"""Recommended work of a wave (the refreshes that are due in one step) for each rank, in units of the costliest block's
-refresh. With 4, the work of ranks differs by at most a quarter, and shipped recipes on models of 16 to 6,656 blocks
-have an efficiency (mean work / largest work of a rank) of 0.92 or more."""
+"""Recommended number of refreshes for each rank in a wave. A wave is the set of refreshes of one step, and a refresh
+counts in units of the most expensive one.
+
+With 4, the work of two ranks differs by at most a quarter. Shipped recipes on models of 16 to 6,656 blocks then have an
+efficiency (mean work / largest work of a rank) of 0.92 or more.
+"""
 WORTHWHILE = 0.05
 """Smallest gain in efficiency (mean work / largest work of a rank) for which larger waves are recommended."""
 
@@ -354,8 +357,8 @@ def warn_of_waiting(
 
 
 REPLICATED = "replicated"
-"""Scope (key of the ranks that exchange a parameter's blocks) of plain parameters, which every rank of the default
-process group holds."""
+"""The scope of parameters that are plain tensors, which every rank of the default process group holds. A scope
+identifies the set of ranks that exchange the blocks of a parameter."""
 
 
 class Assignments:

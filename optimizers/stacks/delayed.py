@@ -37,7 +37,8 @@ Results = Mapping[str, Tensor]
 
 
 SIDE_STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": streams_of}
-"""By device type, the function that returns the streams of a device. Other device types have no side stream."""
+"""For each type of device that has side streams: function that returns the streams of a device. Other types, such as a
+CPU, have none."""
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Specification, placement on ranks and phases of each parameter, which decide how its update is computed.
+"""For each parameter of an optimizer: its specification, the ranks on which it is placed, and the phases of its blocks.
 
-All three follow from the recipe and from names, shapes and layouts, and do not depend on values of parameters. Every
-rank therefore computes the same result.
+They follow from the recipe and from names, shapes and layouts of parameters, and not from values. So every rank
+computes the same result.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class ParamPlacement:
 class ParamSpec:
     """The properties of a parameter that decide how it is cut into blocks and where the blocks are computed.
 
-    name: name of the parameter in errors and counts, and seed of its random numbers.
+    name: name of the parameter in errors and counts. It is also the seed of the parameter's random numbers.
     path: path of its update in the recipe.
     shape: shape of the full parameter. A complex parameter has the shape `[..., 2]`, with pairs (real, imaginary).
     dtype: dtype of the parameter; for a complex parameter, the dtype of its real and imaginary parts.
@@ -181,7 +181,7 @@ class ParamSpec:
         other ranks.
     matrices: division of the parameter's entries into matrices.
     frozen: True if the parameter required no gradient when its param group was added.
-    width_factors: for each matrix of the parameter, the factor of its direction. (): there are no factors.
+    width_factors: for each matrix of the parameter, the number by which its direction is multiplied. (): no factors.
     group: index of the parameter's param group.
     rank_group: ranks that share the parameter. None: this process updates the parameter alone.
     """

@@ -123,7 +123,11 @@ def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: i
 
 
 def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
-    """Return `text` and a remedy for plain tensors, or "" if all parameters are DTensors."""
+    """Return advice for the end of an error.
+
+    If some parameters are plain tensors, it is `text` with a remedy for plain tensors. If all parameters are DTensors,
+    it is a remedy for DTensors.
+    """
     return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
 
 
@@ -321,9 +325,10 @@ class RankSurvey:
         return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
-        """Return booleans `[n]` on the device, True for each of the n gradients that can be used.
+        """Return booleans `[n]` on the device, True for each gradient that can be used.
 
-        finite: True if gradients must be finite. For updates that square gradients, the squares must be finite too.
+        finite: True if gradients with inf or nan cannot be used. If an update squares gradients, their squares must be
+            finite too. False: every gradient that is present can be used.
         """
         usable = self.sums[ABSENT] == 0
         usable = usable & (self.squares <= self.largest) if finite else usable

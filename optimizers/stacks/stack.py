@@ -168,10 +168,12 @@ class StackState:
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Reset each slot of a block to its initial value if all entries of the slot are zero.
+        """Reset each slot of a block to its initial value if all its entries are zero.
+
+        Code outside of the optimizer resets state by writing zeros, but zero is not the initial value of every slot.
 
         row: row of the block.
-        changed: names of tensors that were written outside of a step. Only slots with such tensors are reset.
+        changed: names of tensors that were written outside of a step. Only their slots are reset.
         """
         for key, slot in self.slots():
             names, how = self.names(key), self.encoded.get(str(key))
@@ -219,7 +221,7 @@ class StackState:
 
     @property
     def adds_decay(self) -> bool:
-        """True if weight decay is added to directions before the write."""
+        """True if weight decay is added to directions before they are written into the parameters."""
         return bool(self.rule.after_decay or self.step_sizes)
 
     @cached_property
