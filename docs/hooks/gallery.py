@@ -9,7 +9,7 @@ from functools import cache
 
 import eigengraft
 from markup import inline
-from measured import ROOT, milliseconds, runs, state_bytes, steps_of, task_scores
+from measured import ROOT, gpu, measured_text, milliseconds, runs, state_bytes, steps_of, task_scores
 
 BUDGETS = ROOT / "tests" / "gpu" / "budgets.csv"
 TASKS = {"python": "Python sources", "digits": "handwritten digits"}
@@ -26,8 +26,9 @@ The axis of losses is logarithmic, and the same for all recipes.
 - **state**: bytes of state per parameter of a 1024 x 1024 weight.
 - **traffic**: memory that a step between two refreshes reads and writes on an accelerator, as a multiple of the
   parameters' bytes. It is counted on GPT-2 small with a simulated accelerator.
-- **ms**: counted time of the optimizer in a step of GPT-2 small on one H100,
-  [a lower bound](../papers/laptop_track/README.md#counted-cost).
+- **≥ ms**: counted time of the optimizer in a step of GPT-2 small on one H100,
+  [a lower bound](../papers/laptop_track/README.md#counted-cost). In brackets is the time that was
+  [measured](gpu.md#steps) on another card, with its name.
 - **steps**: steps to the track's target loss, of 200, on the two tasks.
 """
 
@@ -51,7 +52,8 @@ def card(name: str) -> str:
     )
     traffic = traffics().get(name)
     facts = [f"state {state_bytes(name):.1f}", f"traffic {traffic:.0f}" if traffic is not None else ""]
-    facts.append(f"{milliseconds(name):.3g} ms")
+    measured = measured_text(name) and f" ({measured_text(name)} ms on {gpu().card})"
+    facts.append(f"≥ {milliseconds(name):.3g} ms{measured}")
     facts.append(f"steps {' / '.join(steps_of(task_scores(name)[task]) for task in TASKS)}")
     return (
         f'<div class="card"><a href="recipes/{name}.html"><code>{name}</code></a><p>{inline(about)}</p>'

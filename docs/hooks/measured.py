@@ -7,16 +7,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import eigengraft
 from eigengraft.experiments.cli.purposes import NUMBERS_FILE, RecipeNumbers, goals
-from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms, step_costs
+from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
 from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track
 from eigengraft.optimizers.plan.plan import plan
 from markup import table
 
 ROOT = Path(__file__).parents[2]
+GPU_ROWS = ROOT / "tests" / "gpu" / "results.jsonl"
+"""Measurements that `make gpu` wrote, a JSON object in each line."""
 SHAPE = (1024, 1024)
 """Shape of the weight whose bytes of state are shown."""
 COUNTED = next(iter(COUNTED_MODELS))
@@ -52,6 +55,35 @@ def milliseconds(name: str) -> float:
     return optimizer_ms(name, COUNTED)
 
 
+class MeasuredSteps(NamedTuple):
+    """Measured steps of recipes on one card.
+
+    card: name of the card.
+    rows: candidate -> its measurements. The candidate of a shipped recipe without options is the recipe's name.
+    """
+
+    card: str
+    rows: Mapping[str, Mapping[str, Any]]
+
+    def milliseconds(self, name: str) -> float | None:
+        """Return the mean milliseconds of the optimizer in a step of GPT-2 small, None if it was not measured."""
+        return self.rows[name]["total_ms"]["mean"] if name in self.rows else None
+
+
+@cache
+def gpu() -> MeasuredSteps:
+    """Return the steps that were measured on a card. docs/gpu.md has the same numbers."""
+    rows = [json.loads(line) for line in GPU_ROWS.read_text(encoding="utf-8").splitlines()]
+    steps = {row["candidate"]: row for row in rows if row["part"] == "step" and row["own"]}
+    return MeasuredSteps(next(row["card"] for row in rows if row["part"] == "machine"), steps)
+
+
+def measured_text(name: str) -> str:
+    """Return the measured milliseconds of the optimizer in a step as text, "" if they were not measured."""
+    own = gpu().milliseconds(name)
+    return "" if own is None else f"{own:.3g}"
+
+
 def profile_of(name: str, kind: str = "") -> float:
     """Return the profile of steps of a recipe that was run, or with the name of a model that of counted cost."""
     return track().profiles[kind][entry_name(name)]
@@ -84,6 +116,14 @@ def section(name: str, up: str) -> str:
         f"**Counted time:** {milliseconds(name):.3g} ms for the optimizer in a step of {COUNTED_MODELS[COUNTED]} on "
         f"one {H100.name}, [a lower bound]({up}../papers/laptop_track/README.md#counted-cost)."
     )
+    if name in gpu().rows:
+        note = gpu().rows[name].get("note", "")
+        counted += (
+            f"\n\n**Measured time:** {measured_text(name)} ms for the optimizer in a step of {COUNTED_MODELS[COUNTED]} "
+            f"on one {gpu().card}, [mean of steps with and without refreshes]({up}gpu.md#steps){note and f' ({note})'}."
+        )
+    else:
+        counted += f" It was not [measured on a card]({up}gpu.md#steps); measured steps take longer."
     own, now = task_scores(name), track()
     if not own:
         return f"{counted}\n\nNot run on the [laptop track]({up}../papers/laptop_track/README.md)."
@@ -102,22 +142,23 @@ def section(name: str, up: str) -> str:
 
 def numbers() -> dict[str, RecipeNumbers]:
     """Return the numbers of all shipped recipes, rounded as `purposes.NUMBERS_FILE` has them."""
-    costs, found = step_costs({name: {"base": name} for name in eigengraft.shipped_recipes()}, COUNTED), {}
-    for name, cost in costs.items():
+    found = {}
+    for name in eigengraft.shipped_recipes():
         own, run = task_scores(name), list[float | None]()
         if own:
             rates = [one.lr for one in own.values()]
             reached = all(one.steps < math.inf for one in own.values())
             run = [profile_of(name), profile_of(name, COUNTED), max(rates) / min(rates) if reached else None]
-        rounded = (None if one is None else float(f"{one:.4g}") for one in (state_bytes(name), cost, *run))
+        own_numbers = (state_bytes(name), milliseconds(name), gpu().milliseconds(name), *run)
+        rounded = (None if one is None else float(f"{one:.4g}") for one in own_numbers)
         found[name] = RecipeNumbers(*rounded)  # type: ignore[arg-type]
     return found
 
 
 def numbers_text() -> str:
-    """Return the numbers of all shipped recipes as JSON, a line for each recipe."""
+    """Return the measured card and the numbers of all shipped recipes as JSON, a line for each recipe."""
     lines = (f"{json.dumps(name)}: {json.dumps(list(own))}" for name, own in numbers().items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return f'{{"card": {json.dumps(gpu().card)}, "recipes": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
 def goals_table(link: Callable[[str], str]) -> str:
@@ -129,7 +170,7 @@ def goals_table(link: Callable[[str], str]) -> str:
     for goal in goals():
         recipes = [f"[`{name}`]({link(name)})" + (f" ({numbers})" if numbers else "") for name, numbers in goal.recipes]
         rows.append([goal.title, ", ".join(recipes), goal.rule])
-    return table(["goal", "recipes (measured)", "chosen by"], rows)
+    return table(["goal", "recipes (profiles and numbers)", "chosen by"], rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,19 @@ from eigengraft.component import Component, components_in
 from eigengraft.experiments.cli.console import to_yaml
 from eigengraft.optimizers.recipe.loading import recipe_folder, shipped
 from markup import inline, table
-from measured import COUNTED_MODELS, H100, ROOT, SHAPE, cells, goals_table, milliseconds, section, state_bytes
+from measured import (
+    COUNTED_MODELS,
+    H100,
+    ROOT,
+    SHAPE,
+    cells,
+    goals_table,
+    gpu,
+    measured_text,
+    milliseconds,
+    section,
+    state_bytes,
+)
 
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 INDEX_TASKS = {"python": "Python sources", "digits": "digits"}
@@ -90,10 +102,11 @@ def index_page() -> str:
     rows = []
     for name in eigengraft.shipped_recipes():
         about = linked(inline(eigengraft.load_recipe(name).about or ""))
-        numbers = (f"{state_bytes(name):.2f}", f"{milliseconds(name):.3g}", *cells(name, list(INDEX_TASKS)))
+        times = f"{milliseconds(name):.3g}", measured_text(name)
+        numbers = (f"{state_bytes(name):.2f}", *times, *cells(name, list(INDEX_TASKS)))
         rows.append([f"[`{name}`]({name}.md)<br>{about}", *numbers])
     tasks = [f"{title}: {what}" for title in INDEX_TASKS.values() for what in ("steps", "loss", "rate")]
-    head = ["recipe", "state", "ms", "profile", *tasks]
+    head = ["recipe", "state", "≥ ms", "measured ms", "profile", *tasks]
     model = next(iter(COUNTED_MODELS.values()))
     return f"""# Shipped recipes
 
@@ -108,8 +121,10 @@ seconds. The first row is the choice without a special goal. Compare a recipe wi
 ## All recipes
 
 - **state**: bytes per parameter of a {SHAPE[0]} x {SHAPE[1]} weight in float32, with the recipe's own blocking.
-- **ms**: counted time of the optimizer in a step of {model} on one
+- **≥ ms**: counted time of the optimizer in a step of {model} on one
   {H100.name}, [a lower bound](../../papers/laptop_track/README.md#counted-cost).
+- **measured ms**: mean time of the optimizer in this step on one {gpu().card}, [where it was
+  measured](../gpu.md#steps).
 - **profile**: score on the laptop track, 1 for the fewest steps on every task.
 - **steps, loss, rate**: steps to the target, final loss and best learning rate on two of its tasks.
 

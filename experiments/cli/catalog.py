@@ -23,7 +23,7 @@ from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
-from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, recipe_numbers
+from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, measured_card, recipe_numbers
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -33,13 +33,15 @@ RECIPES, BY_GOAL = "recipes", "goals"
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or
-the least time, on every task. Without a special goal, start with `soap_fitted`. `eigengraft list
-recipes` lists all recipes, and `eigengraft show RECIPE` prints one.""",
-    RECIPES: """\
-lr       the recipe's own learning rate; tune it first
-state    bytes per parameter of a 1024 x 1024 weight in float32
-cost     time of a step of GPT-2 small on one H100, counted, as a multiple of that with AdamW
-profile  score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
+the least time, on every task. Times of steps are counted and are lower bounds. Without a special
+goal, start with `soap_fitted`. `eigengraft list recipes` lists all recipes, and `eigengraft show
+RECIPE` prints one.""",
+    RECIPES: f"""\
+lr        the recipe's own learning rate; tune it first
+state     bytes per parameter of a 1024 x 1024 weight in float32
+>= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
+measured  milliseconds of the same step on one {measured_card()}; -: not measured
+profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.""",
 }
@@ -90,7 +92,7 @@ def list_command(
         raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {_OF_FILES}")
     for name, rows in found.items():
         if rows:
-            heads = {BY_GOAL: ("goal", "recipes (measured)", "chosen by"), RECIPES: _RECIPE_HEADS}
+            heads = {BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"), RECIPES: _RECIPE_HEADS}
             _print_entries(
                 heads.get(name, (name, "about")), rows, {"stage": STAGES, RECIPES: RECIPE_GROUPS}.get(name, ())
             )
@@ -100,7 +102,7 @@ def list_command(
 
 _SHORT = 68
 """Largest number of characters of the text about a recipe in the list of all recipes: two lines of it."""
-_RECIPE_HEADS = ("recipe", "about", "lr", "state", "cost", "profile")
+_RECIPE_HEADS = ("recipe", "about", "lr", "state", ">= ms", "measured", "profile")
 
 
 def _recipe_row(name: str) -> tuple[str, ...]:
@@ -109,8 +111,21 @@ def _recipe_row(name: str) -> tuple[str, ...]:
 
     recipe, own = raw_recipe(name), recipe_numbers()[name]
     profile = "-" if own.steps is None else f"{own.steps:.2f}"
+    measured = "-" if own.measured is None else f"{own.measured:.3g}"
     about, lr = recipe.get("about") or "", recipe.get("lr")
-    return name, str(about), "-" if lr is None else f"{lr:g}", f"{own.state:.2f}", f"{own.cost:.2f}", profile
+    numbers = (f"{own.state:.2f}", f"{own.counted:.3g}", measured, profile)
+    return name, str(about), "-" if lr is None else f"{lr:g}", *numbers
+
+
+def measured_cost(recipe: str) -> str:
+    """Return a line with the measured time of a recipe's step, "" if `recipe` was not measured or is not shipped."""
+    own = recipe_numbers().get(recipe)
+    if own is None or own.measured is None:
+        return ""
+    times = (
+        f"the optimizer takes {own.measured:.3g} ms of this step, {own.measured / own.counted:.1f} times the counted"
+    )
+    return f"measured on one {measured_card()}: {times} {own.counted:.3g} ms"
 
 
 def _shortened(about: str) -> str:
@@ -269,7 +284,7 @@ def _table(*head: str) -> Table:
     for place, title in enumerate(head):
         numbers = place > 1 and head == _RECIPE_HEADS
         justify: Literal["left", "right"] = "right" if numbers else "left"
-        width = _DIGITS if numbers else None
+        width = max(_DIGITS, len(title)) if numbers else None
         table.add_column(title, overflow="fold", no_wrap=place == 0 or numbers, justify=justify, width=width)
     return table
 
@@ -286,4 +301,4 @@ def _console() -> Console:
 _WIDTH = 100
 """Width of a table in characters if the width of the terminal is not known."""
 _DIGITS = 7
-"""Width of a column of numbers in characters."""
+"""Least width of a column of numbers in characters."""

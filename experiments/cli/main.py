@@ -229,6 +229,8 @@ def show_command(
         typer.echo(f"# {remark}")
     if not is_experiment:
         typer.echo(f"# {_cost_line(recipe)}")
+        if not overrides and (measured := catalog.measured_cost(source)):
+            typer.echo(f"# {measured}")
 
 
 def _cost_line(recipe: eigengraft.Recipe) -> str:

@@ -106,6 +106,10 @@ def track_run_command(
     entry: Annotated[str, typer.Argument(help="an entry of the folder, a recipe file, or a shipped recipe's name")],
     folder: Folder = Path("runs/track"),
     out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/track/runs/NAME")] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(min=2, help="micro-batches of every batch; default the entry's own number, else 1"),
+    ] = None,
     workers: Workers = None,
     imports: Imports = None,
 ) -> None:
@@ -115,7 +119,7 @@ def track_run_command(
     """
     from ..track.track import RESULTS_FILE, entry_study, find_entry, keep_entry, load_track
 
-    track, found = load_track(), find_entry(entry, folder)
+    track, found = load_track(), find_entry(entry, folder, accumulate)
     directory = out or Path("runs/track/runs") / found.name
     run_to_end(entry_study(track, found, imports or ()), directory, workers)
     for task in keep_entry(track, found, directory, folder):

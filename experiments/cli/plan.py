@@ -25,7 +25,7 @@ DataParallel = Literal["ddp", "fsdp2", "hsdp"]
 WIDE = 200
 """Width of a table in a file or in Markdown, in characters."""
 NODE = 8
-"""Number of ranks that shard a parameter under hsdp, unless `--mesh` gives this number."""
+"""Largest number of ranks that shard a parameter under hsdp, unless `--mesh` gives this number."""
 
 
 def plan_command(  # noqa: PLR0913  its arguments are the command's options
@@ -36,18 +36,20 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
         list[str] | None, override_argument("dotted.path=value on the recipe: blocking.size=512")
     ] = None,
     recipe: Annotated[str, typer.Option(help="a shipped recipe's name or a recipe file")] = "soap_fitted",
-    world: Annotated[int | None, typer.Option(min=1, help="number of ranks; default that of the mesh, or 8")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="number of ranks; several, such as 8,64: a row for each; default that of --mesh, or 1"),
+    ] = None,
     mesh: Annotated[str | None, typer.Option(help="ranks along each axis of the device mesh, such as 2x4")] = None,
     parallel: Annotated[DataParallel | None, typer.Option(help="default fsdp2, or hsdp on a mesh of two axes")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="dtype of parameters and gradients")
     ] = "float32",
-    worlds: Annotated[str | None, typer.Option(help="numbers of ranks, such as 8,64,512: a row per number")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="time one block of each shape on this machine, and plan with these times")
     ] = False,
 ) -> None:
-    """Print what each rank of a sharded optimizer owns, holds, computes and sends, and how even the load is."""
+    """Print what each rank of an optimizer owns, holds, computes and sends, and how even the load is."""
     import torch
 
     from eigengraft.optimizers.plan.plan import plan
@@ -60,16 +62,17 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
         loaded = _timed(loaded, parameters)
     axes = _numbers("--mesh", mesh, "x") if mesh else ()
     way: DataParallel = parallel or ("hsdp" if len(axes) == 2 else "fsdp2")
-    meshes = _meshes(way, axes, world, worlds)
+    meshes = _meshes(way, axes, ranks)
     plans = [plan(loaded, parameters, own, way, getattr(torch, dtype)) for own in meshes]
-    what = f"{model}, {counted(len(parameters), 'parameter')} in {dtype}, {way}, {loaded.name or 'recipe'}"
+    what = f"{model}, {counted(len(parameters), 'parameter')} in {dtype}, {loaded.name or 'recipe'}"
     unit = "ms" if loaded.distribution.work else "FLOP"
-    if worlds:
-        typer.echo(f"{what}\n")
+    if len(meshes) > 1:
+        typer.echo(f"{what}, {way}\n")
         Console(width=WIDE).print(growth(plans, unit))
         return
     console = Console()
-    table = ranks_table(plans[0], f"{what}, mesh {'x'.join(map(str, meshes[0]))}", unit)
+    shared = f", {way}, mesh {'x'.join(map(str, meshes[0]))}" if len(plans[0].work) > 1 else ", one rank"
+    table = ranks_table(plans[0], what + shared, unit)
     (console if console.is_terminal else Console(width=WIDE)).print(table)
     for line in remarks(plans[0], unit):
         typer.echo(line)
@@ -90,18 +93,22 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
     return recipe.replace(distribution=Distribution(**{**recipe.distribution.model_dump(), "work": work}))
 
 
-def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
-    """Return the shapes of the meshes for which plans are made, one for each number of ranks."""
-    if worlds and world is not None:
-        raise RecipeError(f"--world {world} cannot be combined with --worlds '{worlds}'; give one")
-    if worlds:
-        return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
-    mesh = axes or _mesh(way, (), world or 8)
-    if world is not None and world != math.prod(mesh):
+def _meshes(way: DataParallel, axes: tuple[int, ...], ranks: str | None) -> list[tuple[int, ...]]:
+    """Return the shapes of the meshes for which plans are made, one for each number of ranks.
+
+    axes: ranks along each axis of --mesh; () if it was not given.
+    ranks: text of --ranks; None if it was not given.
+    """
+    if ranks is None:
+        return [axes or _mesh(way, (), 1)]
+    numbers = _numbers("--ranks", ranks, ",")
+    if len(numbers) > 1:
+        return [_mesh(way, axes[-1:], number) for number in numbers]
+    if axes and numbers[0] != math.prod(axes):
         raise RecipeError(
-            f"--world: {world} differs from the {math.prod(mesh)} ranks of --mesh; remove one of the two options"
+            f"--ranks: {numbers[0]} differs from the {math.prod(axes)} ranks of --mesh; remove one of the two options"
         )
-    return [mesh]
+    return [axes or _mesh(way, (), numbers[0])]
 
 
 def _numbers(option: str, text: str, between: str) -> tuple[int, ...]:
@@ -114,7 +121,7 @@ def _numbers(option: str, text: str, between: str) -> tuple[int, ...]:
 def _mesh(way: DataParallel, shards: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     if way != "hsdp":
         return (ranks,)
-    shard_ranks = shards[0] if shards else NODE
+    shard_ranks = shards[0] if shards else min(NODE, ranks)
     if ranks % shard_ranks:
         raise RecipeError(
             f"hsdp: {ranks} ranks are no multiple of the {shard_ranks} ranks that shard a parameter; give --mesh"
@@ -190,10 +197,13 @@ def growth(plans: Sequence[Plan], unit: str) -> Table:
 
 
 def remarks(plan: Plan, unit: str) -> list[str]:
-    """Return lines with numbers of a plan that the table of its ranks does not show."""
+    """Return lines with numbers of a plan that the table of its ranks does not show. Lines on the load of ranks are
+    left out if there is one rank.
+    """
     home = [name for name, share in plan.placements.items() if share.owners is None]
     agreement = plan.traffic["agreement"]
-    lines = [
+    several = len(plan.work) > 1
+    lines = several * [
         f"imbalance (largest / mean) of work {plan.imbalance:.3f}, at best {plan.least_imbalance:.3f}: the "
         f"busiest rank has at least {amount(plan.bound, unit)}, however blocks are assigned; "
         f"of state {plan.state_imbalance:.3f}",
@@ -202,7 +212,7 @@ def remarks(plan: Plan, unit: str) -> list[str]:
         f"{plan.balance.efficiency:.3f}",
         "messages: to other ranks, summed over the collectives of a step; buffers: bytes that these read and write",
     ]
-    if plan.advice is not None:
+    if plan.advice is not None and several:
         better = " ".join(f"{name}={plan.advice.min_wave_work}" for name in plan.advice.fields)
         lines.append(
             f"ranks wait for the one that refreshes: {better} gives an efficiency of "
@@ -213,11 +223,11 @@ def remarks(plan: Plan, unit: str) -> list[str]:
         "takes back"
         for place, own in plan.offloaded.items()
     ]
-    if home:
+    if home and several:
         lines.append(
             f"{len(home)} of {len(plan.placements)} parameters are updated by the ranks that hold them and send nothing"
         )
-    if len(plan.work) > 1:
+    if several:
         before = amount(int(plan.traffic["synchronization"].sent[0]), "B")
         lines.append(
             f"agreement on gradients: {amount(int(agreement.sent[0]), 'B')} per rank, in an all-reduce (ring); before "

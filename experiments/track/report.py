@@ -30,7 +30,7 @@ from .track import (
     profile_score,
     ratios,
     read_entries,
-    read_recipes,
+    read_table,
     scores,
 )
 
@@ -90,8 +90,10 @@ class Standing:
 
 def standing(track: Track, folder: Path) -> Standing:
     """Return the entries of a folder with their scores and costs. Raises ValueError if results are missing."""
-    entries, known = read_entries(track, folder), read_recipes(folder)
-    recipes = {entry.name: {key: value for key, value in known[entry.name].items() if key != "lr"} for entry in entries}
+    entries, known = read_entries(track, folder), read_table(folder)
+    recipes = {
+        entry.name: {key: value for key, value in known[entry.name].recipe.items() if key != "lr"} for entry in entries
+    }
     found = scores(track, entries)
     costs = {model: step_costs(recipes, model) for model in COUNTED_MODELS}
     apart = {"": ratios(found), **{model: ratios(found, own) for model, own in costs.items()}}

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")
 ENTRIES_FILE, RESULTS_FILE = "entries.yaml", "results.csv"
-"""Names of the files in the folder of a track: one has the recipes of entries, the other a row for each run."""
+"""Names of the files in the folder of a track: one has the entries, the other a row for each run."""
 MADE = ("track", "date", "cpu", "device", "threads", "python", "torch", "eigengraft")
 """Columns of the provenance of a run: version of the rules, date, machine and versions."""
 RUN_COLUMNS = ("entry", "task", "seed", "lr", "edge", *RESULT_NUMBERS, "data", "curve", *MADE)
@@ -68,23 +68,29 @@ class TrackEntry:
 
     name: name of the recipe in the tables of the track.
     recipe: the recipe, as a recipe file declares it.
+    accumulate: number of micro-batches into which every batch is split, as in an experiment; None: batches are not
+        split.
     """
 
     name: str
     recipe: Mapping[str, Any]
+    accumulate: int | None = None
 
 
-def find_entry(source: str, folder: Path) -> TrackEntry:
-    """Return the entry that `source` names: one in the table of a folder, a recipe file, or a shipped recipe."""
-    known = read_recipes(folder)
+def find_entry(source: str, folder: Path, accumulate: int | None = None) -> TrackEntry:
+    """Return the entry that `source` names: one in the table of a folder, a recipe file, or a shipped recipe.
+
+    accumulate: number of micro-batches of every batch; None: the number of the entry in the table, else one.
+    """
+    known = read_table(folder)
     if source in known:
-        return TrackEntry(source, known[source])
+        return replace(known[source], accumulate=accumulate or known[source].accumulate)
     if Path(source).suffix not in (".yaml", ".yml"):
         raw_recipe(source)  # raises RecipeError for an unknown name
-        return TrackEntry(entry_name(source), {"base": source})
+        return TrackEntry(entry_name(source), {"base": source}, accumulate)
     declared = read_yaml(source)
     alone = isinstance(declared, Mapping) and declared.get("base") in (None, *shipped_recipes())
-    return TrackEntry(Path(source).stem, declared if alone else raw_recipe(source))
+    return TrackEntry(Path(source).stem, declared if alone else raw_recipe(source), accumulate)
 
 
 def entry_name(recipe: str) -> str:
@@ -97,10 +103,11 @@ def entry_study(track: Track, entry: TrackEntry, imports: Iterable[str] = ()) ->
 
     imports: files or modules that define components of the recipe.
     """
+    split = {} if entry.accumulate is None else {"accumulate": entry.accumulate}
     return load_study(
         {
             "name": entry.name,
-            "base": {**track.base, "recipe": dict(entry.recipe), "imports": list(imports)},
+            "base": {**track.base, "recipe": dict(entry.recipe), "imports": list(imports), **split},
             "axes": {"task": {name: task.experiment for name, task in track.tasks.items()}},
             "tune": track.tune,
             "seeds": track.seeds,
@@ -159,8 +166,7 @@ def keep_entry(track: Track, entry: TrackEntry, directory: Path, folder: Path) -
     make_directory(folder)
     kept = [row for row in _rows(folder) if row["entry"] != entry.name]
     write_text(folder / RESULTS_FILE, results_text(sorted([*kept, *rows], key=lambda row: str(row["entry"]))))
-    known = {**read_recipes(folder), entry.name: dict(entry.recipe)}
-    write_text(folder / ENTRIES_FILE, recipes_text(known))
+    write_text(folder / ENTRIES_FILE, table_text({**read_table(folder), entry.name: entry}.values()))
     return others
 
 
@@ -173,20 +179,28 @@ def results_text(rows: Iterable[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def recipes_text(recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table of entries as YAML. An entry with few fields has one line."""
+def table_text(entries: Iterable[TrackEntry]) -> str:
+    """Return the table of entries as YAML: the recipe of each entry, and `accumulate` beside it if batches are split.
+
+    An entry with few fields has one line.
+    """
     stream, writer = io.StringIO(), YAML(typ="safe")
     writer.default_flow_style = None
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     writer.width = 120
-    writer.dump({name: dict(recipes[name]) for name in sorted(recipes)}, stream)
+    rows = {
+        entry.name: {**entry.recipe, **({} if entry.accumulate is None else {"accumulate": entry.accumulate})}
+        for entry in sorted(entries, key=lambda entry: entry.name)
+    }
+    writer.dump(rows, stream)
     return stream.getvalue()
 
 
-def read_recipes(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the recipes of the entries in a folder by name; {} if it has no table of entries."""
+def read_table(folder: Path) -> dict[str, TrackEntry]:
+    """Return the entries in the table of a folder by name; {} if the folder has no table of entries."""
     path = folder / ENTRIES_FILE
-    return dict(read_yaml(path)) if path.is_file() else {}
+    rows = read_yaml(path) if path.is_file() else {}
+    return {name: TrackEntry(name, row, row.pop("accumulate", None)) for name, row in rows.items()}
 
 
 def read_entries(track: Track, folder: Path) -> list[EntryRuns]:

@@ -25,7 +25,15 @@ from eigengraft.experiments.cli import study as study_commands
 from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.plan import amount
-from eigengraft.experiments.cli.purposes import FAMILIES, RECIPE_GROUPS, STAGES, by_purpose, goals, recipe_numbers
+from eigengraft.experiments.cli.purposes import (
+    FAMILIES,
+    RECIPE_GROUPS,
+    STAGES,
+    by_purpose,
+    goals,
+    measured_card,
+    recipe_numbers,
+)
 from eigengraft.preconditioners import RMS
 
 from ..processes import Process, fork_what_is_spawned, start
@@ -368,11 +376,16 @@ class TestList:
         monkeypatch.delenv("COLUMNS")
         lines = succeeds("list", "recipes").splitlines()
         assert max(map(len, lines)) <= 100
-        rows = {line.split()[0]: line.split()[-4:] for line in lines if line.startswith("  ") and line[2:3].strip()}
+        rows = {line.split()[0]: line.split()[-5:] for line in lines if line.startswith("  ") and line[2:3].strip()}
         assert rows.keys() == set(eigengraft.shipped_recipes()) == recipe_numbers().keys()
         for name, own in recipe_numbers().items():
             lr, profile = eigengraft.load_recipe(name).lr, "-" if own.steps is None else f"{own.steps:.2f}"
-            assert rows[name] == [f"{lr:g}", f"{own.state:.2f}", f"{own.cost:.2f}", profile]
+            measured = "-" if own.measured is None else f"{own.measured:.3g}"
+            assert rows[name] == [f"{lr:g}", f"{own.state:.2f}", f"{own.counted:.3g}", measured, profile]
+            assert own.measured is None or own.measured > own.counted  # counted times are lower bounds
+        assert any(measured_card() in line for line in lines)
+        assert measured_card() in succeeds("show", "soap_fitted")
+        assert measured_card() not in succeeds("show", "soap_fitted", "lr=0.1")
         assert all(max(map(len, succeeds("list", *what).splitlines())) <= 100 for what in ((), ("stage",), ("goals",)))
 
     def test_an_own_stage_is_in_the_last_group(self) -> None:
@@ -482,7 +495,7 @@ class TestShow:
                 or ("momentum/m" in line and " disk " in line)
                 or ("/m" not in line and "/v" not in line)
             )
-        planned = succeeds("plan", "gpt2", "--recipe", "offload.yaml", "--world", "2")
+        planned = succeeds("plan", "gpt2", "--recipe", "offload.yaml", "--ranks", "2")
         assert "offloaded to disk: at most " in planned and " of a rank's state" in planned
 
     def test_expectations_are_told(self) -> None:

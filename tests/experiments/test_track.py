@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from eigengraft.experiments.track.track import (
     ENTRIES_FILE,
     RESULTS_FILE,
     TaskRun,
+    TrackEntry,
     TrackTask,
     entry_study,
     find_entry,
@@ -31,10 +33,10 @@ from eigengraft.experiments.track.track import (
     profile_score,
     ratios,
     read_entries,
-    read_recipes,
-    recipes_text,
+    read_table,
     results_text,
     score,
+    table_text,
 )
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import load_recipe
@@ -120,6 +122,18 @@ def test_an_entry_is_one_of_the_folder_a_file_or_a_shipped_recipe(tmp_path: Path
         find_entry("adanw", tmp_path)
 
 
+def test_an_entry_may_split_batches_and_keeps_the_number_in_the_table(tmp_path: Path) -> None:
+    track, split, whole = load_track(), find_entry("isomuon", tmp_path, 2), find_entry("isomuon", tmp_path)
+    (tmp_path / ENTRIES_FILE).write_text(table_text([whole, replace(split, name="split")]))
+    known = read_table(tmp_path)
+    assert known == {"isomuon": whole, "split": TrackEntry("split", {"base": "isomuon"}, 2)}
+    assert find_entry("split", tmp_path).accumulate == 2
+    assert find_entry("split", tmp_path, 4).accumulate == 4
+    for one, other in zip(*(plan_runs(entry_study(track, entry)) for entry in (split, whole)), strict=True):
+        assert one.experiment.accumulate == 2
+        assert one.experiment.replace(accumulate=None) == other.experiment
+
+
 @pytest.mark.slow
 def test_the_committed_page_is_that_of_the_committed_runs() -> None:
     track = load_track()
@@ -127,7 +141,7 @@ def test_the_committed_page_is_that_of_the_committed_runs() -> None:
     ((path, text),) = track_page(now, LAPTOP).items()
     assert path.read_text() == text
     assert steps_table(now) in text
-    assert set(now.scores) <= set(read_recipes(LAPTOP))
+    assert set(now.scores) <= set(read_table(LAPTOP))
     for name, task in track.tasks.items():  # the targets are such that AdamW reaches them, and not with its last step
         assert now.scores["adamw"][name].steps < task.experiment["steps"]
         assert {run.data for entry in now.entries for run in entry.runs[name]} == {task.sha256[:16]}
@@ -226,7 +240,7 @@ def test_the_table_of_runs_survives_reading_and_writing() -> None:
     with (LAPTOP / RESULTS_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert results_text(rows) == (LAPTOP / RESULTS_FILE).read_text()
-    assert recipes_text(read_recipes(LAPTOP)) == (LAPTOP / ENTRIES_FILE).read_text()
+    assert table_text(read_table(LAPTOP).values()) == (LAPTOP / ENTRIES_FILE).read_text()
     assert [row["entry"] for row in rows] == sorted(row["entry"] for row in rows)
 
 
@@ -268,7 +282,7 @@ def test_the_command_runs_an_entry_and_keeps_it(tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 0, done.output
     assert "digits: the data differ from those of version 1" in done.output
     folder = tmp_path / "runs" / "track"
-    assert read_recipes(folder) == {"adamw": {"base": "adamw"}}
+    assert read_table(folder) == {"adamw": TrackEntry("adamw", {"base": "adamw"})}
     before = (folder / RESULTS_FILE).read_text()
     assert CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"]).exit_code == 0
     assert (folder / RESULTS_FILE).read_text() == before  # rows of an entry are replaced

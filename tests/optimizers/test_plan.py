@@ -464,7 +464,7 @@ def test_shapes_in_files(tmp_path: Path) -> None:
 
 def test_the_command_prints_every_rank(call: Any, tmp_path: Path) -> None:
     (tmp_path / "s.txt").write_text("hidden.weight 8x8\n")
-    result = call("s.txt", "blocking={}", "--world", "2")
+    result = call("s.txt", "blocking={}", "--ranks", "2")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines() if line.split()[:1] in (["0"], ["1"])]
     assert [row[:2] for row in rows] == [["0", "1"], ["1", "0"]]
@@ -474,8 +474,17 @@ def test_the_command_prints_every_rank(call: Any, tmp_path: Path) -> None:
     assert all(word in many.output for word in ("least", "median", "largest"))
 
 
+def test_the_command_plans_one_rank_unless_it_gets_more(call: Any) -> None:
+    alone = call("digits")
+    assert alone.exit_code == 0 and "one rank" in alone.output and "fsdp2" not in alone.output
+    assert [line.split()[0] for line in alone.output.splitlines() if line.split()[:1] in (["0"], ["1"])] == ["0"]
+    assert "imbalance" not in alone.output and "imbalance" in call("digits", "--ranks", "2").output
+    for ranks, mesh in {"1": "one rank", "4": "mesh 1x4", "16": "mesh 2x8"}.items():
+        assert mesh in call("digits", "--parallel", "hsdp", "--ranks", ranks).output
+
+
 def test_the_command_writes_how_it_grows(call: Any) -> None:
-    result = call("digits", "--worlds", "2,4,16", "--parallel", "ddp")
+    result = call("digits", "--ranks", "2,4,16", "--parallel", "ddp")
     assert result.exit_code == 0, result.output
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line]
     assert table[0][0] == "ranks" and set(table[1][0]) == {"-"} and [row[0] for row in table[2:]] == ["2", "4", "16"]
@@ -489,8 +498,8 @@ def test_the_command_writes_how_it_grows(call: Any) -> None:
     [
         (["llama-7b"], ("llama-7b", "llama-70b")),
         (["digits", "--mesh", "2y4"], ("--mesh", "2y4")),
-        (["digits", "--mesh", "2x4", "--world", "4"], ("--world", 8, 4)),
-        (["digits", "--worlds", "8,12", "--parallel", "hsdp"], ("hsdp", 8, 12)),
+        (["digits", "--mesh", "2x4", "--ranks", "4"], ("--ranks", 8, 4)),
+        (["digits", "--ranks", "8,12", "--parallel", "hsdp"], ("hsdp", 8, 12)),
         (["digits", "--recipe", "soup"], ("soup", "soap")),
         (["nothing.txt"], ("nothing.txt",)),
     ],
