@@ -265,7 +265,11 @@ def leaders(rows: Iterable[ComparisonRow], metric: Metric) -> list[ComparisonRow
 
 
 def compare(records: Records) -> list[ComparisonPanel]:
-    """Group the runs into panels, one for each combination of labels on the axes that are not compared."""
+    """Group the runs into panels, one for each combination of labels on the axes that are not compared.
+
+    The row of the baseline is the first of a panel. The other rows have the order of the runs. Tables, legends and
+    figures have this order.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in records.runs:
         others = tuple((axis, label) for axis, label in run.labels.items() if axis != records.compare)
@@ -296,7 +300,8 @@ def _panel(
 
     base = next((_row_label(run, records) for run in runs if run.labels[records.compare] == records.baseline), None)
     baseline = None if base is None else row(base, None)
-    rows = tuple(baseline if baseline and label == base else row(label, baseline) for label in by_label)
+    others_of = (row(label, baseline) for label in by_label if label != base)
+    rows = (*(() if baseline is None else (baseline,)), *others_of)
     labels, headings = tuple(named(*one) for one in others), tuple(heading(*one) for one in others)
     title = ", ".join(headings) or records.name
     return ComparisonPanel(title, labels, headings, rows, records.metric, baseline, records.compare)
@@ -463,14 +468,14 @@ def _panels(conditions: Sequence[tuple[str, ...]]) -> str:
 def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
     """Return, by (field, title of the panel), curves of the mean metric against the values that a search tried.
 
-    A value has its best result over all values of other fields. Diverged values are crosses. Values whose runs were
-    stopped early are left out. A field without three positive numbers has no curve.
+    The curve of the baseline is the first. A value has its best result over all values of other fields. Diverged values
+    are crosses. Values whose runs were stopped early are left out. A field without three positive numbers has no curve.
     """
     cells = {cell_name(run.labels): run.labels for run in records.runs}
     tuned = {one.cell: cells.get(one.cell, {}).get(records.compare, one.cell) for one in records.tuned}
     styles = _styles({named(records.compare, label): label for label in tuned.values()}, records)
     found: dict[tuple[str, str], list[Curve]] = {}
-    for one in records.tuned:
+    for one in sorted(records.tuned, key=lambda one: tuned[one.cell] != records.baseline):
         labels, label = cells.get(one.cell, {}), named(records.compare, tuned[one.cell])
         title = ", ".join(heading(axis, text) for axis, text in labels.items() if axis != records.compare)
         for path in one.values:

@@ -19,13 +19,13 @@ from .seed_statistics import Paired
 def difference_dots(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:
     """Draw a dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
 
-    The best row is at the top. Rows without an interval, because they diverged or have a single seed, are left out.
+    Rows have the order of the panel's table, from top to bottom. Rows without an interval, because they diverged or have a single seed, are left out.
     Returns None if fewer than two rows have an interval.
     """
     rows = [(row, found) for row in panel.rows if (found := row.difference) is not None and _bar(found) is not None]
     if panel.baseline is None or len(rows) < 2:
         return None
-    rows.sort(key=lambda pair: -panel.metric.sign * pair[1].mean)
+    rows.reverse()  # heights grow from the bottom
     figure = Figure(figsize=(width, 0.75 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0.0, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -61,7 +61,8 @@ def study_table(results: StudyResults) -> str:
     """Return a line about when and on which machine the runs were made, and a table with a row for each cell.
 
     A row has mean and spread of the loss over seeds, and bytes of state. In studies of equal seconds it also has steps
-    and seconds. Other times are left out, because they are not comparable if the machine had other load.
+    and seconds. Other times are left out, because they are not comparable if the machine had other load. Losses of rows
+    that are compared with each other have one number of decimals.
     """
     cells: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in results.rows:
@@ -69,19 +70,26 @@ def study_table(results: StudyResults) -> str:
     lengths = ("steps", "seconds") if results.timed else ()
     heads = (*results.rows[0].labels, "learning rate", *lengths, "validation loss", "bytes per parameter")
     losses = {labels: _loss(own) for labels, own in cells.items()}
-    form = _published_format(loss.mean for loss in losses.values() if loss is not None)
-    rows = [(*labels, *_numbers(own, lengths, format_summary(losses[labels], form))) for labels, own in cells.items()]
+    panels: dict[tuple[str, ...], list[Summary]] = {}
+    for labels, own in cells.items():
+        if (loss := losses[labels]) is not None:
+            panels.setdefault(_panel(own[0], results.compare), []).append(loss)
+    forms = {
+        panel: number_format((loss.mean for loss in own), ((loss.spread or 0.0, loss.mean) for loss in own))
+        for panel, own in panels.items()
+    }
+    rows = []
+    for labels, own in cells.items():
+        form = forms.get(_panel(own[0], results.compare), NumberFormat())
+        rows.append((*labels, *_numbers(own, lengths, format_summary(losses[labels], form))))
     seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
     made = "; ".join(f"{key} {value}" for key, value in results.made.items())
     return f"{made}; seeds {seeds}\n\n{markdown_table(heads, rows)}"
 
 
-def _published_format(numbers: Iterable[float]) -> NumberFormat:
-    """Return the format of published numbers: three decimals, and more where a number would be printed as zero.
-
-    Spreads ask for no decimals, so that the pages of papers/ stay as they were published.
-    """
-    return number_format((), [(number, 0.0) for number in numbers])
+def _panel(row: ResultRow, compare: str) -> tuple[str, ...]:
+    """Return the labels of a run on all axes but the compared one."""
+    return tuple(label for axis, label in row.labels.items() if axis != compare)
 
 
 def _loss(rows: Sequence[ResultRow]) -> Summary | None:
@@ -112,9 +120,9 @@ def _measured(finding: ClaimFinding, claim: PaperClaim) -> str:
         lost = sum(not math.isfinite(value) for value in finding.values.values())
         return f"no value with {lost} of {len(finding.values)} seeds"
     if finding.low is None or finding.high is None or finding.low == finding.high:
-        return _published_format([finding.mean]).text(finding.mean, sign)
+        return number_format((), [(finding.mean, 0.0)]).text(finding.mean, sign)
     ends = (finding.low, finding.high)
-    form = _published_format([max(map(abs, (finding.mean, *ends)))])
+    form = number_format((), [((finding.high - finding.low) / 2, 0.0), (max(map(abs, (finding.mean, *ends))), 0.0)])
     low, high = (form.text(end, sign) for end in ends)
     return f"{form.text(finding.mean, sign)} [{low}, {high}]"
 

@@ -48,11 +48,13 @@ class StudyResults:
     rows: one row for each run.
     made: date, machine and versions, as far as they were recorded.
     timed: True if the cells train for equal seconds, each with its own number of steps.
+    compare: axis whose labels are compared; "" if it is not known.
     """
 
     rows: tuple[ResultRow, ...]
     made: Mapping[str, str]
     timed: bool = False
+    compare: str = ""
 
     def row(self, labels: Mapping[str, str], seed: int) -> ResultRow:
         """Return the run of a cell with a seed. Raises ValueError if there is none."""
@@ -98,7 +100,7 @@ def read_results(path: Path, study: Study) -> StudyResults:
     content = read_json(path)
     listed = content if isinstance(content, list) else content["rows"]
     made = {} if isinstance(content, list) else content["made"]
-    found = StudyResults(tuple(_read(row, study) for row in listed), made, study.equal == "seconds")
+    found = StudyResults(tuple(_read(row, study) for row in listed), made, study.equal == "seconds", study.compared[0])
     planned = {(tuple(cell.labels.values()), seed) for cell in cells(study) for seed in study.seeds}
     measured = [(tuple(row.labels.values()), row.seed) for row in found.rows]
     if len(measured) != len(planned) or set(measured) != planned:

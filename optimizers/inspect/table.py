@@ -98,6 +98,8 @@ _Layer = TypeVar("_Layer")
 def worst_ends(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[_Layer]:
     """Yield the layers with the extreme values of the measures in `WORST`, in the order of `WORST`.
 
+    A layer is yielded once for each measure, even if its value is both the largest and the smallest.
+
     rows: (layer, measure, value). NaN counts as infinity.
     """
     found: dict[str, list[tuple[float, _Layer]]] = {}
@@ -105,9 +107,11 @@ def worst_ends(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[_Layer]:
         if measure in WORST and not (measure in _COUNTS and value == 0):
             found.setdefault(measure, []).append((math.inf if math.isnan(value) else value, layer))
     for measure, ends in WORST.items():
-        own = found.get(measure, [])
-        for end in ends if len(own) > 1 else ends[: len(own)]:
-            yield (max if end == "largest" else min)(own, key=lambda pair: pair[0])[1]
+        if own := found.get(measure, []):
+            values = [value for value, _ in own]
+            extremes = (max(values) if end == "largest" else min(values) for end in ends)
+            for place in dict.fromkeys(map(values.index, extremes)):
+                yield own[place][1]
 
 
 COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
@@ -164,7 +168,7 @@ class Inspection(Sequence[Measurement]):
         """Return the rows with the extreme values of the measures in `WORST`, in the order of `WORST`.
 
         A condition number has one row, with its largest value. Gradients and updates have two rows, with the largest
-        and then the smallest value. A count that is 0 everywhere has no row. Printed rows have the usual range of their
+        and then the smallest value, or one row if all values are equal. A count that is 0 everywhere has no row. Printed rows have the usual range of their
         measure (see `USUAL`), and the word `outside` if the value is outside of this range.
         """
         rows = tuple(worst_ends((row, row.measure, row.value) for row in self.rows))

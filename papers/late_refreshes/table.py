@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
+from eigengraft.experiments.reports.number_format import number_format
 from eigengraft.experiments.reports.records import read_records
 
 DELAYS = ("0", "1", "2", "5", "10")
@@ -41,10 +42,12 @@ def table(found: Losses) -> list[str]:
             continue
         name, _, interval = method.partition("-")
         before = by_delay["0"]
-        cells = [f"{fmean(before.values()):.3f}"]
-        for delay in DELAYS[1:]:
-            change = [by_delay[delay][seed] - loss for seed, loss in before.items()]
-            cells.append(f"{fmean(change):+.3f} ± {stdev(change) / len(change) ** 0.5:.3f}")
+        changes = [[by_delay[delay][seed] - loss for seed, loss in before.items()] for delay in DELAYS[1:]]
+        errors = [stdev(change) / len(change) ** 0.5 for change in changes]
+        form = number_format([fmean(before.values())], [(error, fmean(before.values())) for error in errors])
+        cells = [form.text(fmean(before.values()))]
+        for change, error in zip(changes, errors, strict=True):
+            cells.append(f"{form.text(fmean(change), '+')} ± {form.text(error)}")
         lines.append(f"| {METHODS[name]} | {interval} | {' | '.join(cells)} |")
     return lines
 
