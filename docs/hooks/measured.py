@@ -13,11 +13,12 @@ import eigengraft
 from eigengraft.experiments.cli.purposes import NUMBERS_FILE, RecipeNumbers, goals
 from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
-from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track
+from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track, read_table
 from eigengraft.optimizers.plan.plan import plan
 from markup import table
 
 ROOT = Path(__file__).parents[2]
+TRACK = ROOT / "papers" / "laptop_track"
 GPU_ROWS = ROOT / "tests" / "gpu" / "results.jsonl"
 """Measurements that `make gpu` wrote, a JSON object in each line."""
 SHAPE = (1024, 1024)
@@ -29,7 +30,7 @@ COUNTED = next(iter(COUNTED_MODELS))
 @cache
 def track() -> Standing:
     """Return the committed entries of the laptop track with their scores and costs."""
-    return standing(load_track(), ROOT / "papers" / "laptop_track")
+    return standing(load_track(), TRACK)
 
 
 def task_scores(name: str) -> Mapping[str, TaskScore]:
@@ -142,16 +143,17 @@ def section(name: str, up: str) -> str:
 
 def numbers() -> dict[str, RecipeNumbers]:
     """Return the numbers of all shipped recipes, rounded as `purposes.NUMBERS_FILE` has them."""
-    found = {}
+    found, entries = {}, read_table(TRACK)
     for name in eigengraft.shipped_recipes():
-        own, run = task_scores(name), list[float | None]()
+        own, run, accumulate = task_scores(name), list[float | None](), None
         if own:
             rates = [one.lr for one in own.values()]
             reached = all(one.steps < math.inf for one in own.values())
             run = [profile_of(name), profile_of(name, COUNTED), max(rates) / min(rates) if reached else None]
+            accumulate = entries[entry_name(name)].accumulate
         own_numbers = (state_bytes(name), milliseconds(name), gpu().milliseconds(name), *run)
         rounded = (None if one is None else float(f"{one:.4g}") for one in own_numbers)
-        found[name] = RecipeNumbers(*rounded)  # type: ignore[arg-type]
+        found[name] = RecipeNumbers(*rounded)._replace(accumulate=accumulate)  # type: ignore[arg-type]
     return found
 
 

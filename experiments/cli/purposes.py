@@ -171,6 +171,7 @@ class RecipeNumbers(NamedTuple):
     steps: profile of steps on the laptop track, from 0 to 1 for the fewest on every task.
     time: profile of counted time.
     rates: largest over smallest of the best learning rates of the tasks; None also if a target was not reached.
+    accumulate: number of micro-batches of a batch in the runs on the track; None: batches were not split.
     """
 
     state: float
@@ -179,6 +180,7 @@ class RecipeNumbers(NamedTuple):
     steps: float | None = None
     time: float | None = None
     rates: float | None = None
+    accumulate: int | None = None
 
 
 NUMBERS_FILE = Path(__file__).with_name("recipes.json")
@@ -217,6 +219,11 @@ class Goal(NamedTuple):
     rule: str
 
 
+def _split(parts: int | None) -> str:
+    """Return a text that says into how many micro-batches every batch was split, "" if batches were not split."""
+    return "" if parts is None else f", batches in {parts} micro-batches"
+
+
 _NEAR_BEST = 0.8
 """Least profile of steps of recipes that count as fast. AdamW has 0.40, and the best recipe 0.95."""
 _SHOWN = 3
@@ -231,7 +238,11 @@ def goals() -> tuple[Goal, ...]:
 
     def first(title: str, key: Callable[[Any], float], text: str, rule: str, least: float = 0.0) -> Goal:
         found = sorted((key(own), -own.steps, name) for name, own in run.items() if own.steps >= least)
-        shown = [(name, text.format(**run[name]._asdict())) for value, _, name in found[:_SHOWN] if value < math.inf]
+        shown = [
+            (name, text.format(**(own := run[name])._asdict()) + _split(own.accumulate))
+            for value, _, name in found[:_SHOWN]
+            if value < math.inf
+        ]
         return Goal(title, tuple(shown), rule)
 
     return (

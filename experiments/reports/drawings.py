@@ -19,8 +19,8 @@ from .seed_statistics import Paired
 def difference_dots(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:
     """Draw a dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
 
-    Rows have the order of the panel's table, from top to bottom. Rows without an interval, because they diverged or have a single seed, are left out.
-    Returns None if fewer than two rows have an interval.
+    Rows have the order of the panel's table, from top to bottom. Rows without an interval, because they diverged or
+    have a single seed, are left out. Returns None if fewer than two rows have an interval.
     """
     rows = [(row, found) for row in panel.rows if (found := row.difference) is not None and _bar(found) is not None]
     if panel.baseline is None or len(rows) < 2:

@@ -288,6 +288,9 @@ _LATEX = {
     "\u2212": "$-$",
     "\u00b1": r"$\pm$",
     "\u2013": "--",
+    "\u2019": "'",
+    "\u2264": r"$\leq$",
+    "\u00d7": r"$\times$",
     "\u2020": r"$\dagger$",
     **{sign: f"\\{sign}" for sign in "&%$#_"},
 }
@@ -324,7 +327,10 @@ _HEAD = 10
 
 
 def latex(table: TextTable) -> str:
-    """Return a LaTeX table with its caption. Columns that do not fit on a page follow below, after the first column."""
+    """Return a LaTeX table with its caption and its label, `tab:` and the words of its title joined by hyphens.
+
+    Columns that do not fit on a page follow below, after the first column. An empty cell is a dash.
+    """
     columns = []
     for place, head in enumerate(table.heads):
         cells = [row[place] for row in table.rows]
@@ -340,7 +346,9 @@ def latex(table: TextTable) -> str:
         blocks[-1].append(column)
         width += column[0]
     caption = _escaped(f"{table.title}. {table.note}".strip())
-    begin = ["\\begin{table}", "\\centering", "\\footnotesize\\setlength{\\tabcolsep}{4pt}", f"\\caption{{{caption}}}"]
+    label = "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
+    begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\label{{tab:{label}}}"]
+    begin.append("\\footnotesize\\setlength{\\tabcolsep}{4pt}")
     parts = "\n\\par\\medskip\n".join(_tabular([(lines, cells) for _, lines, cells in block]) for block in blocks)
     return "\n".join([*begin, parts, "\\end{table}"])
 
@@ -353,7 +361,9 @@ def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:
         for head, (lines, _) in zip(stacked, columns, strict=True)
     ]
     rows = zip(*(cells for _, cells in columns), strict=True)
-    body = [[rf"\textbf{{{_escaped(text)}}}" if bold else _escaped(text) for text, _, bold in row] for row in rows]
+    body = [
+        [rf"\textbf{{{_escaped(text)}}}" if bold else _escaped(text or _NONE) for text, _, bold in row] for row in rows
+    ]
     head, *lines = [" & ".join(cells) + r" \\" for cells in (heads, *body)]
     begin = rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}"
     return "\n".join([begin, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}"])
@@ -368,7 +378,7 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
         (f"final {panel.metric.title}", lambda row: _final(row, panel, form)),
     ]
     if base is not None:
-        interval = f"minus {base.title} [95 % interval]"
+        interval = f"difference from {base.title} [95 % interval]"
         columns.append((interval, lambda row: format_difference(row, form) if row.baseline else ("",)))
         columns.append(("p (Holm)" if len(panel.corrected) > 1 else "p", lambda row: (_corrected(row, panel),)))
     if panel.risen:
@@ -381,19 +391,26 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
         columns.append((name, lambda row, means=means, own=own: (format_value(means[row.label], own),)))  # type: ignore[misc]
     columns.append(("seeds", lambda row: (_seeds(row),)))
     if base is not None and not base.rises:
-        columns.append((f"steps to {base.title}\u2019s final", lambda row: format_reached(row, 0)))
-        columns.append((f"seconds to it{sign}", lambda row: format_reached(row, 1)))
+        goal = f"{base.title}\u2019s final value"
+        columns.append((f"steps to {goal}", lambda row: format_reached(row, 0)))
+        columns.append((f"seconds to {goal}{sign}", lambda row: format_reached(row, 1)))
     if target is not None:
-        columns.append((f"steps to {target.value:g}", lambda row: _to_target(row, target)))
+        columns.append((f"steps to {panel.metric.title} {target.value:g}", lambda row: _to_target(row, target)))
     if records.equal == "seconds":
         columns.append(("steps", lambda row: format_length(row)[:1]))
         columns.append((f"seconds{sign}", lambda row: format_length(row)[1:]))
-    columns.append((f"step, ms{sign}", _step_ms))
-    columns.append((f"optimizer, ms{sign}", lambda row: (format_number(row.mean("optimizer_ms")),)))
-    state = "state, bytes per parameter"
+    columns.append((f"time of a step (ms){sign}", _step_ms))
+    columns.append((f"optimizer in a step (ms){sign}", lambda row: (format_number(row.mean("optimizer_ms")),)))
+    state = "optimizer state (bytes per parameter)"
     columns.append((state, lambda row: (format_number(row.mean("state_bytes_per_parameter")),)))
     title = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
-    notes = [marks([panel.rows], "the table")] if panel.best else []
+    seeds = {len(row.finals) for row in panel.rows}
+    what = f"Final {panel.metric.title}, mean \u00b1 sample standard deviation over "
+    notes = [what + (counted(seeds.pop(), "seed") if len(seeds) == 1 else "seeds") + "."]
+    notes += [marks([panel.rows], "the table")] if panel.best else []
+    if panel.corrected:
+        several = f", corrected for {len(panel.corrected)} comparisons (Holm)" if len(panel.corrected) > 1 else ""
+        notes.append(f"Differences are paired by seed; p is that of a two-sided t-test{several}.")
     notes += ["\u2020 The machine had other load, so that times of methods cannot be compared."] if panel.busy else []
     rows = [[TableCell(*cell(row)) for _, cell in columns] for row in panel.rows]
     return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)

@@ -168,8 +168,9 @@ class Inspection(Sequence[Measurement]):
         """Return the rows with the extreme values of the measures in `WORST`, in the order of `WORST`.
 
         A condition number has one row, with its largest value. Gradients and updates have two rows, with the largest
-        and then the smallest value, or one row if all values are equal. A count that is 0 everywhere has no row. Printed rows have the usual range of their
-        measure (see `USUAL`), and the word `outside` if the value is outside of this range.
+        and then the smallest value, or one row if all values are equal. A count that is 0 everywhere has no row.
+        Printed rows have the usual range of their measure (see `USUAL`), and the word `outside` if the value is outside
+        of this range.
         """
         rows = tuple(worst_ends((row, row.measure, row.value) for row in self.rows))
         return type(self)(rows, judged=True)

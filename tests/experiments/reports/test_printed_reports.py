@@ -320,11 +320,11 @@ def test_tables_have_accuracy_and_mark_times_of_a_busy_machine(tmp_path):
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "val_accuracy": 0.75}))
     page = Report(tmp_path).write().read_text(encoding="utf-8")
-    assert "step, ms \u2020</th>" in page and "Do not compare columns with the sign \u2020" in page
+    assert "time of a step (ms) \u2020</th>" in page and "Do not compare columns with the sign \u2020" in page
     assert "training seconds \u2020" in page and "corrected for other load" not in page
     table = (tmp_path / "tables.md").read_text(encoding="utf-8")
-    assert " | accuracy | " in table and " | 0.750 | " in table and "step, ms \u2020" in table and "other load" in table
-    assert r"step, ms $\dagger$" in (tmp_path / "tables.tex").read_text(encoding="utf-8")
+    assert " | accuracy | " in table and " | 0.750 | " in table and "(ms) \u2020" in table and "other load" in table
+    assert r"(ms) $\dagger$" in (tmp_path / "tables.tex").read_text(encoding="utf-8")
 
 
 def test_tables_in_markdown_and_latex(grid):
@@ -335,7 +335,8 @@ def test_tables_in_markdown_and_latex(grid):
     assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | **1.633 \u00b1 0.153 \\*** | \u22120.467 [")
     text = latex(panel_table(panel, records))
     assert text.count("&") == (4 + 6) * 3 and text.count(" \\\\\n") == 2 * 3 and "$-$0.467" in text and r"95~\%" in text
-    assert not re.search(r"(?<!\\)[%#_]", text)
+    assert not re.search(r"(?<!\\)[%#_]", text) and text.isascii()
+    assert text.splitlines()[3] == r"\label{tab:trial-each-at-its-own-best-lr}"
     write_tables(records, grid)
     assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * (4 + 4)  # titles, best means
     assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\toprule") > 1 + 3
