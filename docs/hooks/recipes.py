@@ -113,8 +113,9 @@ def index_page() -> str:
 ## Which one should I use?
 
 The table follows from the runs of the [laptop track](../../papers/laptop_track/README.md), small tasks that train in
-seconds. The first row is the choice without a special goal. Compare a recipe with `adamw` on a task of your own
-(`eigengraft ablate`). A profile is a score from 0 to 1: 1 is the fewest steps, or the least time, on every task.
+seconds. Without a special goal, start with `soap_fitted`. Compare a recipe with `adamw` on a task of your own
+(`eigengraft ablate`). A profile is a score from 0 to 1: 1 is the fewest steps, or the least time, on every task. Times
+of steps are counted, not measured, and are lower bounds.
 
 {goals_table("{}.md".format)}
 

@@ -399,9 +399,9 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     if records.equal == "seconds":
         columns.append(("steps", lambda row: format_length(row)[:1]))
         columns.append((f"seconds{sign}", lambda row: format_length(row)[1:]))
-    columns.append((f"time of a step (ms){sign}", _step_ms))
-    columns.append((f"optimizer in a step (ms){sign}", lambda row: (format_number(row.mean("optimizer_ms")),)))
-    state = "optimizer state (bytes per parameter)"
+    columns.append((f"step time (ms){sign}", _step_ms))
+    columns.append((f"optimizer time (ms){sign}", lambda row: (format_number(row.mean("optimizer_ms")),)))
+    state = "state (bytes per parameter)"
     columns.append((state, lambda row: (format_number(row.mean("state_bytes_per_parameter")),)))
     title = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
     seeds = {len(row.finals) for row in panel.rows}

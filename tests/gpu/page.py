@@ -20,11 +20,11 @@ HEAD = """# On a GPU
 {where}
 
 ```sh
-make gpu                    # on one CUDA device, without a network, in under 10 minutes; writes this page
-make gpu ARGS=--simulated   # the same code on a simulated accelerator, with tiny sizes; writes to runs/gpu-simulated/
+make gpu                    # on one CUDA device, in under 10 minutes; writes this page
+make gpu ARGS=--simulated   # with tiny sizes, without a GPU; writes to runs/gpu-simulated/
 ```
 
-`make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers
+The second line runs the same code on a simulated accelerator. Neither asks the network. `make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers
 in `preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
 ADVICE = """```yaml
 base: soap_fitted                                # on a GPU

@@ -320,7 +320,7 @@ def test_tables_have_accuracy_and_mark_times_of_a_busy_machine(tmp_path):
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "val_accuracy": 0.75}))
     page = Report(tmp_path).write().read_text(encoding="utf-8")
-    assert "time of a step (ms) \u2020</th>" in page and "Do not compare columns with the sign \u2020" in page
+    assert "step time (ms) \u2020</th>" in page and "Do not compare columns with the sign \u2020" in page
     assert "training seconds \u2020" in page and "corrected for other load" not in page
     table = (tmp_path / "tables.md").read_text(encoding="utf-8")
     assert " | accuracy | " in table and " | 0.750 | " in table and "(ms) \u2020" in table and "other load" in table
