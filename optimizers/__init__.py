@@ -1,6 +1,7 @@
 """Recipes, and the optimizers that are made from them."""
 
 from .checkpoint.consolidation import ConsolidateOnSave as ConsolidateOnSave
+from .convert_adamw import convert_adamw as convert_adamw
 from .convert_storage import convert_storage as convert_storage
 from .inspect.reporting import RoutedParameter as RoutedParameter
 from .inspect.table import Inspection as Inspection

@@ -55,7 +55,7 @@ class RecipeChange:
         if self.renamed is not None:
             remedy = f"it is shipped as '{self.renamed}' now, and its earlier name is another recipe's; {remedy}"
         if all(line.startswith("storage.") for line in lines):
-            remedy = "eigengraft.convert_storage(state_dict, optimizer) makes a state dict that fits"
+            remedy = "eigengraft.optimizers.convert_storage(state_dict, optimizer) makes a state dict that fits"
         return "\n".join(
             [
                 f"state_dict was saved with another recipe, and its state does not fit; {remedy}. "
@@ -226,9 +226,9 @@ def compare_groups(
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
             raise ValueError(
-                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer; the "
-                "moments of torch.optim.AdamW can be copied, see docs/from-torch.md, 'Continuing a run of torch's "
-                "AdamW'; after any other optimizer, begin with fresh state"
+                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer; "
+                "eigengraft.optimizers.convert_adamw(state_dict, optimizer) converts one of torch.optim.AdamW; after "
+                "any other optimizer, begin with fresh state"
             )
         missing = [key for key in ("lr", "weight_decay") if key not in other]
         if missing:

@@ -30,7 +30,7 @@ from eigengraft.preconditioners import FirstMoment, SecondMoment
 from eigengraft.schedules import schedules
 from eigengraft.slots import StateKey
 
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from .exchange import Step
 from .gradients import leaves_masks
@@ -88,9 +88,17 @@ class FusedAdam:
 
 def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
     """Return the moments that the stages of a stack declare, or None if the stages do not form Adam's chain."""
-    if len(own.rule.update) != 2 or own.rule.after_decay:
+    return declared_moments(own.rule, own.stack.block)
+
+
+def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[FirstMoment, SecondMoment] | None:
+    """Return the moments that the stages of an update declare, or None if the stages do not form Adam's chain.
+
+    block: shape of the block that is updated.
+    """
+    if len(rule.update) != 2 or rule.after_decay:
         return None
-    first, second = (stage.cached_traits(own.stack.block).moment for stage in own.rule.update)
+    first, second = (stage.cached_traits(block).moment for stage in rule.update)
     return (first, second) if isinstance(first, FirstMoment) and isinstance(second, SecondMoment) else None
 
 
@@ -108,8 +116,16 @@ def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> Fus
 
 
 def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
-    path = f"{own.path}.update" if own.path else "update"
-    pairs = zip(own.rule.update, moments, strict=True)
+    return moment_slots(own.rule, own.path, *moments)
+
+
+def moment_slots(rule: Recipe | Route, path: str, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
+    """Return "<stage path>/<slot>" of the two moments of Adam's chain.
+
+    path: path of the update in the recipe, "" or "routes.<name>".
+    """
+    path = f"{path}.update" if path else "update"
+    pairs = zip(rule.update, moments, strict=True)
     first, second = (StateKey.join(f"{path}.{stage.label}", moment.slot) for stage, moment in pairs)
     return first, second
 

@@ -24,8 +24,9 @@ make gpu                    # on one CUDA device, in under 10 minutes; writes th
 make gpu ARGS=--simulated   # with tiny sizes, without a GPU; writes to runs/gpu-simulated/
 ```
 
-The second line runs the same code on a simulated accelerator. Neither asks the network. `make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers
-in `preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
+The second line runs the same code on a simulated accelerator. Neither asks the network. `make gpu` also writes each
+measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers in
+`preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
 ADVICE = """```yaml
 base: soap_fitted                                # on a GPU
 set: {update.eigenbasis.refresh.delay: 2}        # new bases two steps late, on a second stream

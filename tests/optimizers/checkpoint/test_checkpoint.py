@@ -249,7 +249,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[object, ...]]] = {
     "no state": (edit("state", drop=True), ("state_dict",)),
     "torch": (
         lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(),
-        ("recipe", "torch.optim.AdamW", "docs/from-torch.md"),
+        ("recipe", "torch.optim.AdamW", "convert_adamw"),
     ),
     "list": (lambda _: [], ("state_dict",)),
     "other keys": (lambda _: {"a": 1}, ("state_dict", "'a'")),

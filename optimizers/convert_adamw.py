@@ -1,0 +1,87 @@
+"""Conversion of a state dict of torch's Adam and AdamW, to continue a run of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eigengraft.errors import name_some, warn_user
+from eigengraft.slots import StateKey
+
+from .isolation import isolation
+from .optimizer import Optimizer
+from .step.fused import declared_moments, moment_slots
+
+
+def convert_adamw(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Convert a state dict of torch.optim.AdamW or torch.optim.Adam to one of an optimizer.
+
+    Parameters whose update is Adam's take over both moments and the number of steps. All other parameters, such as the
+    matrices of `soap_fitted`, start with new state, and a UserWarning names them. Learning rates and weight decays are
+    the optimizer's own.
+
+    Args:
+        state_dict: state dict of torch's optimizer. The function does not change it.
+        optimizer: an optimizer of the same parameters in the same param groups. The function does not change it.
+
+    Returns:
+        A state dict for `optimizer.load_state_dict`.
+
+    Raises:
+        ValueError: the param groups differ, betas or eps differ, the moments are of AMSGrad or of another optimizer, or
+            the optimizer stores its moments in another form.
+    """
+    with isolation(optimizer):
+        return _converted(state_dict, optimizer)
+
+
+def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    found, groups, fresh = optimizer.state_dict(), state_dict["param_groups"], list[str]()
+    sizes = [[len(group["params"]) for group in own] for own in (found["param_groups"], groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"state_dict: the param groups of torch's optimizer have sizes {sizes[1]}, and those of this optimizer "
+            f"have {sizes[0]}; give both the same groups"
+        )
+    for place, (own, theirs) in enumerate(zip(found["param_groups"], groups, strict=True)):
+        keys = zip(own["params"], theirs["params"], optimizer.param_sets.infos[place], strict=True)
+        for (index, other, info), name in zip(keys, optimizer.param_sets.labels(place), strict=True):
+            moments = state_dict["state"].get(other)
+            if not moments:  # the parameter has had no gradient
+                continue
+            if "exp_avg" not in moments or "exp_avg_sq" not in moments or "max_exp_avg_sq" in moments:
+                raise ValueError(
+                    f"{name}: its state must be exp_avg, exp_avg_sq and step, as torch's AdamW has without amsgrad, "
+                    f"got {', '.join(moments)}; begin with new state"
+                )
+            path = optimizer.recipe.route(info)[0]
+            rule = optimizer.recipe.rules()[path]
+            blocks = rule.blocking.grids(info.shape, optimizer.recipe.view_of(info).matrices)
+            shapes = [grid.shape for grid in blocks for _ in grid.keys]
+            chain = declared_moments(rule, shapes[0]) if len(shapes) == 1 else None
+            if chain is None:
+                fresh.append(name)
+                continue
+            constants = (chain[0].beta, chain[1].beta, chain[1].eps)
+            if constants != (*theirs["betas"], theirs["eps"]):
+                raise ValueError(
+                    f"{name}: betas and eps of its update are {constants[:2]} and {constants[2]}, and those of torch's "
+                    f"optimizer are {tuple(theirs['betas'])} and {theirs['eps']}; give the recipe the same numbers"
+                )
+            state = found["state"][index]
+            for key, value in zip(moment_slots(rule, path, *chain), ("exp_avg", "exp_avg_sq"), strict=True):
+                if (slot := StateKey.join(0, key)) not in state:
+                    raise ValueError(
+                        f"{name}: its moments are stored in another form; convert to an optimizer without `storage`, "
+                        "and its state dict with `convert_storage`"
+                    )
+                if state[slot].numel() != moments[value].numel():
+                    raise ValueError(
+                        f"{name}: {value} has the shape {tuple(moments[value].shape)}, and the parameter has "
+                        f"{info.shape}; give both optimizers the parameters in the same order"
+                    )
+                state[slot] = moments[value].detach().to(state[slot]).reshape(state[slot].shape).clone()
+            state["step"] = moments["step"].detach().to(state["step"]).clone()
+    if fresh:
+        warn_user(f"{name_some(fresh, 8)}: the update is not Adam's, so state starts anew")
+    return found
