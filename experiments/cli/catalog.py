@@ -23,7 +23,7 @@ from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
-from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, measured_card, recipe_numbers
+from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, recipe_numbers, timed_card
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -40,7 +40,7 @@ RECIPE` prints one.""",
 lr        the recipe's own learning rate; tune it first
 state     bytes per parameter of a 1024 x 1024 weight in float32
 >= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
-measured  milliseconds of the same step on one {measured_card()}; -: not measured
+measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.""",
@@ -125,7 +125,7 @@ def measured_cost(recipe: str) -> str:
     times = (
         f"the optimizer takes {own.measured:.3g} ms of this step, {own.measured / own.counted:.1f} times the counted"
     )
-    return f"measured on one {measured_card()}: {times} {own.counted:.3g} ms"
+    return f"measured on one {timed_card()}: {times} {own.counted:.3g} ms"
 
 
 def _shortened(about: str) -> str:

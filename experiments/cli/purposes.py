@@ -166,7 +166,7 @@ class RecipeNumbers(NamedTuple):
 
     state: bytes of state per parameter of a 1024 x 1024 weight in float32.
     counted: counted milliseconds of the optimizer in a step of GPT-2 small on one H100, a lower bound.
-    measured: mean milliseconds of the optimizer in a step of GPT-2 small, measured on `measured_card()`; None: not
+    measured: mean milliseconds of the optimizer in a step of GPT-2 small, measured on `timed_card()`; None: not
         measured.
     steps: profile of steps on the laptop track, from 0 to 1 for the fewest on every task.
     time: profile of counted time.
@@ -195,7 +195,7 @@ def recipe_numbers() -> dict[str, RecipeNumbers]:
     return {name: RecipeNumbers(*own) for name, own in _numbers_file()["recipes"].items()}
 
 
-def measured_card() -> str:
+def timed_card() -> str:
     """Return the name of the card on which times of steps were measured."""
     return str(_numbers_file()["card"])
 

@@ -31,8 +31,8 @@ from eigengraft.experiments.cli.purposes import (
     STAGES,
     by_purpose,
     goals,
-    measured_card,
     recipe_numbers,
+    timed_card,
 )
 from eigengraft.preconditioners import RMS
 
@@ -383,9 +383,9 @@ class TestList:
             measured = "-" if own.measured is None else f"{own.measured:.3g}"
             assert rows[name] == [f"{lr:g}", f"{own.state:.2f}", f"{own.counted:.3g}", measured, profile]
             assert own.measured is None or own.measured > own.counted  # counted times are lower bounds
-        assert any(measured_card() in line for line in lines)
-        assert measured_card() in succeeds("show", "soap_fitted")
-        assert measured_card() not in succeeds("show", "soap_fitted", "lr=0.1")
+        assert any(timed_card() in line for line in lines)
+        assert timed_card() in succeeds("show", "soap_fitted")
+        assert timed_card() not in succeeds("show", "soap_fitted", "lr=0.1")
         assert all(max(map(len, succeeds("list", *what).splitlines())) <= 100 for what in ((), ("stage",), ("goals",)))
 
     def test_an_own_stage_is_in_the_last_group(self) -> None:

@@ -268,6 +268,12 @@ def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
     assert condition.endswith("1 to 1e+06") and "usual" not in str(Inspection(tuple(rows)))
 
 
+def test_a_layer_that_is_both_ends_of_a_measure_is_listed_once() -> None:
+    rows = [Measurement(name, None, "", "", "update_ratio", (0.5, 1.0, 1.0)) for name in "abc"]
+    assert [row.parameter for row in Inspection(tuple(rows)).worst()] == ["a"]
+    assert [row.parameter for row in Inspection(tuple(rows[:1])).worst()] == ["a"]
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     "cadence",

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reproduction.claims import PaperClaim, load_claims
-from eigengraft.experiments.reproduction.pages import paper_pages, read_studies
+from eigengraft.experiments.reproduction.pages import paper_pages, read_studies, study_table
 from eigengraft.experiments.reproduction.results import ResultRow, StudyResults
 from eigengraft.experiments.reproduction.verdicts import interval_test, judge, measure_claim
 
@@ -96,6 +97,15 @@ RUNS = results(
     ("b", "y", 0, (9.0, 10.0)),
     ("b", "y", 1, (9.0, None)),
 )
+
+
+def test_small_losses_have_digits_among_the_rows_that_are_compared() -> None:
+    runs = [("a", "x", seed, (1.0, 0.0015 + 0.0003 * seed)) for seed in range(2)]
+    runs += [("b", "x", seed, (1.0, 0.3 + 0.01 * seed)) for seed in range(2)]
+    runs += [("a", "y", seed, (9.0, 2.0 + seed)) for seed in range(2)]
+    lines = study_table(replace(results(*runs), compare="method")).splitlines()[-3:]
+    losses = [line.split(" | ")[-2] for line in lines]
+    assert losses == ["0.00165 \u00b1 0.00021", "0.30500 \u00b1 0.00707", "2.500 \u00b1 0.707"]
 
 
 def claim(of: dict[str, Any], **fields: Any) -> PaperClaim:

@@ -21,6 +21,7 @@ from eigengraft.experiments.reports.comparison import (
     named,
     swept,
 )
+from eigengraft.experiments.reports.drawings import difference_dots
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves, stroke, styles_of
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
 from eigengraft.experiments.reports.report import Report, axis_name
@@ -303,6 +304,22 @@ def test_a_best_baseline_is_compared_with_the_next_method_and_equals_are_marked(
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "Lowest final validation loss: adamw, 1.100 \u00b1 0.100. soap: 1.133" in text
     assert "soap minus adamw: +0.033" in text and "With 3 seeds this difference is not significant (p = 0.74" in text
+
+
+def test_tables_legends_and_dots_have_one_order_with_the_baseline_first(tmp_path):
+    ends = {"soap": (1.0, 1.3, 1.1), "adamw": (2.0, 2.1, 2.2), "lion": (0.1, 0.2, 0.4), "muon": (3.0, 3.11, 3.2)}
+    runs = [(m, s, {"recipe": ADAM, "values": [3.5, y]}) for m, own in ends.items() for s, y in enumerate(own)]
+    write_study(tmp_path, runs)
+    report, order = Report(tmp_path), ["adamw", "soap", "lion", "muon"]
+    (panel,) = report.panels
+    assert [row.label for row in panel.rows] == order
+    assert [cells[0].text for cells in panel_table(panel, report.records).rows] == order
+    for figure in report.figures().values():
+        shown = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+        assert [text for text in shown if text in order] in ([], order)
+    (axes,) = difference_dots(panel).axes
+    heights = sorted(zip(axes.get_yticks(), [text.get_text() for text in axes.get_yticklabels()], strict=True))
+    assert [text for _, text in reversed(heights)] == order[1:]
 
 
 def test_one_seed_marks_no_winner(tmp_path):
