@@ -97,14 +97,15 @@ class CoupledMinimax(Iterative):
         steps = polynomials(p, low, unit)
         for k, (constant, linear, square) in enumerate(steps):
             rest = eye - m
-            t = (constant - 1) * eye + linear * rest + square * self.times(rest, rest)  # T - I
-            x = x + self.times(x, t) if k else eye + t
+            first = torch.add((constant - 1) * eye, rest, alpha=linear)
+            t = self.plus_product(first, rest, rest, square)  # T - I
+            x = self.plus_product(x, x, t) if k else eye + t
             if p % 2:
-                m = m + self.times(t, m)
+                m = self.plus_product(m, t, m)
             if p > 1:
                 half = self.power(t, p // 2)
-                m = m + self.times(half, m)
-                m = m + self.times(m, half)
+                m = self.plus_product(m, half, m)
+                m = self.plus_product(m, m, half)
         error = block_norm(m - eye)
         return Solved(x, error, torch.full_like(error, len(steps), dtype=torch.int32), exponent.numerator)
 

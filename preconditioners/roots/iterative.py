@@ -102,6 +102,13 @@ class Iterative(RootSolver):
         """Return the products a b of stacks of matrices, with factors rounded to the field `precision`."""
         return product(a, b, self.precision)
 
+    def plus_product(self, base: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
+        """Return base + factor a b, with the product as in `times`. One kernel computes it if nothing is rounded."""
+        if self.precision == "input":
+            return torch.baddbmm(base, a, b, alpha=factor)
+        found = self.times(a, b)
+        return base + (found if factor == 1 else factor * found)
+
     def power(self, t: Tensor, p: int) -> Tensor:
         """Return (I + t)^p - I by repeated squaring, with (I + a)(I + b) - I = a + b + a b."""
         result, square = None, t

@@ -25,8 +25,8 @@ class Products(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function.overloadpacket is torch.ops.aten.bmm:
-            self.count += args[0].shape == args[1].shape
+        if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            self.count += args[-2].shape == args[-1].shape
         return function(*args, **(kwargs or {}))
 
 
@@ -65,9 +65,10 @@ def statistic(d: int, rank: int, steps: int) -> Tensor:
     return a
 
 
-@pytest.mark.parametrize(("p", "products"), [(2, 31), (3, 34), (4, 34), (6, 41), (8, 41)])
+@pytest.mark.parametrize(("p", "products"), [(2, 33), (3, 36), (4, 36), (6, 43), (8, 43)])
 @pytest.mark.parametrize(("rank", "steps"), [(1, 1), (4, 10), (8, 100)])
 def test_it_needs_fewer_products_than_newton_and_is_as_exact(p: int, products: int, rank: int, steps: int) -> None:
+    """Two of the products are squares for the size of the ridge."""
     a = statistic(96, rank, steps)
     values, q = torch.linalg.eigh(a.double())
     values = values.clamp_min(0) + 1e-6 * values[:, -1:]
