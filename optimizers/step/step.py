@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.layouts import local_gradients
-from eigengraft.numerics import StackRows, any_dtensors, local
+from eigengraft.numerics import StackRows, any_dtensors, kept_on_device, local
 from eigengraft.signals import asking
 from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
@@ -432,7 +432,9 @@ class ParamSet:
         """Write updates of parameters that have the same update rule, learning rate and weight decay."""
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
-        masks = None if step.mask is None else [step.mask[position] for position in positions]
+        masks = None
+        if step.mask is not None:
+            masks = StackRows(step.mask[kept_on_device(updates.positions, step.mask.device)])
         scale = step.rates.step_rates(path, positions[0])
         scale = scale if self._decay_sources[path] is None else scale.without_decay
         if self._keeps_iterates:

@@ -28,7 +28,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import copies, in_dtypes_of, may_branch_on_values, over_stacks, safe_ratio, stacked_copies
+from eigengraft.numerics import (
+    copies,
+    in_dtypes_of,
+    may_branch_on_values,
+    over_stacks,
+    safe_ratio,
+    stack_of,
+    stacked_copies,
+)
 from eigengraft.slots import Slot
 
 from .constraints import ParameterUpdate
@@ -426,7 +434,7 @@ class ScheduleFree(BaseAndAverage):
         weight = torch.full_like(before, scale) if isinstance(scale, float) else scale.expand_as(before)
         after = before + weight
         if batch.mask is not None:
-            after = torch.where(torch.stack(list(batch.mask)), after, before)
+            after = torch.where(stack_of(batch.mask), after, before)
         torch._foreach_copy_(list(sums), list(after.unbind(0)))
         mixing = safe_ratio(weight, after)
         return mixing.tolist() if may_branch_on_values(mixing) else mixing

@@ -26,6 +26,7 @@ from eigengraft.numerics import (
     kept_on_device,
     over_stacks,
     scale_tensors_,
+    stack_of,
     subtract_scaled_,
     tiny,
 )
@@ -438,7 +439,7 @@ def write(
     """
     if mask is not None:
         rows = StackRows(updates) if isinstance(updates, Tensor) else updates
-        put(tensors, over_stacks(partial(after_write, scale), tensors, rows, torch.stack(list(mask))))
+        put(tensors, over_stacks(partial(after_write, scale), tensors, rows, stack_of(mask)))
         return
     if isinstance(updates, Tensor):
         stack = torch.stack(list(tensors)).to(updates.dtype)
@@ -526,7 +527,7 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tens
     mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
     if mask is not None and tensors:
-        values = over_stacks(_where, values, tensors, torch.stack(list(mask)))
+        values = over_stacks(_where, values, tensors, stack_of(mask))
     torch._foreach_copy_(list(tensors), list(values))
 
 

@@ -643,6 +643,11 @@ def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) ->
     return found
 
 
+def stack_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one stack. The result is a view if they are a `StackRows` or a single tensor."""
+    return _stacked(tensors, range(len(tensors)))
+
+
 def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
     """Return the tensors at the given places as one stack, if possible without a copy."""
     if isinstance(tensors, StackRows) and len(places) == len(tensors):
