@@ -407,12 +407,16 @@ def _run_entries(
         device = own.stack.device
         masks = [_all_usable(len(ids), device) if step.mask is None else step.mask[blocks.param_index]]
 
+    uploaded = dict[tuple[torch.dtype, WriteNumbers], list[Tensor]]()  # once for all blocks with the same numbers
+
     def numbers(dtype: torch.dtype, write: WriteNumbers, mask: Sequence[Tensor], at: int) -> list[Tensor]:
         """Return the last inputs of a program."""
-        program = programs[dtype]
+        program, key = programs[dtype], (dtype, write)
         if graph is not None:
             return [*cast(tuple[Tensor, ...], write), *mask, *graph.inputs[dtype]]
-        return [*program.write_numbers(write), *mask, *program.numbers(at, own.run_step)]
+        if key not in uploaded:
+            uploaded[key] = program.write_numbers(write)
+        return [*uploaded[key], *mask, *program.numbers(at, own.run_step)]
 
     if alike and math.prod(own.stack.block) < _SMALL and len(parameters) > 1:
         dtype = parameters[0].dtype
