@@ -18,8 +18,7 @@ from .files import make_directory, write_text
 from .studies.axes import Changes
 from .studies.plan import plan_runs
 from .studies.study import Study, load_study, split_axes
-from .studies.tuning.base import Range
-from .studies.tuning.sampled import TPE, Sampled
+from .studies.tuning import TPE, Range, Sampled
 from .training.experiment import load_experiment
 
 _TRACKER = {"kind": "wandb", "mode": "online"}

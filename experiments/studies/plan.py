@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ from eigengraft.errors import RecipeError, name_some
 
 from ..files import make_directory, short_name
 from ..provenance import provenance_changes
-from ..reports.records import MANIFEST, METRICS, cell_name
+from ..reports.records import MANIFEST, METRICS, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
 from ..training.rundir import RunDirectory
 from .axes import combinations, inside
 from .study import Study
-from .tuning.base import Tuned
 
 PHASES = tuple(map(Path, ("", "timing", "tuning")))
 """Directories of a study that contain directories of cells: runs of the study itself, of timing and of searches."""
@@ -83,7 +82,7 @@ def cells(study: Study) -> Iterator[Cell]:
         yield Cell(labels, changes)
 
 
-def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[PlannedRun]:
+def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> list[PlannedRun]:
     """Return all runs of the study, cell by cell. Seeds vary fastest.
 
     Raises RecipeError that names every invalid cell.
@@ -189,7 +188,7 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
         )
 
 
-def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, Tuned], directory: Path) -> None:
+def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, TunedCell], directory: Path) -> None:
     """Write the manifest of the study, from which reports are made, with the results of searches so far."""
     axis, baseline = study.compared
     content = {
@@ -201,7 +200,7 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
         "baseline": baseline,
         "equal": study.equal,
         "study": study.model_dump(mode="json"),
-        "tuned": {cell: found.described(study.measured) for cell, found in tuned.items()},
+        "tuned": {name: {k: v for k, v in asdict(one).items() if k != "cell"} for name, one in tuned.items()},
         "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
     }
     make_directory(directory)

@@ -14,8 +14,8 @@ from ..reports.comparison import describe_comparisons, method_axis
 from ..reports.records import Records, Run
 from ..training.experiment import Experiment
 from .plan import PlannedRun, expected_seconds, plan_runs
+from .rounds import plan_timing, plan_tuning
 from .study import Study
-from .tuning.rounds import plan_timing, plan_tuning
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from .plan import (
     write_manifest,
 )
 from .pool import require_guarded, run_pool
+from .rendezvous import ATTEMPTS, Rendezvous, SharedDirectory, train_leased
+from .rounds import plan_timing, plan_tuning
 from .study import Study
-from .tuning.rounds import plan_timing, plan_tuning
-from .workers.rendezvous import ATTEMPTS, Rendezvous, SharedDirectory, train_leased
 
 POLL = 0.5
 """Seconds between two checks of runs that other workers hold."""
@@ -185,7 +185,7 @@ def rendezvous_at(study: str, directory: Path, storage: str | None) -> Rendezvou
     if storage is None:
         return SharedDirectory(directory)
     try:
-        from .workers.database import DatabaseRendezvous
+        from .database import DatabaseRendezvous
     except ImportError:
         raise RecipeError("--storage: SQLAlchemy is not installed; run `pip install sqlalchemy`") from None
     return DatabaseRendezvous(directory, storage, study)

@@ -34,8 +34,7 @@ from .axes import (
     require_baselines,
     require_known,
 )
-from .tuning.base import Seeds, Tuning
-from .tuning.descent import CoordinateDescent
+from .tuning import CoordinateDescent, Seeds, Tuning
 
 _SHIPPED = Path(__file__).parent
 

@@ -14,9 +14,9 @@ from eigengraft.experiments.files import append_text, read_json, read_rows, repl
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.studies.rounds import plan_tuning
 from eigengraft.experiments.studies.running import prepare_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.tuning.rounds import plan_tuning
 from eigengraft.experiments.training.train import train
 
 from ..processes import run as run_process

@@ -11,16 +11,15 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.reports.records import METRICS, read_records, read_tuned
+from eigengraft.experiments.reports.records import METRICS, Tried, read_records, read_tuned
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.reports.tables import write_tables
 from eigengraft.experiments.reproduction.results import collect_results
 from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.studies.rounds import plan_tuning
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.tuning import CoordinateDescent
-from eigengraft.experiments.studies.tuning.base import Trial
-from eigengraft.experiments.studies.tuning.rounds import plan_tuning
+from eigengraft.experiments.studies.tuning import CoordinateDescent, Trial
 
 from ...processes import fork_what_is_spawned
 from ...refusals import refused
@@ -36,12 +35,12 @@ def study(**fields):
     )
 
 
-def search(tuning, loss, start=0.01):
+def search(tuning, loss, start=0.01, metric=LOSS):
     """What the search of `tuning` finds where the loss is a function of the values, by path."""
     cell, trials = load_experiment({**TINY, "lr": start}), []
     while wanted := tuning.next(cell, trials):
         trials += [Trial(values, loss(**values)) for values in wanted]
-    return tuning.found(cell, trials)
+    return tuning.found(cell, trials, metric, "a cell")
 
 
 def steps(lr, start=0.01):
@@ -50,7 +49,7 @@ def steps(lr, start=0.01):
 
 
 def rates(found):
-    return sorted(trial.values["lr"] for trial in found.trials)
+    return sorted(trial.values["lr"] for trial in found.tried)
 
 
 @given(st.integers(-6, 6), st.integers(0, 9))
@@ -66,7 +65,7 @@ def test_the_least_value_of_a_valley_is_found_and_lies_inside(best, diverges_abo
     assert one.values == {"lr": pytest.approx(0.01 * 2.0**best, rel=1e-5)}  # values have six digits
     assert one.edges == {}
     # Downhill from the start: never more than three values beyond those between the start and the best.
-    assert len(one.trials) <= abs(best) + 3
+    assert len(one.tried) <= abs(best) + 3
 
 
 def test_a_search_ends_after_its_trials_and_says_so():
@@ -78,12 +77,12 @@ def test_where_every_value_diverges_the_least_is_taken():
     one = search(CoordinateDescent(seeds=(0,), trials=6), lambda lr: math.inf, start=1.0)
     assert rates(one) == [2.0**k for k in range(-4, 2)]
     assert (one.values, one.edges) == ({"lr": 2.0**-4}, {"lr": "least"})
-    assert {trial["mean"] for trial in one.described(LOSS)["tried"]} == {None}
+    assert {trial.mean for trial in one.tried} == {None}
 
 
 def test_larger_is_better_where_the_metric_says_so():
-    one = search(CoordinateDescent(seeds=(0,)), lambda lr: -0.75 + abs(lr - 0.01))
-    assert {"values": {"lr": 0.01}, "mean": 0.75, "stopped": None} in one.described(METRICS["val_accuracy"])["tried"]
+    one = search(CoordinateDescent(seeds=(0,)), lambda lr: -0.75 + abs(lr - 0.01), metric=METRICS["val_accuracy"])
+    assert Tried({"lr": 0.01}, 0.75, None) in one.tried
 
 
 def test_several_fields_are_searched_one_after_the_other():
@@ -97,9 +96,9 @@ def test_several_fields_are_searched_one_after_the_other():
     one = search(CoordinateDescent(seeds=(0,), trials=40, space=space), lambda **values: loss(*values.values()))
     assert one.values == {"lr": 0.04, "decay": 1.0}
     assert one.edges == {"decay": "largest"}  # the list ends there
-    first = [trial.values for trial in one.trials[:3]]
+    first = [trial.values for trial in one.tried[:3]]
     assert first == [{"lr": lr, "decay": 0.01} for lr in (0.005, 0.01, 0.02)]
-    assert len({json.dumps(dict(trial.values)) for trial in one.trials}) == len(one.trials)
+    assert len({json.dumps(dict(trial.values)) for trial in one.tried}) == len(one.tried)
 
 
 def test_no_value_is_tried_after_the_seconds_are_spent():
@@ -133,7 +132,7 @@ def test_a_search_goes_on_from_what_has_been_run(tmp_path):
         )
     tuned = plan_tuning(study(), tmp_path)[1]
     assert {cell: one.values["lr"] for cell, one in tuned.items()} == {"method=adam": 0.04, "method=lion": 0.03125}
-    assert {trial.values["lr"]: trial.score for trial in tuned["method=lion"].trials}[1.0] == math.inf
+    assert {trial.values["lr"]: trial.mean for trial in tuned["method=lion"].tried}[1.0] is None
     assert rounds == [12, 4, 4, 2, 2]  # lion goes down to half of 0.03125
     planned = plan_runs(study(), tuned)
     assert [(run.directory, run.experiment.lr) for run in planned][::2] == [

@@ -10,12 +10,10 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.reports.records import METRICS
+from eigengraft.experiments.reports.records import METRICS, Run
+from eigengraft.experiments.studies.rounds import plan_tuning
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.tuning import TPE, Random
-from eigengraft.experiments.studies.tuning.base import Range, Trial, best_trial
-from eigengraft.experiments.studies.tuning.rounds import plan_tuning
-from eigengraft.experiments.studies.tuning.sampled import Halving
+from eigengraft.experiments.studies.tuning import TPE, Halving, Random, Range, Trial, best_trial, trial_name
 from eigengraft.experiments.training.train import train
 
 from ...refusals import refused
@@ -30,7 +28,7 @@ def search(tuning, loss):
     trials = []
     while wanted := tuning.next(CELL, trials):
         trials += [Trial(values, loss(values)) for values in wanted]
-    return tuning.found(CELL, trials)
+    return tuning.found(CELL, trials, LOSS, "a cell")
 
 
 def test_random_values_are_uniform_on_their_scale_and_the_same_again():
@@ -49,7 +47,7 @@ def test_random_values_are_uniform_on_their_scale_and_the_same_again():
 
 def test_the_best_draw_is_found_and_its_place_in_the_range():
     one = search(Random(seeds=(0,), space=SPACE, trials=30), lambda values: values["lr"])
-    assert one.values["lr"] == min(trial.values["lr"] for trial in one.trials)
+    assert one.values["lr"] == min(trial.values["lr"] for trial in one.tried)
     assert one.edges == {"lr": "least"}  # below 1e-4 * 10^(0.05 * 4)
     assert Range(low=1e-4, high=1.0, log=True).edge(1.6e-4) is None
     assert Range(low=0.0, high=1.0).edge(0.0) is None  # nothing lies beyond 0
@@ -77,7 +75,7 @@ def test_tpe_comes_closer_than_random_search_and_draws_the_same_again():
 
     def best(kind, seed):
         found = search(kind(seeds=(0,), space=space, trials=30, seed=seed), loss)
-        return min(trial.score for trial in found.trials)
+        return min(trial.mean for trial in found.tried)
 
     seeds = range(0, 300, 100)  # a trial's draws have the seed plus its number
     assert np.median([best(TPE, s) for s in seeds]) < np.median([best(Random, s) for s in seeds])
@@ -136,20 +134,18 @@ def test_a_search_with_halving_stops_runs_and_takes_none_of_them(tmp_path):
             assert load_experiment(json.loads(run.experiment.model_dump_json())) == run.experiment
             train(run.experiment, tmp_path / run.directory)
     found = plan_tuning(one, tmp_path)[1]["method=adam"]
-    curves = [trial.curves[7] for trial in found.trials]
-    for k, trial in enumerate(found.trials):
+    places = (tmp_path / "tuning" / "method=adam" / trial_name(trial.values) / "seed-7" for trial in found.tried)
+    read = (Run({}, 7, place).curve(LOSS) for place in places)
+    curves = [dict(zip(steps, losses, strict=True)) for steps, _, losses in read]
+    for k, trial in enumerate(found.tried):
         # the rule with 2: at step 3 as good as the best of n + 1 over 2, rounded down and at least 1
         others = sorted(curve[3] for curve in curves[:k])
         behind = bool(others) and curves[k][3] > others[max((k + 1) // 2 - 1, 0)]
         assert (trial.stopped == 3) == behind
         assert max(curves[k]) == (trial.stopped or 9)
-    assert {trial.stopped for trial in found.trials} > {None}
-    assert found.values == min((t for t in found.trials if t.stopped is None), key=lambda t: t.score).values
-    described = found.described(LOSS)
-    assert "Successive halving: at step 3, and at every 2-fold" in described["rule"]
-    assert [trial["stopped"] for trial in json.loads(json.dumps(described))["tried"]] == [
-        t.stopped for t in found.trials
-    ]
+    assert {trial.stopped for trial in found.tried} > {None}
+    assert found.values == min((t for t in found.tried if t.stopped is None), key=lambda t: t.mean).values
+    assert "Successive halving: at step 3, and at every 2-fold" in found.rule
 
 
 def test_tpe_without_optuna_names_the_package(monkeypatch):

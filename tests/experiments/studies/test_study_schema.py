@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eigengraft import Recipe, RecipeError
+from eigengraft.experiments.benches import StepBench
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.track.report import PUBLISHED, Ranking
@@ -75,6 +76,7 @@ def kind_of(path):
     """The schema that a file, or each value of a table, is written for."""
     fields = read_yaml(path)
     kinds = {"axes": Study, "claims": PaperClaims, "tasks": Track, "task": Experiment, "update": Recipe, "base": Recipe}
+    kinds["candidates"] = StepBench
     return TABLES.get(path.name) or next(kinds[field] for field in kinds if field in fields)
 
 

@@ -16,13 +16,12 @@ from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.studies import running
+from eigengraft.experiments.studies import database, rendezvous, running
 from eigengraft.experiments.studies.pool import PoolEvent
+from eigengraft.experiments.studies.rendezvous import FileLeases
 from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.workers import database, leases, rendezvous
-from eigengraft.experiments.studies.workers.leases import FileLeases
-from eigengraft.experiments.studies.workers.submission import StudyJob, submit_study
+from eigengraft.experiments.studies.submission import StudyJob, submit_study
 
 from ...processes import fork_what_is_spawned
 from ...refusals import check_said, refused
@@ -141,10 +140,10 @@ def test_a_worker_on_another_machine_lives_as_long_as_it_gives_signs(tmp_path, m
     lease = tmp_path / "seed-0.lease-1"
     lease.write_text("another machine")
     assert FileLeases(tmp_path / "seed-0").held()
-    past = time.time() - leases.STALE - 1
+    past = time.time() - rendezvous.STALE - 1
     os.utime(lease, (past, past))
     assert not FileLeases(tmp_path / "seed-0").held()
-    monkeypatch.setattr(leases, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT", 0.01)
     with FileLeases(tmp_path / "seed-0").hold() as number:
         assert number == 2
         own = tmp_path / "seed-0.lease-2"
@@ -253,7 +252,7 @@ def test_workers_that_share_a_database_and_no_directory_split_a_study(storage, t
     """One is killed in its second run; two others end the study, and each has every result."""
     monkeypatch.setattr(running, "run_pool", in_this_process)
     monkeypatch.setattr(running, "POLL", 0.05)
-    monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT", 0.2)
     monkeypatch.setattr(database, "STALE", 4.0)  # SQLite tells whole seconds; twenty signs may come late
     killed, first, second = (tmp_path / name for name in ("killed", "first", "second"))
     process = started_worker(killed, storage)

@@ -18,10 +18,9 @@ import sqlalchemy as sql
 
 from eigengraft.errors import RecipeError
 
-from ...files import make_directory, write_text
-from ...reports.records import fault_file
-from .leases import STALE, Leases
-from .rendezvous import Rendezvous
+from ..files import make_directory, write_text
+from ..reports.records import fault_file
+from .rendezvous import STALE, Leases, Rendezvous
 
 _TABLES = sql.MetaData()
 _LEASES = sql.Table(

@@ -11,8 +11,8 @@ from typing import Any
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import json_value
 
-from ..running import complete_study, prepare_study
-from ..study import Study, load_study
+from .running import complete_study, prepare_study
+from .study import Study, load_study
 
 
 @dataclass(frozen=True)

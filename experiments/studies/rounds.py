@@ -13,19 +13,19 @@ from statistics import median
 
 from eigengraft.errors import RecipeError
 
-from ...files import short_name
-from ...reports.records import Metric, Run
-from ...training.callbacks import Limits, StopAfter
-from ...training.experiment import Experiment
-from ..axes import Setting
-from ..plan import Cell, PlannedRun, cells, changed, refuse_changed, unfinished
-from ..study import Study
-from .base import Trial, Tuned, Tuning, Values, trial_name
+from ..files import short_name
+from ..reports.records import Metric, Run, TunedCell
+from ..training.callbacks import Limits, StopAfter
+from ..training.experiment import Experiment
+from .axes import Setting
+from .plan import Cell, PlannedRun, cells, changed, refuse_changed, unfinished
+from .study import Study
+from .tuning import Trial, Tuning, Values, trial_name
 
 
 def plan_tuning(
     study: Study, directory: Path, failed: Collection[str] = ()
-) -> tuple[list[PlannedRun], dict[str, Tuned]]:
+) -> tuple[list[PlannedRun], dict[str, TunedCell]]:
     """Return the runs that the searches of `study.tune` need next, and the results of completed searches by cell name.
 
     Runs and results depend on the runs in `directory` alone, so that a stopped search continues. Raises RecipeError if
@@ -34,14 +34,14 @@ def plan_tuning(
     failed: directories of runs that failed; their values count as diverged.
     """
     planned: list[PlannedRun] = []
-    tuned: dict[str, Tuned] = {}
+    tuned: dict[str, TunedCell] = {}
     for cell in cells(study) if study.tune is not None else ():
         assert study.tune is not None
         search = _CellSearch(study, study.tune, cell, directory, failed)
         left = search.left()
         planned += left
         if not left:
-            tuned[cell.name] = study.tune.found(search.experiment, search.trials)
+            tuned[cell.name] = study.tune.found(search.experiment, search.trials, study.measured, cell.name)
     return planned, tuned
 
 

@@ -1,9 +1,9 @@
-"""Leases of runs: a run is trained by only one worker at a time, however many workers and machines a study has.
+"""The exchange between workers of a study: leases of runs, results of other workers, and the job that trains a run.
 
-A worker holds the lease `number` of a run while it trains the run. Creating a lease fails if the lease
-exists, so that exactly one of several workers succeeds. The lease is removed when the run has ended or failed. The
-lease of a worker that died is not removed. The next worker creates the lease `number + 1`, for which again only one
-worker succeeds.
+A run is trained by only one worker at a time, however many workers and machines a study has. A worker holds the lease
+`number` of a run while it trains the run. Creating a lease fails if the lease exists, so that exactly one of several
+workers succeeds. The lease is removed when the run has ended or failed. The lease of a worker that died is not removed.
+The next worker creates the lease `number + 1`, for which again only one worker succeeds.
 
 `FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used.
 These belong to `Study.optimize` and restart a dead trial as a new trial. With them, a run would not continue from its
@@ -17,14 +17,21 @@ import os
 import platform
 import sys
 import threading
+import time
+import traceback
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ...files import make_directory, writing
+from ..files import make_directory, write_text, writing
+from ..reports.records import fault_file
+from ..training.experiment import load_experiment
+from ..training.outcome import Result, Tick
+from ..training.train import train
 
 HEARTBEAT = 5.0
 """Seconds between two heartbeats of a worker."""
@@ -203,3 +210,90 @@ def _age(lease: Path) -> float:
         return probe.stat().st_mtime - lease.stat().st_mtime
     finally:
         probe.unlink(missing_ok=True)
+
+
+ATTEMPTS = 3
+"""Number of attempts at a run whose process dies. A run that raised an error is not repeated by the same command."""
+
+
+@dataclass(frozen=True)
+class Rendezvous(ABC):
+    """The exchange through which the workers of a study share runs and results.
+
+    directory: directory of the study on this machine. All files of this worker are stored there.
+    """
+
+    directory: Path
+
+    @abstractmethod
+    def leases(self, run: str) -> Leases:
+        """Return the leases of a run. `run` is its directory relative to that of the study."""
+
+    @abstractmethod
+    def fetch(self, runs: Collection[str] | None = None) -> None:
+        """Copy into `directory` the results, and the reasons of failures, that other workers have published.
+
+        runs: directories of the runs, relative to that of the study; None: all runs of the study.
+        """
+
+    @abstractmethod
+    def publish(self, run: str) -> None:
+        """Make the result of a run that has ended here, or the reason of its failure, available to other workers."""
+
+
+@dataclass(frozen=True)
+class SharedDirectory(Rendezvous):
+    """The exchange between workers that see the same directory. Each worker reads all results there, without copies."""
+
+    def leases(self, run: str) -> Leases:
+        return FileLeases(self.directory / run)
+
+    def fetch(self, runs: Collection[str] | None = None) -> None:
+        """Do nothing: results of other workers are in the directory."""
+
+    def publish(self, run: str) -> None:
+        """Do nothing: other workers see the directory."""
+
+
+def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[Tick], None]) -> Result | None:
+    """Train one run while this process holds its lease. Return None if another worker holds the lease.
+
+    job: (experiment, directory, exchange). The experiment is plain data, so that its imports run before it is
+        validated. The directory of the run is relative to that of the study.
+    report: function that receives the progress, at most five times a second.
+    """
+    config, run, rendezvous = job
+    directory = rendezvous.directory / run
+    fault = fault_file(directory)
+    with rendezvous.leases(run).hold() as number:
+        if number == 0:
+            return None
+        rendezvous.fetch([run])  # another worker may have ended the run just before
+        fault.unlink(missing_ok=True)
+        rendezvous.publish(run)
+        try:
+            if number > ATTEMPTS:
+                raise RuntimeError(
+                    f"the process of this run died in each of {number - 1} attempts, perhaps for lack of memory; "
+                    "to try again, give the same command again"
+                )
+            return train(load_experiment(config), directory, _throttled(report))
+        except Exception:
+            with suppress(OSError):  # the disk may be full; the error that is raised tells the user
+                write_text(fault, traceback.format_exc())  # before other workers see that the run is free
+            raise
+        finally:
+            rendezvous.publish(run)
+
+
+def _throttled(report: Callable[[Tick], None]) -> Callable[[Tick], None]:
+    """Return a function that calls `report` at most five times a second and drops the other ticks."""
+    last = 0.0
+
+    def progress(tick: Tick) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last > 0.2:
+            last = now
+            report(tick)
+
+    return progress
