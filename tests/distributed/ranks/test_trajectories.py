@@ -19,15 +19,15 @@ from .workers.trajectories import REWRITES, STEPS
 pytestmark = pytest.mark.slow
 
 SMALL = ["blocking.size=8", "blocking.merge=8"]
-SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.min_wave_work=1"]
+SPREAD = ["update.eigenbasis.refresh.steps=2", "update.eigenbasis.refresh.min_wave_work=1"]
 SOAP = [*SMALL, *SPREAD, "distribution.bucket=5600"]
 CODED = [
     f"storage.{slot}.min_elements=1"
     for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
 ]
-SHAMPOO = [f"update.graft.direction.shampoo.refresh.{field}" for field in ("steps=3", "min_wave_work=1")]
+SHAMPOO = [f"update.graft.direction.shampoo.refresh.{field}" for field in ("steps=2", "min_wave_work=1")]
 RECORD = ["radial_brake", "row_floor", "radius_pin", {"kind": "late_decay", "rate": 0.5}]
-SCHEDULE = {"from": 0.7, "to": 0.99, "steps": 7}
+SCHEDULE = {"from": 0.7, "to": 0.99, "steps": 5}
 SCHEDULED = [{"kind": "momentum", "beta": SCHEDULE}, {"kind": "rms", "beta": SCHEDULE}]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"recipe": "adamw"},
@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "l2": {"recipe": "soap_fitted", "overrides": [*SOAP, "weight_decay.kind=l2", "weight_decay.rate=0.1"]},
     "after_decay": {"recipe": "splus"},
     "averaged": {"recipe": "schedule_free_adamw"},
-    "queue": {"recipe": {"base": "adamw", "averaging": {"kind": "lawa", "window": 7}}},
+    "queue": {"recipe": {"base": "adamw", "averaging": {"kind": "lawa", "window": 5}}},
     "bfloat16": {"recipe": "soap_fitted", "overrides": SOAP, "dtype": "bfloat16"},
     "few": {"recipe": "soap_fitted", "overrides": SOAP[2:], "only": "out.weight"},
     "shampoo": {"recipe": "shampoo", "overrides": [*SMALL, *SHAMPOO]},
@@ -54,7 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "scheduled": {"recipe": {"update": SCHEDULED}, "overrides": SMALL},
     "scaled": {"recipe": {"base": "adamw", "width_scaling": {"base_width": 6}}},
     "scaled blocks": {"recipe": {"base": "soap_fitted", "width_scaling": "spectral"}, "overrides": SOAP},
-    "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
+    "signals": {
+        "recipe": {"update": ["listening_for_test", {"kind": "momentum"}]},
+        "overrides": SMALL,
+        "provided": True,
+    },
 }
 CASES["remainders"] = {
     "recipe": {"base": "soap_fitted", "constraints": "rounding"},
@@ -66,7 +70,7 @@ CASES["chances"] = {"recipe": {"base": "adamw", "constraints": BY_CHANCE}, "dtyp
 CASES["delayed"] = {"recipe": "soap_fitted", "overrides": [*SOAP, "update.eigenbasis.refresh.delay=2"]}
 CASES["delayed roots"] = {
     "recipe": "shampoo",
-    "overrides": [*SMALL, *SHAMPOO, "update.graft.direction.shampoo.refresh.delay=3"],
+    "overrides": [*SMALL, *SHAMPOO, "update.graft.direction.shampoo.refresh.delay=1"],
     "gaps": True,
 }
 CASES["pairs"] = {"recipe": "lora_rite"}
@@ -114,73 +118,56 @@ CLOSE = (
     *(f"{n}{gaps}" for n in ("hyper", "record", "signals") for gaps in ("", " with gaps")),
     "groups hyper",
 )
-STORED = [
-    "soap",
+TWICE = [
     "quantized",
-    "turning",
-    "l2",
     "averaged",
     "bfloat16",
     "few",
     "per_parameter",
     "adafactor",
-    "hyper",
-    "signals",
     "pairs",
     "remainders",
     "chances",
+    "groups",
+    "groups after decay",
+    "learned rate",
+    "scaled blocks",
+    "delayed roots",
 ]
 PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],
-    "plain2": [
-        "groups",
-        "groups written",
-        "groups after decay",
-        "written",
-        "written after decay",
-        "written learned rate",
-        "learned rate",
-        "scaled blocks",
-        "delayed",
-        "delayed roots",
-        *STORED,
-    ],
-    "fsdp2": [
-        "groups",
-        "learned rate",
-        "groups after decay",
-        "groups hyper",
-        "early",
-        "scaled",
-        "scaled blocks",
-        "delayed",
-        "delayed roots",
-        *STORED,
-    ],
-    "plain3": ["written with gaps", *GAPS],
-    "fsdp3": ["soap", *GAPS],
+    "plain2": ["soap", "groups written", "written", "written after decay", "written learned rate", *TWICE, *GAPS[::2]],
+    "fsdp2": ["groups hyper", "early", "scaled", *TWICE, *GAPS[1::2]],
+    "plain3": ["written with gaps", *GAPS[1::2]],
+    "fsdp3": ["soap", *GAPS[::2]],
     "plain4": ["few", "soap"],
     "fsdp4": ["few", "soap"],
     "hsdp4": ["few", "hyper", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps", "early with gaps"],
-    "mixed4": ["few", "queue", "muon", "psgd", "per_parameter", *(GAPS[i] for i in (1, 3, 5, 6))],
-    "grouped4": ["few", "adamw", "adafactor", "signals", "written", *(GAPS[i] for i in (0, 2, 3, 5, 6))],
+    "mixed4": ["few", "queue", "muon", "psgd", *(GAPS[i] for i in (1, 3, 5, 6))],
+    "grouped4": ["few", "adamw", "adafactor", "signals", "written", *(GAPS[i] for i in (0, 3, 6))],
     "late2": ["adamw", "averaged", "soap with gaps"],
     "whole2": ["soap"],
     "strided4": ["adamw", "soap with gaps", "early"],
     "strided6": ["soap"],  # three uneven parts of two uneven halves
 }
 """What the matrix of layouts and recipes leaves out: blocks within parameters in many rounds, storage, other dtypes,
-steps that parameters miss, averages, and placements that torch's wrappers do not make."""
+steps that parameters miss, averages, and placements that torch's wrappers do not make.
+
+A case has one replicated and one sharded place, since exchanges differ in that. Cases with gaps have one of them on two
+ranks and the other on three, in turn. They do all that the same cases without gaps do, which is why few of those are
+here. Cases of which code runs that depends on the mesh are on four ranks as well."""
 PLACED = [(place, case) for place, cases in PLACES.items() for case in cases]
 PAIRS = [pytest.param(place, case, id=f"{place}-{case}") for place, case in PLACED]
+ALONE = dict.fromkeys(case for _, case in PLACED)
+"""The cases that have a place, in order. One process does them too."""
 SAME = 1e-6
 """Of the largest entry of a parameter: eight units in the last place of float32."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    alone = {name: {**case, "place": "plain"} for name, case in CASES.items()}
+    alone = {name: {**CASES[name], "place": "plain"} for name in ALONE}
     alone["plain"] = {**PLAIN, "place": "plain", "always": True}
     runs = [Run("one", "trajectories:run", 0, alone)]
     for place, names in PLACES.items():
@@ -263,8 +250,8 @@ def test_every_rank_inspects_what_one_process_does(outcomes: dict[str, list[Outc
 
 
 def test_the_trajectories_go_somewhere(outcomes: dict[str, list[Outcome]]) -> None:
-    for name, case in CASES.items():
-        (one,) = results(outcomes, "one", name)
+    for name in ALONE:
+        case, (one,) = CASES[name], results(outcomes, "one", name)
         trained = {n for n, count in one["steps"].items() if count}
         assert {n.startswith("out.weight") for n in trained} == ({True} if "only" in case else {True, False})
         moved = {n for n, p in one["parameters"].items() if not torch.equal(p, one["start"][n])}
@@ -306,7 +293,7 @@ def test_messages_may_be_rounded(outcomes: dict[str, list[Outcome]], place: str)
 
     They are independent and uniform within 2^-8 / m of an entry with the significand m, whose logarithm is nearly
     uniform: their root mean square is 2^-8 of that of the steps times sqrt(mean of m^-2 / 3), which is 0.425. There are
-    2000 entries of 7 steps.
+    2000 entries of 5 steps.
     """
     (one,), (rough, *_) = results(outcomes, "one", "plain"), results(outcomes, place, "rounded")
     errors = squares = 0.0
@@ -330,7 +317,7 @@ def test_training_goes_on_with_rounded_messages(outcomes: dict[str, list[Outcome
 @pytest.mark.parametrize("place", TRAINED)
 def test_training_has_the_losses_of_one_process(outcomes: dict[str, list[Outcome]], place: str) -> None:
     one = outcomes["plain1 trained"][0].result
-    assert one[-1] < one[0] - 0.1
+    assert one[-1] < one[1] - 0.1  # of the same batch
     for outcome in outcomes[f"{place} trained"]:
         # sums of gradients in another order, float32: a few 1e-7, which assignments by small moments enlarge
         assert outcome.result == pytest.approx(one, rel=1e-5)
@@ -351,7 +338,7 @@ def test_moments_of_layers_are_those_of_the_whole_batch(
 ) -> None:
     """Second moments of inputs and of gradients in outputs are means over ranks, as gradients are."""
     one = outcomes[f"plain1 of {moments}"][0].result
-    assert one[-1] < one[0] - 0.1
+    assert one[-1] < one[1] - 0.1  # of the same batch
     for outcome in outcomes[f"{place} of {moments}"]:
         assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
 
@@ -380,7 +367,7 @@ def test_moments_of_layers_that_are_divided_are_those_of_the_whole_layer(outcome
 def test_line_searches_take_the_steps_of_one_process(outcomes: dict[str, list[Outcome]], place: str) -> None:
     """By losses of the whole batch; every rank sees a part of it."""
     one = outcomes["plain1 searched"][0].result
-    assert one[-1] < one[0]  # at a learning rate that is far too large
+    assert one[-1] < one[1]  # of the same batch, at a learning rate that is far too large
     for outcome in outcomes[f"{place} searched"]:
         assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
 

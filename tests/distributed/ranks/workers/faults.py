@@ -282,7 +282,7 @@ def other_recipe(place: str) -> None:
 
 def other_shapes(place: str) -> None:
     """One rank has another model."""
-    module = lay_out(model(10, 14 if bad() else 13), place)
+    module = lay_out(model(10, 17 if bad() else 16), place)
     eigengraft.compose("soap_fitted", module)
 
 

@@ -23,10 +23,10 @@ TOKENS, LENGTH = 37, 9
 class Model(nn.Module):
     """A transformer block of odd sizes, with a convolution, a 1-d parameter, a tied head and frozen parameters."""
 
-    def __init__(self, width: int = 10, hidden: int = 13) -> None:
+    def __init__(self, width: int = 10, hidden: int = 16) -> None:
         super().__init__()
         self.emb = nn.Embedding(TOKENS, width)
-        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.conv = nn.Conv1d(width // 2, width, 3, padding=1)
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.emb(tokens)
-        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.conv(x.transpose(1, 2)[:, x.shape[-1] // 2 :]).transpose(1, 2)
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         x = x + self.down(torch.relu(self.up(x))) * self.scale
@@ -51,7 +51,7 @@ class Model(nn.Module):
         return logits
 
 
-def model(width: int = 10, hidden: int = 13, dtype: torch.dtype = torch.float32) -> Model:
+def model(width: int = 10, hidden: int = 16, dtype: torch.dtype = torch.float32) -> Model:
     """The same on every rank."""
     torch.manual_seed(0)
     return Model(width, hidden).to(dtype)

@@ -19,7 +19,8 @@ from .models import LENGTH, TOKENS, lay_out, model
 
 STEPS, BATCH = 6, 12
 SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.min_wave_work=1"]
-OVERRIDES = ["blocking.size=8", "blocking.merge=8", *SPREAD, "lr=0.003"]
+OVERRIDES = ["blocking.size=8", "blocking.merge=8", *SPREAD, "lr=0.003", "update.eigenbasis.inner.rms.eps=1e-6"]
+"""The eps is far above the rounding of gradients, about 1e-9: directions without gradient would follow rounding."""
 
 
 def run(job: dict[str, Any]) -> list[float]:

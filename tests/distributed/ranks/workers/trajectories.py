@@ -20,9 +20,11 @@ from eigengraft.optimizers import grouped
 from .hosts import prepare
 from .models import divided, lay_out, model, wholes
 
-STEPS = 8
-EVALUATED, EMPTY, SPOILT, THAWED = (2, 6), 4, 5, 3
-"""Steps after which the other iterate is looked at, without gradients, with one that is not finite, and of thawing."""
+STEPS = 6
+"""Steps of a trajectory. With a refresh every two steps each block has refreshes that later steps depend on."""
+EVALUATED, EMPTY, SPOILT, THAWED = (1, 3), 4, 2, 3
+"""Steps after which evaluation parameters are read, steps without gradients, with one that is not finite, and of
+thawing."""
 RATES = ((0.02, 0.0), (0.01, 0.2), (0.01, 0.1))
 """Learning rate and weight decay of param groups, which have every third parameter."""
 
@@ -64,6 +66,7 @@ def follow(
     gaps: bool = False,
     groups: bool = False,
     early: Early | None = None,
+    provided: bool = False,
     **of_model: Any,
 ) -> Any:
     """All steps of one case; what is common to all ranks, and what is this rank's own.
@@ -72,28 +75,34 @@ def follow(
         ranks together compute all updates, as every other two do.
     gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
     groups: whether there are three param groups, of which one has another learning rate from the middle on.
-    early: has gradients written by backward, and counts what is sent by then; None: they are assigned.
+    early: has gradients written by backward, in one step of each of KINDS, and counts what is sent by then; None: they
+        are assigned.
+    provided: whether the recipe has signals that a training loop provides.
     """
-    looks = range(STEPS) if of_model.pop("always", False) else EVALUATED
+    steps = STEPS if early is None else len(KINDS)
+    looks = range(steps) if of_model.pop("always", False) else EVALUATED
     if place == "grouped":
         place, overrides = "plain", [*overrides, "distribution.group_size=2"]
-    module = lay_out(build(**of_model), "plain" if place == "late" else place)
+    module = build(**of_model)
+    start = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    module = lay_out(module, "plain" if place == "late" else place)
     # a model's frozen parameters are left out, those of a list may be thawed
     parameters = module.named_parameters() if gaps else in_groups(module) if groups else module
     optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), parameters)
     if place == "late":
         prepare(module, optimizer)
     evaluated = []
-    for step in range(STEPS):
+    for step in range(steps):
         if gaps and step == THAWED:
             module.frozen.requires_grad_(True)  # type: ignore[union-attr]
-        if groups and step == STEPS // 2:
+        if groups and step == steps // 2:
             optimizer.param_groups[1]["lr"] = RATES[0][0]
         give(module, step, gaps)
         if early is not None:
             early.backward(module, step)
-        provide(module, optimizer, step)
-        if step == STEPS - 1:
+        if provided:
+            provide(module, optimizer, step)
+        if step == steps - 1:
             optimizer.watch_next_step()
         optimizer.step()
         if step in looks:
@@ -104,7 +113,7 @@ def follow(
     final = values(module)
     optimizer.train()
     return {
-        "start": values(build(**of_model)),
+        "start": start,
         "parameters": values(module),
         "evaluated": evaluated,
         "final": final,
@@ -126,7 +135,7 @@ def in_groups(module: nn.Module) -> Any:
     )
 
 
-def build(dtype: str = "float32", sizes: Sequence[int] = (10, 13), only: str = "") -> nn.Module:
+def build(dtype: str = "float32", sizes: Sequence[int] = (10, 16), only: str = "") -> nn.Module:
     """The model; only: a prefix of the parameters that are trained."""
     module = model(*sizes, getattr(torch, dtype))
     for name, parameter in module.named_parameters():
