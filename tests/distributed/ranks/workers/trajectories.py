@@ -66,19 +66,20 @@ def follow(
     gaps: bool = False,
     groups: bool = False,
     early: Early | None = None,
-    provided: bool = False,
     **of_model: Any,
 ) -> Any:
     """All steps of one case; what is common to all ranks, and what is this rank's own.
 
     place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made; grouped: two
         ranks together compute all updates, as every other two do.
-    gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
+    gaps: whether some parameters miss a step that others take.
     groups: whether there are three param groups, of which one has another learning rate from the middle on.
     early: has gradients written by backward, in one step of each of KINDS, and counts what is sent by then; None: they
         are assigned.
-    provided: whether the recipe has signals that a training loop provides.
+    of_model: what `build` takes; always: whether evaluation parameters are read after every step; provided: whether the
+        recipe has signals that a training loop provides.
     """
+    provided = of_model.pop("provided", False)
     steps = STEPS if early is None else len(KINDS)
     looks = range(steps) if of_model.pop("always", False) else EVALUATED
     if place == "grouped":
