@@ -410,7 +410,7 @@ class EqualBlocks:
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
         """Yield the blocks in lists of at most `most` blocks.
 
-        If a stage needs sums over a parameter, all blocks of the parameter are in one list.
+        If a stage needs sums over parameters, all blocks of a parameter are in one list, which may then be longer.
         """
         together = recipe.rules()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)

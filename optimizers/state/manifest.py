@@ -43,7 +43,10 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
 
 
 def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
-    """Return the location of each offloaded slot by (position of the parameter, state key), equal on all ranks."""
+    """Return where each offloaded slot is stored, by (position of the parameter, state key).
+
+    The result is the same on all ranks.
+    """
     found, storage = dict[tuple[int, str], Location](), param_set.recipe.storage
     if all(quantizer.location is None for quantizer in storage.values()):
         return found

@@ -260,7 +260,7 @@ class ParamSets:
         Changed values are copied into the stacks. A parameter whose entry was emptied or removed has no state until its
         next gradient, with which it starts again.
 
-        mode: iterate that the parameters hold.
+        mode: the iterate, for training or for evaluation, that the parameters hold.
         thorough: True to compare the addresses and versions of all tensors, False to compare only those of the largest
             tensors.
         moved: True to build the stacks again on the present devices of the parameters.
@@ -299,9 +299,10 @@ class ParamSets:
         self._note_shown(state)
 
     def resolve_deferred(self) -> None:
-        """Undo the step counts of parameters that the last step did not update, according to its checks on the device.
+        """Set back the step count of each parameter that the last step did not update, for example because its gradient
+        was not finite.
 
-        A parameter is not updated, for example, if its gradient was not finite.
+        The checks of that step, made on the device, say which parameters these are.
         """
         for param_set in self:
             param_set.resolve_deferred()

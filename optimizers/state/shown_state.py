@@ -157,9 +157,10 @@ class ShownState:
 
 
 def _answered(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
-    """Yield (parameter, key) of state in which a reset to zero must be detected, because it needs other initial values.
+    """Yield (parameter, key) of each state tensor for which a reset to zero must be detected.
 
-    This state has nonzero initial values, or consists of codes of quantizers or of iterates of the weights.
+    For these tensors zero is not a valid initial value: their initial values are not zero, they hold codes of
+    quantizers, or they hold iterates of parameters.
     """
     for stack_state in param_set.stack_states:
         begun = [key for key, slot in stack_state.slots() if slot.fill != 0 or _holds_weights(slot)]

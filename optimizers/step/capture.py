@@ -175,7 +175,7 @@ class _Key(NamedTuple):
     gradients, parameters: address and layout of each tensor. The kernels of a graph read a tensor at the strides and in
         the dtype of the capture, so a gradient with other strides at the same address needs another graph.
     state: addresses of the state tensors, whose layouts never change.
-    groups: for each parameter, the index of the first param group that has the rates of the parameter; as bytes.
+    groups: for each parameter, the index of the first param group that has the same rates; as bytes.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
     decays: weight decays of the stacks that a fused kernel updates. They are constants of the graph.
     mask: True if there is a mask of usable gradients.

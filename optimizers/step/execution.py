@@ -175,8 +175,8 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
     """Return True if a graph may capture steps of a stack.
 
-    The steps must run on a device that has graphs, with tensors that have values, and must need no other rank. Some
-    steps must have no refresh. Stages may only request signals whose address is the same in every step.
+    The device must have graphs, tensors must not be fake or on the meta device, and a step must need no other rank.
+    There must be steps without a refresh. Stages may request only signals whose address is the same in every step.
     """
     if not recipe.graph or shared or active_fake_mode() is not None:
         return False
@@ -267,7 +267,9 @@ A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
-    """Return the source of a program that computes and writes entries of parameters.
+    """Return the object from which the program for entries is traced.
+
+    The program computes and writes entries of parameters.
 
     stored: dtype of the parameters.
     """
@@ -278,7 +280,7 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Entry
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
-    """Return the source of a program that computes the directions of a whole stack."""
+    """Return the object from which the program for blocks is traced. It computes the directions of a whole stack."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
@@ -453,10 +455,12 @@ def _run_together(
 
 
 def _writes(blocks: ActiveBlocks, step: Step, graph: GraphNumbers | None) -> list[WriteNumbers]:
-    """Return the numbers of the write of each active block. Blocks with equal rates and factors have equal numbers.
+    """Return for each active block the rates and the factor with which its update is written.
 
-    graph: numbers that a graph reads on the device. The result then consists of tensors. None: it consists of the rates
-        of the step.
+    Blocks with equal rates and factors share one object.
+
+    graph: numbers that a graph reads on the device, of which the result then consists. None: the result consists of the
+        step's rates.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()

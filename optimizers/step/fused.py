@@ -185,7 +185,7 @@ class _Call:
     lr: learning rate.
     shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
         because the kernel decays only before the update. None: no decay follows the update.
-    step: the step, 0-d; None: a tensor is made from `numbers.step`.
+    step: the step as a 0-d tensor; None: the field `step` of `numbers` is used.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -363,7 +363,7 @@ class FusedStep:
             call.run()
 
     def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterable[tuple[_Kind, Sequence[int]]]:
-        """Return pairs (kind, rows). The blocks in these rows, among the active blocks, are of this kind."""
+        """Return pairs (kind, rows) for the active blocks: `rows` are the indices of all blocks of this kind."""
         ids, factors = blocks.stack.param_ids, adam.factors
         if factors is None and self._alike is not None:
             return [(self._alike, range(len(ids)))]

@@ -136,7 +136,8 @@ class GraphNumbers(NamedTuple):
 
     step: step count of the blocks, 0-d float64.
     writes: numbers of the write as 0-d tensors, by index of the group of parameters with equal rates (`Rates.alike`).
-        The factor is 1. The dtype is that of the stack; for a fused kernel it is float64 on a CPU, else float32.
+        Their factor is 1, because factors of blocks are applied apart from them. The dtype is that of the stack; for a
+        fused kernel it is float64 on a CPU, else float32.
     inputs: last inputs of each program (`Program.numbers`), by the key of the program in `Execution.programs`.
     rates: rates on the host at the time of the capture. A graph of fused kernels contains their weight decays as
         constants.

@@ -147,7 +147,8 @@ class SpikeCheck:
 
         loss: the loss of this step. None: this rank has no loss.
 
-        Raises ValueError if the rule compares losses and a rank has no loss. On a device only that rank raises.
+        Raises ValueError if the rule compares losses and a rank has no loss. On an accelerator only that rank raises
+        it.
         """
         steps = [step for _, step in ready if step is not None]
         if not steps or not has_values(ready[0][0].parameters[0]):

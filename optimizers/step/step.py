@@ -137,7 +137,8 @@ class ParamSet:
         return [*map(as_pairs, self.parameters)] if self._complex else self.parameters
 
     def resolve_deferred(self) -> None:
-        """Read the checks that the last step made on a device, and undo step counts of parameters that did not change.
+        """Read the checks that the last step made on a device, and set back the step count of each parameter that the
+        step did not change.
 
         Raises ArithmeticError for roots that failed too often, and FloatingPointError for an unusable gradient if the
         recipe requests an error.
@@ -160,7 +161,9 @@ class ParamSet:
                 own.refreshes.finish_all()
 
     def note_counts(self) -> None:
-        """Record which parameters have steps, after code other than a step has set step counts."""
+        """Record which parameters have been updated before. Called after other code, such as a load, has set step
+        counts.
+        """
         self._begun = self.step_counts > 0
 
     def counts_set_back(self) -> NDArray[np.bool_]:

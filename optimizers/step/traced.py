@@ -157,7 +157,8 @@ def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
 
 @dataclass(frozen=True)
 class EntryProgram:
-    """Source of a program that updates parameters and their state in place by an entry-wise chain and its write.
+    """An object from which a program is traced. The program updates parameters and their state in place by an
+    entry-wise chain and its write.
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
@@ -324,7 +325,7 @@ ProgramSource = EntryProgram | BlockProgram
 
 @contextmanager
 def _scheduled(source: ProgramSource, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
-    """Enter a context with the update of a program in which input tensors replace the scheduled numbers.
+    """Enter a context that gives the update of a program, with input tensors in place of the scheduled numbers.
 
     given: iterator over inputs of the program. The next inputs are the scheduled numbers.
     """

@@ -94,9 +94,10 @@ class Averaging(Component, ABC, family="averaging"):
 
     Iterates are slots of role `iterate`, in the dtype in which updates are computed. The shape of a slot is (), or ends
     with the axes of the parameter. Any other shape raises a ContractError. Iterates begin at the value of the parameter
-    before its first update, so that weights loaded after construction count. If a value is written into a parameter
-    between steps (`clamp_`, a checkpoint of the model), it is the training iterate from then on, in every dtype. All
-    other iterates keep their values. Before the first update of a parameter, its evaluated iterate is the parameter.
+    before its first update, so that weights that were loaded after the optimizer was made are used. If a value is
+    written into a parameter between steps (`clamp_`, a checkpoint of the model), it is the training iterate from then
+    on, for parameters of every dtype. All other iterates keep their values. Before the first update of a parameter, its
+    evaluated iterate is the parameter.
     """
 
     @abstractmethod

@@ -153,9 +153,9 @@ class Buffers:
 def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
     """Copy the second tensor of each pair into the first, in one launch for each device and dtype.
 
-    Version counters are not raised, because autograd would raise an error for tensors that it has saved. This is safe:
-    autograd saves the statistics of normalization layers for backward, but uses the saved tensors only in evaluation
-    mode, in which the statistics do not change.
+    Version counters are not raised. Otherwise autograd would report an error for tensors that it has saved for
+    backward. This is safe: of the statistics of normalization layers, backward uses saved tensors only in evaluation
+    mode, in which they do not change.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for to, values in pairs:

@@ -1,4 +1,4 @@
-"""Constraints: the contract, three of its members, and the write of an update under constraints.
+"""Constraints: the contract of the family, three constraints, and the write of an update under constraints.
 
 A constraint changes updates before the write and parameters after it.
 """

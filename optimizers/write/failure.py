@@ -25,10 +25,11 @@ class Spike(Component):
     entering: ClassVar[float] = 2.5
     """Largest number of standard deviations above the mean with which a spike enters the window.
 
-    Measured in a window of 128 values with 10 % of noise. With 2.5, every value that is 5 times too large is found even
-    if 1 in 10 values is too large; after all values have grown by a factor of 10, 123 values are spikes. With 2, every
-    such value is found even if 1 in 5 is too large; after the growth, 252 values are spikes. With 6, most such values
-    are missed if 1 in 20 is too large."""
+    Measured in a window of 128 values with 10 % of noise. With 2.5, every value that is 5 times too large is found,
+    even if 1 in 10 values is too large. After a lasting growth by a factor of 10, the next 123 values count as spikes,
+    until the window has adapted. With 2, spikes are found even if 1 in 5 values is too large, but 252 values count as
+    spikes after the growth. With 6, most spikes are missed if 1 in 20 values is too large.
+    """
 
     measure: Literal["gradient_norm", "loss"] = Field(
         default="gradient_norm",

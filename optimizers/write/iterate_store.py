@@ -72,8 +72,8 @@ class IterateStore:
     def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
         """Return the slots of iterates and constraints for a parameter of this shape and dtype.
 
-        The result is a mapping from the stage of the state keys to slots by name. Raises ValueError if the recipe has
-        an averaging and a constraint that rounds parameters.
+        The result is {stage in the state keys, "averaging" or "<path>.constraints.<label>": {name: slot}}. Raises
+        ValueError if the recipe has an averaging and a constraint that rounds parameters.
         """
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:

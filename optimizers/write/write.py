@@ -255,12 +255,12 @@ class Rates:
     """Learning rate and weight decay of P parameters at one step.
 
     decay: rule of weight decay of the recipe, for all routes without a rule of their own.
-    routes: by path of a route, a pair: the factor of the param group's learning rate, and a rule of weight decay or
-        None. A rule replaces the decay rate of the param group by its own. With None the rule of the recipe is used.
+    routes: {path of a route: (factor of the param group's learning rate, rule of weight decay)}. A rule has its own
+        rate, which replaces that of the param group. None: the rule of the recipe.
     hypers: values of the param groups, by index of the group.
     groups: `[P]`, index of the param group of each parameter.
-    by_value: True to treat groups with equal values as one group. False for ranks that sum over the same parameters:
-        values may differ between ranks until they are checked, and all ranks must form the same groups.
+    by_value: True to treat groups with equal values as one group. False if ranks sum over the same parameters: all
+        ranks must form the same groups, and values may differ between ranks until they are checked.
     factor: factor of the steps of all parameters. It multiplies the learning rate of the write, but not the learning
         rate from which the decay factor alpha is computed.
     """
@@ -298,7 +298,7 @@ class Rates:
 
     @cached_property
     def same(self) -> int | None:
-        """Index in `alike` of all parameters, or None if groups have different values."""
+        """The number that all parameters have in `alike`, or None if groups have different values."""
         firsts = {*self._firsts.values()}
         return firsts.pop() if len(firsts) == 1 else None
 

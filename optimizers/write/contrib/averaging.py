@@ -1,4 +1,7 @@
-"""Averagings of 2026 records of modded-nanogpt's track 3: look-aheads along past steps, and away from a mean."""
+"""Averagings that records of modded-nanogpt's track 3 used in 2026.
+
+They take gradients at a point ahead of W: along the mean of past steps, or on the line from a mean of W through W.
+"""
 
 from __future__ import annotations
 

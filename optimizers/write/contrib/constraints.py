@@ -40,7 +40,7 @@ def _minus_product(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
 class RowFloor(Constraint):
     """U_i <- U_i max(1, ratio ||W_i|| / ||U_i||)  for every row i.
 
-    A row has all entries with one index on the first axis. The change lr ||U_i|| of a row is at least lr ratio ||W_i||.
+    Row i has the entries with index i on the first axis. The change lr ||U_i|| of a row is at least lr ratio ||W_i||.
     The 2026 record of modded-nanogpt's track 3 uses ratio 0.3825. A row of U that is 0 stays 0. Tensors with one axis
     are not constrained.
     """
