@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Held = Mapping[int, int]
-"""Mapping from a rank to the number of entries of an item that this rank already holds. Ranks that are not keys hold
-none of its entries."""
+"""For one item: number of its entries that each rank already holds. A rank that is no key holds none of them."""
 
 
 class Item(NamedTuple):
-    """What a block costs its owner, or several blocks that must have one owner.
+    """The cost of one block for its owner, or of several blocks that must have the same owner.
 
     constant: work of every step, in any unit.
     state: bytes of state.
@@ -103,17 +102,18 @@ class Balance:
 
 
 SLACK = 1.02
-"""Work up to which a rank receives items, in units of the mean over ranks.
+"""Work up to which a rank receives items, in units of the mean work of all ranks.
 
-A larger value divides memory more evenly and work less evenly. Compared with 1.02, a value of 1.00 divides memory up to
-1.4 times less evenly if one item has much state and little work, and with 1.08 ranks wait 0.1 % longer in the mean.
+A larger value divides memory more evenly and work less evenly. 1.02 is a compromise. With 1.00, memory is divided up to
+1.4 times less evenly if one item has much state and little work. With 1.08, ranks wait 0.1 % longer in the mean.
 """
 
 
 def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> list[int]:
     """Return the owner of each item, and add the items to the loads.
 
-    The algorithm is the longest processing time first (Graham 1969), for work at every step and for bytes at once:
+    The algorithm is the longest processing time first (Graham 1969). It balances several quantities together, the work
+    at each step of the interval and the bytes:
 
     1. Equal items are assigned together. Items with the largest share come first. The share of an item is its fraction
        of all work plus its fraction of all bytes. Items of equal share keep their order.

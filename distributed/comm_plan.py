@@ -35,7 +35,7 @@ class PlacedBlock:
     """One block and the rank that owns it.
 
     position: position of the block's parameter.
-    grid: a grid that contains only this block.
+    grid: the place of the block in its parameter, as a grid that contains only this block.
     owner: rank that holds the block's state and computes its update.
     row: row of the block in the owner's stack.
     """
@@ -48,17 +48,17 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Equal blocks of one update, on all ranks.
+    """Blocks of all ranks that have one shape and are computed by the same update rule of the recipe.
 
-    path: path of the update in the recipe.
+    path: path of the update rule in the recipe.
     shape: shape of a block.
     dtype: dtype in which updates of the blocks are computed.
     gradient_dtype: dtype in which gradients are sent.
     update_dtype: dtype in which updates are sent.
     device: device of the blocks.
     blocks: the blocks, in the order of their parameters.
-    joined: True if the blocks are computed together with the blocks of the previous group; both groups are then sent
-        in one round.
+    joined: True if the blocks are computed together with the blocks of the previous group; both groups are then sent in
+        one round.
     """
 
     path: str

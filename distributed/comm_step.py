@@ -17,7 +17,7 @@ from .comm_plan import Arrived, CommPlan, EntryView, Round, Source, copy_all, pa
 from .rank_group import Work
 
 IN_FLIGHT = 2
-"""Largest number of rounds of messages under way: the gradients of the next two rounds, and two rounds of gathered
+"""Largest number of rounds of messages under way in each direction: rounds of gradients, and rounds of gathered
 updates."""
 
 

@@ -42,7 +42,7 @@ class UsedGradients:
         self._times = 0
 
     def count(self) -> int:
-        """Return the number of steps that have used the present gradients since any of them was written.
+        """Return how many steps have used the present gradients since the last write to any of them.
 
         Returns 0 if there are no gradients.
         """

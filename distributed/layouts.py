@@ -2,9 +2,9 @@
 
 A `Layout` follows from the placements of a DTensor, without a message. A `Region` is a set of entries that a block and
 a shard have in common, with views of both. Blocks are cut from the merged shape of a parameter, in which some axes are
-merged or divided into groups. Shards are cut from the shape of the parameter itself. A range of a merged axis is a
-union of at most 2k - 1 boxes of the parameter, if k axes were merged. If an axis was divided into groups, a range
-within all groups is one box for each group. A region is a part of one of these boxes.
+merged or divided into groups. Shards are cut from the shape of the parameter itself. If k axes were merged, the entries
+in a range of the merged axis form at most 2k - 1 boxes of the parameter. If an axis was divided into groups, the same
+range of all groups is one box for each group. A region is a part of one of these boxes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Layout:
         """Gather a tensor whose last axes are sharded in this layout. All ranks must call it.
 
         mine: this rank's shard.
-        what: name of the collective, for messages.
+        what: name of the collective in errors.
         """
         lead = tuple(mine.shape[: mine.ndim - len(self.shape)])
         flat = mine.new_zeros(math.prod(lead) * max(box.numel for box in self.boxes))
@@ -173,8 +173,9 @@ def divided(
 def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
     """Return the mesh axes in the order in which they cut the tensor.
 
-    A mesh axis with a strided shard cuts after the later mesh axes that cut the same axis of the tensor. For example,
-    with fully_shard over tensor parallelism, the tensor-parallel axis is the last mesh axis and cuts first.
+    Usually this is the order of the mesh. A mesh axis with a strided shard is an exception: all mesh axes with a larger
+    index that cut the same axis of the tensor cut before it. For example, with fully_shard over tensor parallelism, the
+    tensor-parallel axis is the last mesh axis and cuts first.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -283,10 +284,10 @@ Counts = NDArray[np.int64]
 
 
 class Stride(NamedTuple):
-    """Where the next entry along an axis of the parameter is in a block.
+    """How the indices of two entries in a block differ, if the entries are neighbors along one axis of the parameter.
 
-    axis: axis of the block along which the indices of two such neighbors differ.
-    places: difference of these two indices.
+    axis: axis of the block along which the two indices differ.
+    places: the difference.
     """
 
     axis: int
@@ -298,7 +299,7 @@ class Region:
     """Entries that a block and a shard have in common.
 
     box: the entries as a box in the parameter.
-    corner: index of the first entry in the block.
+    corner: index in the block of the first entry of the region.
     strides: for each axis of the parameter, the distance in the block between entries that are neighbors along it.
     """
 

@@ -28,7 +28,7 @@ from .rank_group import RankGroup, Work
 
 @dataclass(frozen=True)
 class Rows:
-    """A range of rows that each rank sends, in one message, of its own part of one parameter.
+    """A range of rows of one parameter. Each rank sends these rows of its own part of the parameter in one message.
 
     position: position of the parameter.
     start, stop: the range, which is the same on all ranks. Row 0 is the first row of the rank's part.

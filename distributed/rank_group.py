@@ -73,8 +73,8 @@ class DistributedError(RuntimeError):
 
 
 DIGEST = 16
-"""Size in bytes of the digest that each rank sends to every other rank to synchronize. With 16 bytes, collisions are
-practically impossible."""
+"""Bytes of the hash of the next collective that ranks send to each other, to check that all of them call the same one.
+With 16 bytes, different collectives practically never have the same hash."""
 CPU = torch.device("cpu")
 
 

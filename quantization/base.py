@@ -16,8 +16,8 @@ from eigengraft.component import Component
 from eigengraft.slots import Encoded, Slot, StateKey, Uniform
 
 FORMAT_VERSION = 2
-"""Version of the encodings. Raise it when a change gives tensors that were stored with the same declaration another
-meaning."""
+"""Version of the encodings. It must be increased when a change of the code decodes stored tensors of the same
+declaration to other numbers."""
 
 
 class Location(NamedTuple):
@@ -66,7 +66,9 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     @property
     def codec(self) -> Quantizer | None:
-        """The quantizer that encodes the slot. None: the slot is stored as it is."""
+        """The quantizer that encodes the slot: this one, or the inner one if this one only chooses the memory. None:
+        the slot is not encoded.
+        """
         return self
 
     @property
@@ -173,14 +175,14 @@ def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) ->
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the storage of a slot: that of the slot's key, else of its stage's path, else of its role.
+    """Return the storage of a slot: the entry for the slot's key, else for the path of its stage, else for its role.
 
     None: the slot is stored as it is on its device.
 
     A quantizer that cannot store the slot is ignored if it is chosen by path or role. If it is chosen by the slot's
     key, ValueError is raised. An entry for a role does not quantize sensitive slots, such as the second moments of a
-    graft's magnitude. They set the size of every update, and quantizing them does harm (DALL-E mini's study). An entry
-    for a role that only chooses the memory applies to sensitive slots, too.
+    graft's magnitude. They set the size of every update, and quantizing them does harm (DALL-E mini's study). If the
+    entry for a role only chooses the memory, it applies to sensitive slots, too.
     """
     for where in (key.name, key.stage):
         if where in storage:

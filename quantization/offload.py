@@ -111,9 +111,10 @@ def in_memory(location: Location) -> bool:
 _IN_MEMORY = ("tmpfs", "ramfs")
 """Kinds of Linux file systems whose files are in memory."""
 _ALIGNMENT = 256
-"""Alignment of a tensor in its buffer, in bytes. torch's allocators align tensors to 64 bytes on a CPU and to 512 on
-CUDA, and some kernels round differently at other addresses; 256 bytes are a multiple of the size of every vector
-register.
+"""Alignment of a tensor in its buffer, in bytes.
+
+torch's allocators align tensors to 64 bytes on a CPU and to 512 on CUDA, and some kernels round differently at other
+addresses. 256 is enough, because it is a multiple of the size of every vector register.
 """
 _WILL_NEED, _DONT_NEED = 3, 4
 """Advice of madvise(2), the same on Linux and macOS: read the pages ahead, and remove the pages from the process."""

@@ -1,1 +1,1 @@
-"""Formats that no shipped recipe and no paper of this repository uses, under the same laws as all others."""
+"""Formats that no shipped recipe uses, and no paper that is reproduced here. All laws of quantizers hold for them."""

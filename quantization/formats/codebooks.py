@@ -188,15 +188,15 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return a table by which `_found` finds the code of a float32 in (-2, 2) with two integer operations, int32 `[2^15
-    + 1]`.
+    """Return a table, int32 `[2^15 + 1]`, by which `_found` finds the code of a float32 in (-2, 2) in two integer
+    operations.
 
-    Read the bits of the float as a signed integer. Let k be its absolute value, and h the absolute value of its upper
-    16 bits. The code is the upper 16 bits of k + table[h].
+    Read the bits of the float as a signed integer, and let k be its absolute value. Read the upper 16 bits alone as a
+    signed integer, and let h be its absolute value. The code is the upper 16 bits of k + table[h].
 
-    All floats with the same h share an entry of the table. They must have at most two codes, c and c - 1, which is so
-    if midpoints between levels differ by at least 2^-7 of their size. The entry is 2^16 c - s, where s is the smallest
-    k with the code c. So the upper half of the sum is c for k >= s, and c - 1 for k < s.
+    All floats with the same h share an entry of the table. They have at most two codes, c - 1 and c, if midpoints
+    between levels differ by at least 2^-7 of their size. The entry is 2^16 c - s, where s is the smallest k with the
+    code c. So the upper half of the sum is c for k >= s, and c - 1 for k < s.
 
     Floats >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.
