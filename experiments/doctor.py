@@ -1,9 +1,9 @@
 """The diagnosis of a run from its directory: what went wrong, at which step, in which layer, why, and what to do.
 
 Three files say what happened. fault.json has the first value that was not finite, metrics.jsonl the loss and norms of
-layers over the run, and diagnostics.jsonl the norms of all layers at the end. Only the checks of
-inputs, initial outputs and uniform guesses need the task, which is loaded for them if its data are on this machine.
-Nothing is trained, and no file is changed.
+layers over the run, and diagnostics.jsonl the norms of all layers at the end. The task is needed only to check inputs,
+initial outputs, and if a loss is that of a uniform guess. It is loaded for these checks if its data are on this
+machine. Nothing is trained, and no file is changed.
 
 The limits below separate healthy runs from runs that went wrong. The healthy runs are those of
 tests/experiments/test_doctor.py, and 19 short runs of five recipes on digits and text. The limits are wide: a false
@@ -74,13 +74,14 @@ Not less than 0.9: in short runs with a high but usable learning rate, the loss 
 fell again.
 """
 BURST = 3
-"""A single row counts as a rise of the loss that came back only from this ratio to the first loss. Two rows suffice
-above `WORSE` times. One row may be a batch of unusual examples.
-"""
+"""Ratio to the first loss from which a single row counts as a rise of the loss that came back. Two rows count from the
+smaller ratio `WORSE`, because one row may be a batch of unusual examples."""
 NOISE = 5
-"""A rise of the loss that came back must exceed the usual difference of two successive rows by this factor."""
+"""A rise of the loss that came back is reported only if it is at least this many times the usual difference of two
+successive rows."""
 GROWN = 10
-"""Growth of most matrices, against their first or a usual norm, from which the learning rate counts as too high."""
+"""The learning rate counts as too high if most matrices have grown to this many times their first norm, or times a
+usual norm if the first norm is smaller."""
 LEAST_RISEN = 0.1
 """A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
 fall may be noise.
@@ -355,10 +356,11 @@ class Record:
 
     @cached_property
     def shares(self) -> Mapping[str, tuple[float, bool]]:
-        """For each layer, its first norm as a share (at most 1) of a usual norm, and if the layer is a matrix.
+        """For each layer, two values: its first norm as a share (at most 1) of a usual norm, and True if the layer is a
+        matrix.
 
-        The usual norm is that of variance 1 / (3 inputs), as torch initializes matrices. A vector counts as one input.
-        Empty if the task or its data are not on this machine.
+        The usual norm is that of entries with variance 1 / (3 inputs), as torch initializes matrices. A vector counts
+        as having one input. Empty if the task or its data are not on this machine.
         """
         if isinstance(self.initial, Exception):
             return {}
@@ -563,8 +565,8 @@ def _unlogged(record: Record) -> Iterator[str]:
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield a finding about the recorded fault of the run, if there is one.
 
-    The finding names the learning rate in place of the recorded cause in two cases: the model is the recorded cause and
-    a step was too large, or an imported run ends with a loss that is not finite after its finite losses rose.
+    In two cases it names the learning rate in place of the recorded cause. First, the recorded cause is the model, but
+    a step was too large. Second, the run is imported, its finite losses rose, and its last loss is not finite.
     """
     fault = record.fault
     if fault is None:
@@ -647,7 +649,9 @@ def _burst(record: Record) -> str:
 
 
 def _grown(record: Record) -> str:
-    """Return a sentence if most matrices grew to GROWN times their first norm or a usual norm, if larger, else ""."""
+    """Return a sentence if most matrices grew to GROWN times their first norm, or times a usual norm if that is larger;
+    else "".
+    """
     growths = record.run.layers.get("weight_growth", {})
     if max(growths.values(), default=0.0) < GROWN:  # spares loading the task
         return ""
@@ -733,7 +737,8 @@ def _route(record: Record, layer: str) -> str:
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     """Yield a finding about a layer whose weights grew far more, or whose updates were far larger, than those of the
-    other layers. Yields nothing if there is no such layer. A usual norm replaces a smaller first norm.
+    other layers. Yields nothing if there is no such layer. Growth is measured from a layer's first norm, or from a
+    usual norm if the first norm is smaller.
 
     sick: True if something else is wrong with the run. If False, a layer must have grown EXPLODED_ALONE times as much.
     """
@@ -800,12 +805,12 @@ def _dead(record: Record) -> Iterator[Finding]:
 
 
 def _dead_layers(parameters: list[str], dead: list[str]) -> tuple[str, str]:
-    """Return the parameter without a gradient that a finding is about, and the names of all layers without a gradient.
+    """Return the parameter that a finding about missing gradients names, and the names of all layers without a
+    gradient.
 
     A layer whose outputs are always 0 stops the gradients of its own parameters and of all layers before it. The next
-    layer has no gradient of its weight, because its inputs are 0, but has a gradient of its bias. So the finding is
-    about the layer before one that lacks only some gradients. If there is none, it is about the first layer without a
-    gradient.
+    layer has inputs of 0: its weight has no gradient, but its bias has one. So if a layer lacks only some gradients,
+    the finding names the layer before it. If there is none, it names the first layer without a gradient.
 
     parameters: names of all parameters, in the order of the model.
     dead: names of the parameters without a gradient.
@@ -916,9 +921,7 @@ def _columns(inputs: Tensor, names: Sequence[str]) -> Columns | None:
 
 
 def _learned_poorly(record: Record, start: FirstBatch) -> bool:
-    """Return True if the last accuracy is below POOR, or without accuracy if the last loss is above half of that of a
-    constant guess, or half of the first loss if this is less.
-    """
+    """Return True if the last accuracy is below POOR. Without an accuracy, return True if the loss has not halved."""
     accuracies, first, last = record.numbers("val_accuracy"), record.first_loss, record.last_loss
     if accuracies:
         return bool(accuracies[-1] < POOR)
@@ -926,8 +929,9 @@ def _learned_poorly(record: Record, start: FirstBatch) -> bool:
 
 
 def _generalization(record: Record) -> Iterator[Finding]:
-    """Yield the finding about a validation loss that rose after its best evaluation, or never was below that of a
-    uniform guess and ended above it, while the training loss fell.
+    """Yield the finding about a validation loss that got worse while the training loss fell.
+
+    Either it rose after its best evaluation, or it was never below the loss of a uniform guess and ended above it.
     """
     rows = [row for row in record.run.rows if row.get("loss") is not None]
     evaluations, first = record.numbers("val_loss"), record.first_loss

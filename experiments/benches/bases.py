@@ -24,12 +24,13 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 
 
 class BasisBench(MatrixBench):
-    """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d.
+    """Every solver on every spectrum, size and dtype, with a statistic A_k = beta A_(k-1) + (1 - beta) G G^T / d that
+    drifts.
 
     A solver refreshes the eigenbasis of A_k every `every` steps. G `[d, d]` is the gradient of step k. Its columns have
     covariance U_k diag(lambda) U_k^T, where lambda is the spectrum. The eigenvectors U_k turn by `drift` radians per
-    step, so that a solver starts from a basis that is slightly out of date, as in training. With `record`, G are the
-    gradients of a run. A `checkpoint` contains a single statistic, which every refresh uses.
+    step, so that a solver starts from a basis that is slightly out of date, as in training. If `record` names a run, G
+    are the gradients of this run. If `checkpoint` names a saved state, its statistic is used at every refresh.
     """
 
     kind: Literal["bases"] = "bases"

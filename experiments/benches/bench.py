@@ -32,7 +32,8 @@ Declaration = Mapping[str, Any]
 def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple[Declaration, ...]:
     """Return the declarations of a family's default candidates.
 
-    These are the preferred declarations whose kind is registered, then every other member that has no required fields.
+    First come the declarations in `preferred` whose kind is registered, then all other members that have no required
+    fields.
     """
     chosen = [declared for declared in preferred if declared["kind"] in family.members]
     kinds = {declared["kind"] for declared in chosen}
@@ -53,6 +54,7 @@ def default_members(
 ) -> Callable[[], tuple[Any, ...]]:
     """Return a function that makes the candidates that `defaults` declares.
 
+    preferred: declarations that come first, as in `defaults`.
     usual: function from a kind to its usual declaration. Fields of `preferred` take precedence.
     keep: function that returns True for members that are candidates.
     """
@@ -290,7 +292,7 @@ class Bench(Component, ABC, family="bench"):
         """Return a row: the candidate, its declaration, the device, the fields of the problem, and the measured
         columns.
 
-        The column `problem` is "", or the reason why nothing was measured.
+        The column `problem` is the reason why nothing was measured, or "" if the candidate was measured.
         """
         declared: Any = None
         if candidate is not None:
@@ -329,8 +331,9 @@ class Bench(Component, ABC, family="bench"):
 
 
 def read_bench(name: str) -> dict[str, Any]:
-    """Return the declaration of a bench: that of a YAML file, that of the shipped file `name`.yaml, or the kind `name`
-    alone.
+    """Return the declaration of a bench: that of the YAML file at the path `name`, or of the shipped file `name`.yaml.
+
+    If there is neither, the declaration is the kind `name` without fields.
     """
     shipped = Path(__file__).with_name(f"{name}.yaml")
     file = shipped if shipped.is_file() else Path(name)

@@ -39,13 +39,14 @@ _STORAGES: Any = (
 class BudgetBench(MatrixBench):
     """error = sqrt(1 - prod_i cos_i^2) <= bound,  cos_i = tr(X_i A_i Y_i) / sqrt(tr(X_i A_i X_i) tr(Y_i A_i Y_i))
 
-    Solvers x intervals x storages for each layer of a model, and the choice of least cost whose error is within
-    `bound`. A_i is the present factor of axis i. Y_i = (A_i + r I)^-e is its exact root, where r is `ridge` times the
-    largest eigenvalue of A_i. X_i is the root in use: a solver computes it in float32 from the factor of `interval - 1`
-    steps before, and a storage encodes and decodes it. cos_i is the cosine of X_i G and Y_i G over gradients G with
-    E[G G^T] = A_i. The error is the sine of the angle between the direction with the roots X_i and the direction with
-    the roots Y_i. It ignores scalar factors of a direction, because grafting removes them. The factors are those of a
-    run (`record`). A `checkpoint` or a spectrum has no earlier factors, so that only interval 1 can be measured.
+    For each layer of a model, every solver, interval and storage is measured, and the cheapest choice is returned whose
+    error is at most `bound`. A_i is the present factor of axis i. Y_i = (A_i + r I)^-e is its exact root, with the
+    exponent e of the recipe, where r is `ridge` times the largest eigenvalue of A_i. X_i is the root that the optimizer
+    would use: a solver computes it in float32 from the factor of `interval - 1` steps before, and a storage encodes and
+    decodes it. cos_i is the cosine of X_i G and Y_i G over gradients G with E[G G^T] = A_i. The error is the sine of
+    the angle between the direction with the roots X_i and the direction with the roots Y_i. It ignores scalar factors
+    of a direction, because grafting removes them. The factors are those of a run (`record`). A `checkpoint` or a
+    spectrum has no earlier factors, so that only interval 1 can be measured.
 
     The cost is the stored bytes, or the time of a step: the time to solve and encode, divided by the interval, plus the
     time to decode.
@@ -89,8 +90,8 @@ class BudgetBench(MatrixBench):
     def _layers(self) -> dict[str, list[list[Tensor]]]:
         """Return, by layer, a list of factors for each axis.
 
-        The first factor of a list is the present one. For a run, one more factor follows for each item of
-        `intervals`: the factor from which the root in use is computed with this interval.
+        The first factor of a list is the present one. For a run, one older factor follows for each item of `intervals`:
+        the one from which the last root was computed, if roots are refreshed at this interval.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:
@@ -257,9 +258,9 @@ def _squares(z: Tensor, a: Tensor) -> Tensor:
 
 
 def _front(cost: str) -> view.LinePoints:
-    """Return a function from the rows of a candidate to its Pareto front of (cost, error) on one layer.
+    """Return a function that computes the Pareto front of (cost, error) from the rows of a candidate.
 
-    The layer is the one on which the candidate's least error is largest.
+    The front is that of the candidate's worst layer, on which its least error is larger than on every other layer.
     """
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:

@@ -88,8 +88,9 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
 def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str, Tensor]:
     """Return gradients `[samples, width, width]` of each layer of an experiment or run, scaled as in `layer_gradients`.
 
-    A layer with a side below `width` is left out. The gradients of all other layers are cut to their leading
-    `width` x `width` entries. In an embedding these entries can all be 0, because some bytes never occur.
+    A layer with a side below `width` is left out. The gradients of all other layers are cut to their leading `width` x
+    `width` entries. For an embedding these can all be 0, because its first rows belong to bytes that a text may not
+    have.
     """
     found = _samples(GradientRun(source), steps, samples, width)
     if not found:

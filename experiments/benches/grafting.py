@@ -52,10 +52,11 @@ def _default_chains() -> Any:
 
 
 class GraftingBench(Bench):
-    """Chains x shapes m x n, on gradients S + Z_t with a constant S of rank 4 and normal Z_t, both of the same norm.
+    """The size of the updates of every chain on every shape [m, n].
 
-    The meaning of a learning rate depends on the shape unless the update's RMS (or its spectral norm, relative to
-    sqrt(m / n)) is the same for all shapes. Time is per block of the stack.
+    The gradients are S + Z_t, where S is constant and has rank 4, Z_t is normal, and both have the same norm. A
+    learning rate means the same for all shapes only if the update's RMS, or its spectral norm divided by sqrt(m / n),
+    is the same for all shapes. Time is per block of the stack.
     """
 
     kind: Literal["grafting"] = "grafting"

@@ -28,7 +28,10 @@ def relative_error(x: Tensor, reference: Tensor) -> Tensor:
 
 
 def angle(x: Tensor, reference: Tensor) -> Tensor:
-    """Return the angle between X and Y as vectors in degrees: 2 asin(|x/|x| - y/|y|| / 2), exact also if it is tiny."""
+    """Return the angle in degrees between two matrices, taken as vectors x and y.
+
+    It is computed as 2 asin(|x/|x| - y/|y|| / 2), which is exact for tiny angles too.
+    """
     x = x.double()
     x = x / torch.linalg.matrix_norm(x, keepdim=True)
     reference = reference / torch.linalg.matrix_norm(reference, keepdim=True)
@@ -93,7 +96,8 @@ class OwnMatrices(Bench, ABC):
         return [Recommendation(named, **fields)]
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
-        """Return a line about the worst layer: the one on which the most accurate candidate has the largest error.
+        """Return a line about the worst layer, on which the least error of all candidates is larger than on every other
+        layer.
 
         Return [] if the matrices are not the user's own.
         """

@@ -102,17 +102,17 @@ def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | No
 
 
 class QuantizerBench(MatrixBench):
-    """Quantizers x spectra x sizes x dtypes: errors of a stored matrix, and of the root (B + r I)^-e with r = ridge
-    lambda_max.
+    """Errors of a stored matrix, and of the root (B + r I)^-e with r = ridge lambda_max, for every quantizer, spectrum,
+    size and dtype.
 
     A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. The role is the first of `roles` that a
-    quantizer accepts. In the role statistic A is stored, and B is the decoded A. In the role basis V is stored, and B =
-    W Diag(l) W^T with the decoded basis W and the exact l. In the role root A^-e is stored, and errors are those of the
+    quantizer accepts. With the role `statistic`, A is stored, and B is the decoded A. With `basis`, V is stored, and B
+    = W Diag(l) W^T with the decoded basis W and the exact l. With `root`, A^-e is stored, and errors are those of the
     decoded root.
 
     Each matrix is encoded `writings` times, each time over the previous codes, because the format `eigen` is made for
-    matrices that change slowly. Error feedback makes the single decoding that is measured here less accurate, and the
-    mean over many decodings more accurate.
+    matrices that change slowly. A single decoding is measured, which error feedback makes less accurate. It makes the
+    mean of many decodings more accurate.
 
     A quantizer that is declared without `min_elements` has the value 1. Times do not depend on the values of a matrix,
     and are measured once for each size and dtype.
@@ -269,7 +269,7 @@ class QuantizerBench(MatrixBench):
 
 
 def _where(more: str) -> Callable[[Row], str]:
-    """Return a function from a row to the name of its problem, which ends in `more`."""
+    """Return a function from a row to the name of its problem, with the text `more` appended."""
     return lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}{more}"
 
 
@@ -322,7 +322,7 @@ class StorageProblem:
         return worst_of(torch.where(low > rounding, high / low, torch.inf))
 
     def exact(self, role: Role) -> Tensor:
-        """Return the matrix that a decoded one should equal, in float64: the root in the role root, else A."""
+        """Return, in float64, the matrix that a decoded one should equal: the root of A for the role `root`, else A."""
         return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:

@@ -25,7 +25,11 @@ class StageRunner:
         self.state, self.steps = State(tensors, block), 0
 
     def step(self, gradient: Tensor) -> Tensor:
-        """Return the chain's direction. The first step of a lagged chain only updates statistics and returns zeros."""
+        """Return the direction of the chain.
+
+        A lagged chain uses the statistics of the step before. Its first step therefore only updates statistics and
+        returns zeros.
+        """
         priming = self.lagging and self.steps == 0
         self.steps += 1
         context = self.context(gradient.device)

@@ -100,15 +100,15 @@ BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
 
 
 class StatisticBench(OwnMatrices):
-    """Statistics x layers x numbers of gradients, with gradients of a byte-level language model after a short training.
+    """Every statistic on every layer and number of gradients of a byte-level language model after a short training.
 
     S = L x R is the Kronecker product of a statistic's estimates for the two axes. C is the second moment over all
     training gradients. Gain errors compare S with gradients that no statistic has seen. If a statistic computes its two
     factors independently of each other, S is scaled to the trace of C.
 
-    The statistic runs inside `shampoo` with exponent 1/2, because statistics with coupled factors read the roots. The
-    roots are refreshed every `every` gradients, from the `start`-th on. With `record`, gradients are the leading
-    `width` x `width` entries of the gradients of a run's layers.
+    The statistic runs inside `shampoo` with exponent 1/2, because statistics whose factors depend on each other read
+    the roots. The roots are refreshed every `every` gradients, the first time at gradient `start`. If `record` names a
+    run, the gradients are the leading `width` x `width` entries of the gradients of its layers.
     """
 
     kind: Literal["statistics"] = "statistics"

@@ -1,4 +1,8 @@
-"""Steps of recipes and of optimizers of other libraries, measured in turn, and times counted for this machine."""
+"""Measured times of the steps of recipes and of optimizers of other libraries, which take turns.
+
+Beside them are times that follow from the counted operations and bytes of a step and the measured rates of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -122,11 +126,12 @@ INTERVAL = "{interval}"
 
 
 class StepCase(Component):
-    """A recipe with overrides, or a peer: an optimizer class "module:Class" or "file.py:Class" with options.
+    """A recipe with overrides, or a peer: an optimizer class of another library, "module:Class" or "file.py:Class",
+    with options.
 
-    "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. Candidates
-    with the same `maths`, the name of their algorithm, take turns. Their times are compared with those of peers, and of
-    recipes that are `compared`.
+    "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. `maths` is
+    the name of the algorithm. Candidates with the same algorithm take turns, and their times are compared with those of
+    the peers, and of recipes whose field `compared` is true.
     """
 
     recipe: str | None = Field(default=None, examples=["soap"], description="shipped name or YAML file")
@@ -276,12 +281,12 @@ def parse_candidates(value: Any) -> Any:
 
 
 class StepBench(Bench):
-    """Candidates x sets of parameters x intervals, in rounds in which each candidate makes one step: A B C A B C ...
+    """Times of a step of every candidate on every set of parameters with every interval.
 
-    Candidates with the same algorithm take turns in the same rounds. The first `warm` rounds are not timed, nor are the
-    steps in which operators and bytes are counted. After that, `periods` intervals between refreshes are measured, or
-    one interval if no candidate has refreshes. The columns `steady` to `largest` are computed from medians over these
-    intervals. The field `seconds` has no effect.
+    Candidates with the same algorithm take turns: in a round each of them makes one step, A B C A B C ... The first
+    `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. After that, as many
+    intervals between refreshes are timed as `periods` says, or one if no candidate has refreshes. The columns `steady`
+    to `largest` are computed from medians over these intervals. The field `seconds` has no effect.
     """
 
     kind: Literal["step"] = "step"
@@ -459,7 +464,9 @@ class StepBench(Bench):
 
 
 def counted_ms(optimizer: Optimizer, card: Card) -> float:
-    """Return the milliseconds of a step on a card, by the operations and bytes that `eigengraft plan` counts."""
+    """Return an estimate of the milliseconds of a step on a card, from the operations and bytes that `eigengraft plan`
+    counts.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = [(str(place), tuple(parameter.shape)) for place, parameter in enumerate(parameters)]
     found = plan(optimizer.recipe, shapes, (1,), "ddp", parameters[0].dtype)

@@ -101,10 +101,11 @@ def take_turns(
 
 
 def _free_activations() -> None:
-    """Free one large tensor, as training does in every step.
+    """Allocate and free one large tensor, as training does in every step.
 
-    After this, glibc keeps freed memory. Otherwise glibc may return pages after each step and request them in the next
-    step. This costs one contender up to a seventh of its step, a different contender in every process.
+    After this, glibc keeps freed memory. Otherwise it may return pages after a step and request them again in the next
+    one, which makes steps of a contender up to a seventh longer. Which contender this is differs from process to
+    process.
     """
     torch.empty(_ACTIVATIONS, dtype=torch.uint8)
 
@@ -260,8 +261,10 @@ RATE_REPEATS = 8
 def measured_card(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Card:
     """Measure the best rates of this machine with the present number of threads.
 
-    The rate of products is that of two matrices of order 512 on a CPU and 4096 on a device, in `dtype`. The rate of
-    bytes is that of the copy of a tensor larger than every cache. `clock` returns seconds.
+    Operations per second are those of a product of two matrices of order 512 on a CPU and 4096 on a device, in `dtype`.
+    Bytes per second are those of a copy of a tensor larger than every cache.
+
+    clock: function that returns seconds.
     """
     order = 4096 if device.type == "cuda" else 512
     a, b = (torch.randn(order, order, device=device).to(dtype) for _ in range(2))

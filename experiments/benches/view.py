@@ -173,8 +173,8 @@ def number_of(row: Row, name: str) -> float:
 def worst(name: str, *shares: str) -> Reduced:
     """Return a function that computes the largest value of a column.
 
-    The largest value counts as infinite if a value of the column is not finite, or if a value of the columns `shares`
-    is not 1.
+    The result is infinite if a value of the column is not finite, or if a share in one of the columns `shares`, such as
+    that of solved matrices, is below 1.
     """
 
     def value(row: Row) -> float:

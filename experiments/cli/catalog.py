@@ -45,7 +45,7 @@ profile   score of steps on five small tasks, the laptop track, 1 for the fewest
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.""",
 }
-"""Text that `list` prints below each of these lists."""
+"""Text that the command `list` prints below a list, by the argument that names the list."""
 
 
 def list_command(
@@ -101,7 +101,8 @@ def list_command(
 
 
 _SHORT = 68
-"""Largest number of characters of the text about a recipe in the list of all recipes: two lines of it."""
+"""Largest number of characters of the text about a recipe in the list of all recipes. It fills two lines of its column.
+"""
 _RECIPE_HEADS = ("recipe", "about", "lr", "state", ">= ms", "measured", "profile")
 
 
@@ -129,7 +130,9 @@ def measured_cost(recipe: str) -> str:
 
 
 def _shortened(about: str) -> str:
-    """Return a text about a recipe without its papers, which have a year in parentheses, cut to `_SHORT` letters."""
+    """Return the text about a recipe without references to papers, which have a year in parentheses, and at most
+    `_SHORT` long.
+    """
     return textwrap.shorten(re.sub(r" \([^()]*\b20\d\d\b[^()]*\)", "", about), _SHORT, placeholder=" \u2026")
 
 

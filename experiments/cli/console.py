@@ -83,7 +83,9 @@ def format_loss(loss: float, decimals: int = 3) -> str:
 
 
 def describe_result(result: Result) -> str:
-    """Return a description of a run's result in two lines, or three if the run got worse."""
+    """Return two lines that describe the result of a run. A third line is added if the run got worse after its best
+    evaluation.
+    """
     if result.diverged or result.val_loss is None:
         head = f"diverged at step {result.steps}: {result.diagnosis or 'the loss or all gradients are not finite'}"
     else:

@@ -34,7 +34,7 @@ from .console import (
 
 
 class Commands(TyperGroup):
-    """A group of commands that prints an error which a user can repair as one message, without a traceback."""
+    """A group of commands. An error that a user can repair is printed as one message, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -169,7 +169,7 @@ class ComparisonRow:
 class ComparisonPanel:
     """Rows that differ only along the compared axis.
 
-    title: axes that are not compared with their labels, or the name of the study.
+    title: the other axes with their labels, as `decay = none`; the name of the study if there are no other axes.
     """
 
     title: str
@@ -204,7 +204,9 @@ class ComparisonPanel:
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """p of every row's difference by label, corrected for all comparisons of the panel (Holm)."""
+        """The p-value of each row's difference from the baseline, by label, corrected for all comparisons of the panel
+        (Holm).
+        """
         tests = {row.label: row.difference.p for row in self.rows if row.difference is not None}
         return holm({label: p for label, p in tests.items() if p is not None})
 
@@ -279,9 +281,10 @@ def compare(records: Records) -> list[ComparisonPanel]:
 
 
 def _styles(names: Mapping[str, str], records: Records) -> dict[str, int]:
-    """Return the style of each label: that of its method (see `styles_of`) or, if all are numbers, its place.
+    """Return the style of each label: that of its method (see `styles_of`). If all labels are numbers, it is the
+    label's place in their order.
 
-    names: label of an axis, by label of a row or curve.
+    names: for each label of a row or curve, its label on the axis of methods.
     """
     if all(math.isfinite(label_number(name)) for name in names.values()):
         return {label: place for place, label in enumerate(names)}
@@ -319,7 +322,9 @@ def named(axis: str, label: str) -> str:
 
 
 def heading(axis: str, label: str) -> str:
-    """Return a label after its axis, as `decay = none`. Of a dotted path, the axis has the last two names."""
+    """Return a label after the name of its axis, as `decay = none`. Of an axis that is a dotted path, the last two
+    parts are shown.
+    """
     return f"{'.'.join(axis.split('.')[-2:])} = {label}"
 
 
@@ -427,7 +432,9 @@ def at_their_best(records: Records) -> list[ComparisonPanel]:
 
 
 def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
-    """Return "least" or "largest" if `best` has the least or largest number of the rows with ended runs, else empty."""
+    """Return "least" or "largest" if `best` is the least or largest label of all rows with ended runs, else "". Labels
+    are numbers.
+    """
     tried, number = [label_number(row.label) for row in panel.rows if row.finals], label_number(best.label)
     return "least" if number == min(tried) else "largest" if number == max(tried) else ""
 

@@ -103,10 +103,10 @@ def stroke(style: int) -> dict[str, Any]:
 
 
 def styles_of(names: Mapping[str, str]) -> dict[str, int]:
-    """Return a style for each label of a figure. A method has the same style in all figures, unless two want one.
+    """Return a style for each label of a figure. A method usually has the same style in all figures.
 
-    Then the first of the two by name keeps it, and the second has another color that is free. Methods with reserved
-    colors always have these.
+    If two methods of a figure would have the same style, the first of the two by name keeps it, and the second gets
+    another free color. Methods with reserved colors always have these.
 
     names: name of the method, by label.
     """
@@ -206,7 +206,8 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
 def log_ticks(axis: Axis, digits: Sequence[float], most: int = 7) -> None:
     """Put the ticks of a logarithmic axis at these digits times powers of ten.
 
-    Ticks at powers of ten alone are at most `most`, and are written as 10⁻⁸ on an axis that leaves 0.001 to 10000.
+    If the only digit is 1, there are at most `most` ticks. They are written as 10⁻⁸ if the axis extends beyond the
+    range from 0.001 to 10000.
     """
 
     def text(value: float, _: object) -> str:

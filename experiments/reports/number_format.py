@@ -31,9 +31,10 @@ def number_format(
 ) -> NumberFormat:
     """Return the format of a column: fixed-point with `decimals`, unless a number of the column is too small for it.
 
-    A value is too small if it shows fewer than `decimals` - 1 digits (0.01 for three decimals), and an error is too
-    small if it is printed as zero. Then all errors have two significant digits, or all values three if there are no
-    errors. At most six decimals are used, and scientific notation if six do not show every number.
+    A value is too small if fewer than `decimals` - 1 of its significant digits would be printed: below 0.01 for three
+    decimals. An error is too small if it would be printed as zero. In both cases more decimals are used, so that all
+    errors have two significant digits, or, without errors, all values three. At most six decimals are used, and
+    scientific notation if six do not show every number.
 
     values: means and other numbers of the column. Numbers that are 0 or not finite do not count.
     errors: pairs of an error and the value that it belongs to. Errors are spreads, half-widths of intervals, and

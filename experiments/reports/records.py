@@ -77,10 +77,10 @@ TRAINING_LOSS = Metric("loss", "training loss", 1)
 
 
 ROSE = 0.1
-"""Least share of its improvement that a metric has lost again at the end of a run that counts as overfitted.
+"""A run counts as overfitted if its metric has lost again, at the end, at least this share of its improvement.
 
-The improvement is that from the start of the run to the best evaluation, and at least the size of the best value: the
-best evaluation may be the first one. Noise of evaluations is below this share.
+The improvement is that from the start of the run to the best evaluation. It counts as at least the size of the best
+value, because the best evaluation may be the first one. Noise of evaluations is below this share.
 """
 
 

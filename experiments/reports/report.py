@@ -253,9 +253,9 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """Return an empty comparison with the study's number of seeds; None for a single seed.
+    """Return a comparison without rows, with the study's number of seeds; None for a single seed.
 
-    The page shows its `needed`, the smallest |t| that is significant with so many seeds.
+    The page shows the attribute `needed` of the comparison, the smallest |t| that is significant with so many seeds.
     """
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None
