@@ -268,7 +268,7 @@ def axis_name(path: str) -> str:
 
 
 def _file(records: Records, title: str, what: str) -> str:
-    """Return the name of a figure: study, panel and content, without repetition."""
+    """Return the file name of a figure, made of study, panel and content. Words that these share appear once."""
     return " ".join(dict.fromkeys((records.name, title, what)))
 
 

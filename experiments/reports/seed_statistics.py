@@ -40,7 +40,7 @@ class Paired:
     t: mean(d) sqrt(n) / spread(d), with n - 1 degrees of freedom; None for a single pair, or if all differences are
         equal.
     p: p-value of the two-sided test that the true difference is 0; None where t is None.
-    half: half of the 95 % interval mean - half to mean + half; None where t is None.
+    half: half of the width of the 95 % interval, which reaches from mean - half to mean + half; None where t is None.
     bootstrap: the interval of `bootstrap_interval`; None with fewer than `BOOTSTRAP_PAIRS` pairs or where t is None.
     """
 
@@ -60,7 +60,8 @@ class Paired:
 
 
 class Target(Component):
-    """A value that a metric reaches at the first step with (value - mean) sqrt(n) >= z sigma, for the mean of n seeds.
+    """A target value of a metric, reached at the first step with (value - mean) sqrt(n) >= z sigma, for the mean of n
+    seeds.
 
     This is the acceptance test of track 3 of modded-nanogpt, which has sigma 0.0013 and z about 3. The standard
     deviation sigma of one seed is known beforehand, so that few seeds are enough. If larger values of the metric are

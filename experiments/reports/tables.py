@@ -67,7 +67,7 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
 
 
 class TableCell(NamedTuple):
-    """A cell of a table: its text, a second line that only the page shows, and True for bold type."""
+    """A cell of a table: its text, a second line, and True for bold type. Only HTML pages show the second line."""
 
     text: str
     more: str = ""
@@ -90,11 +90,11 @@ class TextTable(NamedTuple):
 
 
 def grid_of(records: Records) -> TextTable | None:
-    """Return the final metrics of all cells of a study, None unless exactly two of its axes have several labels.
+    """Return a table of the final metrics of all cells of a study.
 
-    A row is a label of the compared axis, a column a label of the other axis. The best mean and means that are not
-    significantly worse are marked: of each column if the columns have different tasks or data, else of all cells. None
-    too if runs of one cell were made by different code.
+    A row is a label of the compared axis, a column a label of the other axis. The best mean is marked, and means that
+    are not significantly worse. If the columns have different tasks or data, each column has a best mean of its own.
+    Returns None if not exactly two axes have several labels, or if runs of one cell were made by different code.
     """
     axes = dict.fromkeys(axis for run in records.runs for axis in run.labels)
     known = {axis: {run.labels.get(axis) for run in records.runs} for axis in axes}
@@ -122,7 +122,11 @@ def grid_of(records: Records) -> TextTable | None:
 
 
 def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
-    """Return a sentence about marked means. `place`: the part of a table that has its own best mean."""
+    """Return a sentence that explains which means of a table are marked: the best ones, and those not significantly
+    worse.
+
+    place: the part of the table that has its own best mean.
+    """
     if not any(row.tested for group in groups for row in group):
         return f"* is the best mean of {place}; a test needs three seeds or more to distinguish means."
     test = "a paired t-test (5 percent, Holm) does not distinguish from it"
@@ -149,12 +153,12 @@ def format_best(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]:
 
 
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
-    """Return two texts: the mean step or second at which seeds reach the baseline's final value, and how many reach it.
+    """Return two texts: the mean step, or time, at which seeds reach the baseline's final value, and how many reach it.
 
-    The first text begins with "≤" if a seed reaches the value at its first evaluation or earlier. The second text is
-    empty if all seeds reach the value.
+    The first text begins with "≤" if a seed reaches the value by its first evaluation. The second text is empty if all
+    seeds reach the value.
 
-    axis: 0 for the step, 1 for the second.
+    axis: 0 for steps, 1 for seconds of time.
     """
     found = row.reached(axis)
     hits = [value for value in found.values() if value is not None]
@@ -171,7 +175,7 @@ _WORST = {
     "gradient_norm": "largest gradient at the end",
     "zero_gradients": "most steps with gradient 0",
 }
-"""Measure of layers -> title of its column in the table of worst layers."""
+"""Titles of the columns in the table of worst layers, by the name of the measure."""
 
 
 def worst_layers(panel: ComparisonPanel) -> list[list[tuple[str, str]]]:
@@ -202,9 +206,10 @@ def format_length(row: ComparisonRow) -> tuple[str, str]:
 
 
 def panel_format(panels: Sequence[ComparisonPanel]) -> NumberFormat:
-    """Return the format of all values of the compared metric in these panels: means, spreads, differences, intervals.
+    """Return one number format for all values of the compared metric in these panels: means, spreads, differences,
+    intervals.
 
-    Best evaluations count where the panel shows them.
+    Best evaluations are among these values if a panel shows them.
     """
     rows = [row for panel in panels for row in panel.rows]
     finals = [row.final for row in rows if row.final is not None]
@@ -247,7 +252,9 @@ def format_difference(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]
 
 
 def signed(value: float, form: NumberFormat) -> str:
-    """Return a number with its sign. A minus sign is that of print, a minus of an exponent stays a hyphen."""
+    """Return a number with its sign. A negative number has a typographic minus sign; the minus of an exponent stays a
+    hyphen.
+    """
     text = form.text(value, "+")
     return text.replace("-", _MINUS, 1) if text.startswith("-") else text
 
@@ -323,7 +330,7 @@ _LINE = 86
 and a page of the class `article` has 345 pt.
 """
 _HEAD = 10
-"""Least width in characters to which the title of a column is broken into lines."""
+"""Titles of columns are broken into lines, of which none is made narrower than this number of characters."""
 
 
 def latex(table: TextTable) -> str:
@@ -434,7 +441,7 @@ def _corrected(row: ComparisonRow, panel: ComparisonPanel) -> str:
 
 
 def _seeds(row: ComparisonRow) -> str:
-    """Return the number of runs that have ended, and of how many if some have not."""
+    """Return the number of runs that have ended. If some have not ended, return it with the number of all runs."""
     ended, runs = len(row.finals), len(row.runs)
     return str(ended) if ended == runs else f"{ended} of {runs}"
 
@@ -450,7 +457,7 @@ def _step_ms(row: ComparisonRow) -> tuple[str, str]:
 
 
 def busy_sign(panel: ComparisonPanel) -> str:
-    """Return the sign of columns of times that are not comparable, as the machine had other load; else ""."""
+    """Return a mark for columns of times that are not comparable, because the machine had other load; else ""."""
     return " \u2020" if panel.busy else ""
 
 

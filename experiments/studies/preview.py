@@ -58,12 +58,14 @@ class StudyPreview:
 
     @property
     def runs(self) -> int:
-        """Largest number of runs that are not done yet."""
+        """Number of runs that are not done yet. For a search it is the largest number that it may need."""
         return sum(cell.runs - cell.complete + cell.tuning + cell.timing for cell in self.cells)
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of all runs that are not done yet, one after the other. Timed runs count like all others."""
+        """Expected seconds of all runs that are not done yet, if they run one after the other. Runs whose steps are
+        timed are included.
+        """
         runs = ((cell.runs - cell.complete + cell.tuning + cell.timing, cell.seconds) for cell in self.cells)
         return sum(count * seconds for count, seconds in runs)
 

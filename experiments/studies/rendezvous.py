@@ -258,8 +258,8 @@ class SharedDirectory(Rendezvous):
 def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[Tick], None]) -> Result | None:
     """Train one run while this process holds its lease. Return None if another worker holds the lease.
 
-    job: (experiment, directory, exchange). The experiment is plain data, so that its imports run before it is
-        validated. The directory of the run is relative to that of the study.
+    job: (experiment, directory, exchange). The experiment is plain data. The files that its field `imports` names are
+        imported before it is validated. The directory of the run is relative to that of the study.
     report: function that receives the progress, at most five times a second.
     """
     config, run, rendezvous = job

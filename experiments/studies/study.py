@@ -239,8 +239,10 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
 
 
 def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the raw data of a study with overrides applied. The imports of its base are executed before any field is
-    changed except the imports themselves.
+    """Return the raw data of a study with overrides applied.
+
+    Overrides of `imports` are applied first, and the imports of the base experiment are executed. Then all other fields
+    are changed.
     """
     pairs = override_pairs(overrides)
     data = assign_paths(data, [pair for pair in pairs if pair[0] == "base.imports"])

@@ -203,7 +203,7 @@ class Range(Component):
 
 
 def read_space(space: Any, interval: type[Component]) -> Any:
-    """Return a search space with every mapping validated as an `interval`.
+    """Return a search space in which every mapping is validated as a range of values, an `interval`.
 
     Raises ValueError with the path of an entry that is neither a mapping nor a list.
     """
@@ -342,11 +342,11 @@ def _moved(point: Point, axis: int, by: int) -> Point:
 
 
 class Halving(Component):
-    """Successive halving: at steps least * rate^j, a run continues if at most floor((n + 1) / rate) - 1 others are
-    better.
+    """Successive halving: at the steps least * rate^j, with j = 0, 1, ..., a run continues if at most floor((n + 1) /
+    rate) - 1 of n other runs are better.
 
-    The n others are the runs of earlier trials of the cell with the same seed that reached the step. The best run so
-    far always continues. Steps are rounded up to the next evaluation. This is the rule of Optuna's
+    The n other runs have the same seed, belong to earlier trials of the cell, and have reached the step. The best run
+    so far always continues. Steps are rounded up to the next evaluation. This is the rule of Optuna's
     SuccessiveHalvingPruner (Li et al. 2018, arXiv:1810.05934, without suspension). Trials that run side by side are not
     compared.
     """

@@ -144,7 +144,7 @@ _CLASSES = (torch.int64, torch.uint8)
 
 
 class LabelError(ValueError):
-    """An error about classes in a batch for which the outputs of the model have no score."""
+    """An error about a class in a batch for which the model has no output, such as class 10 with ten outputs."""
 
 
 class TaskError(RuntimeError):

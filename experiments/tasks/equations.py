@@ -92,7 +92,7 @@ class FourierMethod:
 
     x_range: one period.
     linear: L, a number for each wave number k of the modes exp(i k x).
-    nonlinear: n, a function of the values of u at the points that returns as many numbers.
+    nonlinear: n, a function that takes the values of u at the points and returns one number for each point.
     outer: D, a number for each wave number.
     points: number of evenly spaced points of the grid; the upper third of the modes of n(u) is dropped.
     step: longest step h; steps are shortened so that they end at the requested times.

@@ -1,4 +1,5 @@
-"""The counted cost of a step: the least time that a model and its optimizer take on a GPU with known rates, the card.
+"""The counted cost of a step: the least time that a model and its optimizer take on a GPU whose rates are known (the
+card).
 
 A step takes t = 6 N T / m + max(F / f + H / m, B / b).
 

@@ -131,7 +131,8 @@ def cost_table(now: Standing) -> str:
     """Return a table of counted cost with a row for each entry.
 
     For each counted model it has the milliseconds of the optimizer, and the time of a step relative to AdamW. For each
-    task it has the cost of reaching the target, counted for the first of these models, in steps of AdamW.
+    task it has the cost of reaching the target: the number of steps times the time of a step of the first counted
+    model, in units of the time of a step with AdamW.
     """
     first = next(iter(COUNTED_MODELS))
     models = [head for title in COUNTED_MODELS.values() for head in (f"{title}: optimizer ms", "step / AdamW's")]

@@ -304,9 +304,11 @@ def scores(track: Track, entries: Sequence[EntryRuns]) -> dict[str, dict[str, Ta
 
 
 def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str, dict[str, float]]:
-    """Return entry -> task -> steps divided by the fewest of all entries, infinity if the target is not reached.
+    """Return, by entry and task, the steps to the target divided by the fewest steps of all entries.
 
-    costs: entry -> cost of one step. Costs of steps are then compared instead of steps. None: all steps cost the same.
+    The result is infinite if the target is not reached.
+
+    costs: cost of one step, by entry, by which steps are multiplied first. None: all steps cost the same.
     """
     spent = {
         name: {task: one.steps * (1.0 if costs is None else costs[name]) for task, one in own.items()}

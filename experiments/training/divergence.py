@@ -203,7 +203,8 @@ class Divergence:
         return loss if math.isfinite(loss) else None
 
     def _state(self, role: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the slots of stages as ("<parameter>: <slot>", tensor), without iterates that hold weights.
+        """Yield the slots of stages as ("<parameter>: <slot>", tensor). Iterates are left out, because they hold
+        weights.
 
         role: role of the slots; None: all roles.
         """

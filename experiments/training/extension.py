@@ -21,8 +21,8 @@ from .rundir import RunDirectory
 def branch_step(experiment: Experiment) -> int | None:
     """Return the last step up to which the learning rates of a run do not depend on its length.
 
-    The checkpoint of this step is kept, so that a longer run can continue from it. Returns None if it is not needed:
-    the learning rates depend on the length right after the warm-up, or not at all.
+    The checkpoint of this step is kept, so that a longer run can continue from it. Returns None if no checkpoint has to
+    be kept, because the learning rates depend on the length right after the warm-up, or not at all.
     """
     last = experiment.schedule.shared_steps(experiment.steps) - 1
     return last if experiment.schedule.warmup_steps < last < experiment.steps else None

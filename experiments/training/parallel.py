@@ -189,7 +189,9 @@ def reshard_model(model: nn.Module) -> None:
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard the model in place and return it. Each layer of a list is sharded alone, all other parameters together."""
+    """Shard the model in place and return it. Each layer (see `_layers`) is sharded alone, all other parameters
+    together.
+    """
     from torch.distributed.fsdp import fully_shard  # takes half a second to import
 
     for layer in _layers(model):
@@ -210,7 +212,7 @@ def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model: the modules with parameters in its outermost lists of modules."""
+    """Yield the layers of a model: those elements of its outermost lists of modules that have parameters."""
     for child in model.children():
         if not isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _layers(child)
@@ -285,7 +287,7 @@ class Terminated(DistributedError):
 
 @contextmanager
 def report_lost_rank(ranks: Ranks, advice: Callable[[], str]) -> Iterator[None]:
-    """If the loss of another rank causes an error in the `with` statement, raise a DistributedError in its place.
+    """If an error in the `with` statement was caused by a rank that died, raise a DistributedError in its place.
 
     The message names the rank of this process and ends with `advice()`.
     """
