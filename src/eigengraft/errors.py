@@ -53,19 +53,18 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: It
 
 
 _VERY_SIMILAR = 0.75
-"""Names that are at least this similar come before names with a common word. 0.75 is one typing error in four
-characters.
-"""
+"""Suggestions begin with names that are at least this similar, before names that only share a word with the unknown
+name. 0.75 is one typing error in four characters."""
 _LEAST_WORD = 3
-"""A common word makes two names near only if it has at least this many characters. Shorter words are in too many names.
-"""
+"""A word that two names share makes them near only if it has at least this many characters. Shorter words are in many
+names."""
 
 
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the known names that are near `name`, the nearest first.
 
-    The order is: names that are very similar to `name`; names in which a word begins with `name`; names with which a
-        word of `name` begins; all other similar names.
+    The order is: (1) very similar names; (2) names in which some word begins with `name`; (3) names that are the
+    beginning of a word of `name`; (4) all other similar names.
 
     cutoff: two names are similar if their similarity is at least this. The similarity is 1 minus the number of typing
         errors per character of the longer name.

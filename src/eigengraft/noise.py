@@ -31,7 +31,7 @@ def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dt
     Every multiple of 2^-p in [0, 1) is equally likely, with p the precision of `dtype` in bits.
 
     seeds, step: seed and step of each block, int64 `[N]`.
-    stream: number of the purpose. Numbers for different purposes are independent.
+    stream: number that stands for the purpose of the random numbers. Numbers of different streams are independent.
     """
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     drawn = _shifted(words(seeds, step, math.prod(shape), stream), 64 - digits)

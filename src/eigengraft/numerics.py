@@ -1,4 +1,5 @@
-"""Numerical functions that are safe for any numbers, give the same bits for a block in any stack, and fit devices.
+"""Numerical functions that are safe for all values, give a block the same bits in any stack, and do not wait for a
+device.
 
 They avoid overflow, underflow, division by zero, and results that depend on an address in memory. The module also
 recognizes fake tensors and DTensors, copies numbers between host and device, and runs operations on many tensors in few
@@ -96,11 +97,11 @@ def local(x: Tensor) -> Tensor:
 
 
 def apart(x: Tensor) -> Tensor:
-    """Return a tensor that shares the memory of x, but whose storage is only that of x, not of a tensor that contains
-    x.
+    """Return a tensor that shares the memory of x.
 
-    pickle would store the full storage otherwise. The result has its own version counter. A tensor that is not
-    contiguous, or has no memory (meta, fake), is returned as a view with its full storage.
+    If x is a view of a larger tensor, the storage of the result is only the part of x. pickle would store the larger
+    tensor otherwise. The result has its own version counter. A tensor that is not contiguous, or has no memory (meta,
+    fake), is returned as a view with its full storage.
     """
     if type(x) is not Tensor or x.device.type == "meta" or not x.is_contiguous():
         return x.data
@@ -213,8 +214,8 @@ def block_norm(x: Tensor) -> Tensor:
 
 
 _SMALLER = 4096
-"""Squares must not underflow for entries down to the largest entry of the block divided by this number. Smaller entries
-do not change a norm in float32."""
+"""If m is the largest entry of a block, the squares of entries above m divided by this number must not underflow.
+Smaller entries do not change a norm in float32."""
 
 
 def signs(x: Tensor) -> Tensor:
@@ -268,7 +269,8 @@ def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
 
 
 _TILED = 256
-"""Smallest side of a matrix, in entries, for which copies one by one are faster than a batched copy (measured)."""
+"""Matrices with sides of at least this many entries are copied one by one. A batched copy is faster for smaller ones
+(measured)."""
 
 
 def symmetrized(a: Tensor) -> Tensor:
@@ -331,9 +333,9 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
     On a CPU the last bits depend on the address of a matrix. So if matrices do not fill cache lines, the function is
     called on a copy of each matrix alone. This costs little, because LAPACK computes one matrix at a time anyway.
 
-    Products may depend on the address too, but are not computed through this function: those of few columns with an odd
-    number of rows, of float64 matrices with an odd number of entries, and of float32 matrices with sides from 8 to 11
-    (measured with MKL on AVX-512).
+    Some products depend on the address too, but are not computed through this function: products with few columns and
+    an odd number of rows, products of float64 matrices with an odd number of entries, and products of float32 matrices
+    with sides from 8 to 11 (measured with MKL on AVX-512).
 
     stacks: tensors `[N, *matrix]`. The results have this form, too, with the strides that a single call would give.
     """
@@ -374,8 +376,8 @@ def _cpu_has_bfloat16() -> bool:
 def multiplied_in_float32(x: Tensor) -> bool:
     """Return True if x is in bfloat16 and products of x are faster if computed in float32 and rounded.
 
-    A CPU without instructions for bfloat16 takes 50 times as long for products in bfloat16. Their sums differ only in
-    the order of addition.
+    A CPU without instructions for bfloat16 takes 50 times as long for products in bfloat16. The results of both ways
+    differ only in the order in which terms are added.
     """
     return x.dtype is torch.bfloat16 and x.is_cpu and not _cpu_has_bfloat16()
 
@@ -467,8 +469,8 @@ def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Ten
 
 
 _SMALL = 4096
-"""Entries of a tensor up to which a CPU is faster if it copies several such tensors into one, to save calls of kernels.
-"""
+"""Largest number of entries of a small tensor. A CPU is faster if it copies several small tensors into one, because it
+then calls fewer kernels."""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -516,12 +518,13 @@ class StackRows(list[Tensor]):
 
 
 def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Group the rows of a table of tensors by shapes and dtypes, and yield each group as stacks.
+    """Group the rows of a table of tensors so that rows with equal shapes and dtypes are together. Yield each group as
+    stacks.
 
-    Each item is (indices of the rows of the group, for each column one stack of its tensors in these rows). On a CPU,
-    each row of large tensors is a group of its own, and is not copied.
+    Each item is (indices of the rows of the group, a list with one stack for each column). On a CPU, each row of large
+    tensors is a group of its own, and is not copied.
 
-    columns: a column is a list of n tensors, or a tensor `[n]` with a number for each row. In a group of m rows,
+    columns: a column is a list of n tensors, or one tensor `[n]` with a number for each row. In a group of m rows,
         tensors become a stack `[m, *shape]`, and numbers become a tensor `[m, 1, ...]` that broadcasts against the
         stack of the first column.
     """
@@ -607,7 +610,7 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return True if the sum of squares of each tensor is finite, and the host can know this without waiting for a
     device.
 
-    The sum is that of the dtype in which the tensor is updated. Fake tensors on a CPU count as finite.
+    The sum is computed in the dtype in which the tensor is updated. Fake tensors on a CPU count as finite.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True

@@ -77,7 +77,7 @@ NO_POWER = (
     "b^t is the product of t equal factors, but b is scheduled and changes from step to step: keep the product of its "
     "values in a slot, as `momentum` does, or declare the field among the class's `constants`"
 )
-"""Message of the error for a power of a scheduled value."""
+"""Message of the error that is raised when code computes a power of a scheduled value (`Scheduled`)."""
 
 
 class Scheduled(float):
@@ -237,7 +237,7 @@ def _inside(value: Any, number: Callable[[Schedule], Any]) -> Any:
 def schedules(component: Component) -> Iterator[tuple[str, Schedule]]:
     """Yield the dotted path and the schedule of every scheduled field of a component and of the components inside it.
 
-    Paths are those of overrides, as in `components_in`.
+    Paths have the form of overrides, as in `components_in`.
     """
     for at, own in components_in(component):
         fields, prefix = type(own).model_fields, f"{at}." if at else ""

@@ -24,8 +24,9 @@ class Signal:
             for a batch of matrices. A block receives its own rows and columns of the matrix.
         "outputs": one number for each group of outputs of a parameter, such as a head. All groups have equally many
             outputs. Only constraints may request such a signal.
-        "partner": one number for each entry of the other factor of a product, as `[p, r]` with the shared axis last.
-            Only parameters that the view `pairs` shows as matrices `[q, r]` have such a signal.
+        "partner": for one factor of a product, such as LoRA's B A, one number for each entry of the other factor, as
+            `[p, r]` with the shared axis last. Only parameters that the view `pairs` shows as matrices
+            `[q, r]` have such a signal.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
     by: name of the function that provides the signal, for errors. "": only `optimizer.provide` provides it.
@@ -139,7 +140,7 @@ class Request:
 
     @property
     def optional(self) -> bool:
-        """True if most steps do not require the signal."""
+        """True if only the first step requires the signal, or no step."""
         return self.when in ("first", "if_given")
 
     def needed_at(self, step: int, refreshes: bool) -> bool:

@@ -27,9 +27,10 @@ from .numerics import copy_blocks, per_block
 FORMAT = "format"
 """Name of the part of a quantized slot that holds the number of its format (`Quantizer.format`)."""
 AVERAGING = "averaging"
-"""Stage in the keys of averaged iterates, which belong to a parameter and not to a block."""
+"""Word in place of a stage path in the keys of averaged iterates, which belong to a parameter and not to a stage."""
 PARTNER_STAGE = "partner"
-"""Stage in the keys of tensors that a parameter stores for its partner, the other factor of a product."""
+"""Word in place of a stage path in the keys of tensors that a parameter stores for its partner, the other factor of a
+product."""
 
 
 class StateKey(NamedTuple):
@@ -111,14 +112,14 @@ class Slot:
         "column": as "square", for a slot without the block's last but one axis.
         "none": not changed.
     dtype: dtype of the slot; None: the dtype that the block is computed in.
-    axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix with
-        frame "none": the axis of the block that the matrix belongs to. `inspect` compares a basis with the statistic of
-        the same axis.
+    axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix with frame
+        "none", such as a basis: the axis of the block that the matrix belongs to. `inspect` compares a basis with the
+        statistic of the same axis.
     scale: factor of the initial identity.
     sensitive: True if the size of every update depends on the slot. A storage that a recipe chooses by role does not
         quantize such a slot.
-    decay: b, if the slot is a running mean or running sum of squared gradients, in the basis in which its stage works,
-        and each step multiplies the weights of earlier gradients by b. None: the slot is no such mean or sum.
+    decay: the factor by which each step multiplies the weights of earlier gradients, for a slot that is a running mean
+        or sum of squared gradients in the basis in which its stage works. None: the slot is no such mean or sum.
     total: True if stages read the sum of the slot over all blocks of all parameters, as the step began, by
         `context.total`.
     step_size: True if the slot, of shape (), is a learning rate of the stage: the stage multiplies its direction by the

@@ -34,8 +34,8 @@ It is a prime p, and (p - 1) / 2 is a prime too, so that neither p nor p - 1 is 
 class StepContext:
     """The context of one stack of N blocks at one step.
 
-    steps: `[N]`, number of updates of each block, with this one: 1 at the first update. It is 0 while priming, when
-        stages with `timing: lagged` see their first gradient and nothing is updated.
+    steps: `[N]`, number of updates of each block, including the present one: 1 at the first update. It is 0 while
+        priming, when stages with `timing: lagged` see their first gradient and nothing is updated.
     phases: `[N]` in [0, 1), the fraction of a refresh interval after which each block is due.
     param_ids: `[N]`, number of the parameter that each block belongs to. Each matrix of a view counts as a parameter.
     device: device of the stack.
@@ -48,7 +48,7 @@ class StepContext:
     asked: spans of rows whose refresh is due in this step, by the id of the stage. With a delay the refresh takes
         effect in a later step. Without a delay `asked` equals `due`.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
-    numbers: while a chain is traced, a function that receives a function f of the step and returns f(step) as a 0-d
+    numbers: only while a chain is traced: function that takes a function f of the step and returns f(step) as a 0-d
         tensor. None: the context computes f(step) itself.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
     questions: conditions that `holds` received while a chain is traced.
@@ -84,8 +84,8 @@ class StepContext:
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
         """Return True if a condition holds at the steps of all blocks, False if it holds at none, else bool `[N]`.
 
-        In a traced program the answer is that of a late step (`TYPICAL_STEP`). Steps with another answer run without
-        the program.
+        In a traced program the answer is that of a late step (`TYPICAL_STEP`). Steps with another answer do not use the
+        program, but run the stages themselves.
 
         question: the condition, a function of steps `[N]` that returns bool `[N]`.
         """
@@ -103,7 +103,7 @@ class StepContext:
     @cached_property
     def uniform(self) -> int | None:
         """The step if all blocks are at the same step, else None."""
-        # each step equals the one before it: a comparison of bytes, several times as fast as one of small arrays
+        # True if each entry equals the one before it. Bytes are compared several times as fast as small arrays
         alike = self.steps[1:].tobytes() == self.steps[:-1].tobytes()
         return int(self.steps[0]) if alike else None
 

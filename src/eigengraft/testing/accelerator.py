@@ -9,10 +9,11 @@
     step.waits, step.uploads, step.kernels, step.traffic    # totals
     step.by_line()                                          # the same by "file:line operation"
 
-So a test suite without a GPU can check that steps stay on the device. Numbers have the bits of a CPU, if the code takes
-the same branches. Like CUDA, the device refuses operations that mix devices, and the host waits for values, for sizes
-that depend on values, and for copies from or to pageable memory. Time, the rounding of CUDA's kernels and fragmented
-memory are not simulated. Delayed refreshes are computed at the step at which they are due.
+So a test suite without a GPU can check that steps stay on the device. Results have the bits of a run on a CPU, unless
+the code branches on the type of the device. Like CUDA, the device refuses operations that mix devices, and the host
+waits for values, for sizes that depend on values, and for copies from or to pageable memory. Time, the rounding of
+CUDA's kernels and fragmented memory are not simulated. Delayed refreshes are computed at the step at which they are
+due.
 
 There are two kinds. With "cuda", code runs its branches for `device.type == "cuda"`. It has no backward, so gradients
 must be assigned. A copy on a second stream runs only when the code waits for it. After the `with` statement, torch is
@@ -233,8 +234,8 @@ class _Stream:
     """
 
     present = local()
-    """Thread-local object with the present stream of the thread in its attribute `stream`; without it, the first
-    stream."""
+    """Thread-local object. Its attribute `stream` is the present stream of the thread. If it is not set, the first
+    stream is present."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
@@ -415,7 +416,10 @@ class _Device(TorchDispatchMode):
         return True
 
     def _require_one_device(self, name: str, args: Any, own: Any, tensors: Any) -> None:
-        """Count waits of operations on the device. Raise RuntimeError where CUDA refuses tensors of the host."""
+        """Raise RuntimeError if an operation mixes tensors of the host and the device in a way that CUDA refuses.
+
+        Otherwise count the waits that the operation causes.
+        """
         indices = tensors_in(args[1]) if name in costs.INDEXING else []
         for index in indices:
             if not isinstance(index, SimulatedTensor):

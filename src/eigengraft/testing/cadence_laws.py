@@ -79,7 +79,7 @@ def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
 
 
 def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
-    """`first_due(earliest)` returns a step that is not before `earliest`, the first step that may have a refresh."""
+    """The first refresh of a block is at the step `first_due(earliest)`, which is not before the step `earliest`."""
     for earliest in (0, 1):
         start: object = case.component.first_due(earliest)
         fine = isinstance(start, int) and start >= earliest

@@ -70,14 +70,15 @@ class OperationWatch(TorchDispatchMode):
     global_draws: draws of random numbers from torch's global generator.
     draws: draws from generators of torch that the component passes to the operation.
     mixes: operations whose result for a block depends on other blocks of the stack.
-    places: operations that number the blocks of the stack, or split the stack into its blocks.
+    places: operations that give numbers to the blocks of the stack, or split the stack into blocks, so that a result
+        may depend on the index of a block.
     writes: in-place operations on the watched inputs, with the name of the input.
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Prepare a watch; operations are recorded inside `with`.
 
-        component: the component. Records name a line of its class, if the class is among the callers.
+        component: the component. A record names the line of its class, if a method of the class is among the callers.
         blocks: length of the stack axis; 0: operations that mix blocks are not recorded.
         inputs: tensors that must not be written to, by name.
         """
@@ -108,9 +109,9 @@ class OperationWatch(TorchDispatchMode):
     def _record(self, found: list[str], operation: str) -> None:
         """Add an operation, with the line of the component that caused it.
 
-        Operations of the law itself are left out. Operations that mix blocks are left out too if they are inside a
-        function of this library which a component of another package calls, such as `finite_blocks`: its result for a
-        block does not depend on other blocks.
+        Two kinds of operations are left out: those of the law itself, and those that mix blocks inside a function of
+        this library that a component of another package calls. An example is `finite_blocks`, whose result for a block
+        does not depend on other blocks.
         """
         calls = list(_calls())
         if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):

@@ -52,7 +52,7 @@ def missing_names() -> list[str]:
 
 
 def set_cuda_guard(stack: ExitStack) -> None:
-    """Register a device guard for CUDA that does nothing, until the exit callbacks of `stack` run.
+    """Register a device guard for CUDA that does nothing. It stays registered until the exit callbacks of `stack` run.
 
     Without a guard, operations on tensors that claim to be on CUDA fail, even `x[0]`. If torch is built for CUDA,
     torch's own guard is used.
@@ -109,7 +109,9 @@ def register_sim() -> None:
 
 
 def _autocast(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function with tensors in float32 cast to autocast's dtype. Autocast is off during the call."""
+    """Cast the arguments in float32 to autocast's dtype, and call a function with them. Autocast is off during the
+    call.
+    """
     dtype = torch.get_autocast_dtype("sim")
     cast = [x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args]
     with _TORCH._C._ExcludeDispatchKeyGuard(_TORCH._C.DispatchKeySet(getattr(_TORCH._C.DispatchKey, _AUTOCAST))):

@@ -187,7 +187,8 @@ def require_close(
     tolerance: largest difference, relative to the largest entry of `theirs`.
     what: names of the two tensors, as in "A and B".
     cause: function that returns the end of the error, as in `broken`. Called only if the tensors differ.
-    by_step: True if the first axis of the tensors is one of steps. The error then names the first step that differs.
+    by_step: True if the first axis of the tensors counts steps. The error then names the first step at which they
+        differ.
     """
     largest = max(float(theirs.abs().max()), 1e-300)
     errors = (ours - theirs).abs() / largest

@@ -31,7 +31,7 @@ class QuantizerCase(Case[Quantizer]):
     size: int = 9
 
     def example(self, blocks: int = 4) -> tuple[Slot, Tensor]:
-        """Return a slot that the quantizer can store, and a float32 stack `[blocks, d, d]` of such matrices."""
+        """Return a slot that the quantizer can store, and matrices for it, as a float32 stack `[blocks, d, d]`."""
         d = self.size
         x = standard_normal(blocks, d, 2 * d, seed=0)
         matrices: dict[Role, Callable[[], Tensor]] = {

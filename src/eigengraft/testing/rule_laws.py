@@ -43,7 +43,7 @@ class ViewCase(Case[View]):
     shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES
 
     def accepted(self) -> list[tuple[tuple[int, ...], ViewChoice]]:
-        """Return the accepted shapes with their choices. Raises LawError if there are none."""
+        """Return the shapes that the view accepts, each with its `ViewChoice`. Raises LawError if there are none."""
         found, refused = [], ""
         for shape in self.shapes:
             for facts in _FACTS:
@@ -81,7 +81,7 @@ def matrices_have_every_entry_once(case: ViewCase) -> None:
 
 
 def a_choice_follows_from_shape_and_facts_alone(case: ViewCase) -> None:
-    """Equal arguments give equal choices, on all ranks and whenever a parameter is added."""
+    """Equal arguments give equal choices, on every rank, and no matter when a parameter is added to an optimizer."""
     same = case.accepted() == case.accepted()
     require(same, "of() for equal arguments", "equal choices", "others")
 
@@ -144,8 +144,8 @@ SCHEDULE_LAWS: tuple[Law[ScheduleCase], ...] = (
 
 
 def alpha_is_a_number_at_every_rate(case: Case[WeightDecay]) -> None:
-    """`alpha` returns a finite number >= 0 for every learning rate, also for 0. It returns 0 for a rate of weight decay
-    of 0.
+    """`alpha`, the decay factor of a step, is a finite number >= 0 for every learning rate, also for 0. It is 0 if the
+    rate of weight decay is 0.
     """
     for lr in _RATES:
         for rate in (0.0, 0.1):

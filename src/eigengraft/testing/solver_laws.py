@@ -188,7 +188,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
 
 
 def _equals(case: SolverCase[AnySolver]) -> list[RootSolver | BasisSolver]:
-    """Return the solvers with which the checked solver claims, by `equal_to`, to have equal results."""
+    """Return the solvers in `equal_to` of the checked solver, whose results it claims to have."""
     if isinstance(case.component, PolarSolver):
         return []
     members = [member for member in case.component.members.values() if issubclass(member, (RootSolver, BasisSolver))]
@@ -281,8 +281,8 @@ def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
     """A^-e A^e = I up to the ridge and the residual of the solver.
 
     The tolerance is the larger of 1e-2, which allows for the residual, and 60 eps, which allows for the ridge. The
-    ridge is eps times the size of A, which is at most 60 times the smallest eigenvalue of A. Exponents that a solver
-    does not support are refused with a message.
+    ridge is eps times the size of A, and the size of A is at most 60 times its smallest eigenvalue. The law also checks
+    that a solver refuses exponents that it does not support, with a message.
     """
     a, solver = definite(), case.component
     values, q = torch.linalg.eigh(a)

@@ -104,7 +104,10 @@ class StageBench:
     def start(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Callable[[], Tensor], StepContext]:
-        """Return a function that runs one step, and the context of the step. The arguments are those of `step`."""
+        """Prepare one step. Return a function without arguments that runs it, and the context of the step.
+
+        The arguments are those of `step`.
+        """
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.encoded, watch=self.watch)
@@ -139,7 +142,8 @@ class StageBench:
     def context(self, chosen: Any) -> StepContext:
         """Return the context of the chosen blocks, with their own steps and every signal that the stage requests.
 
-        The signal of a block does not depend on the other blocks of the stack. The total of a slot is 1.
+        The signal of a block does not depend on the other blocks of the stack. The sum of a slot over all blocks, which
+        stages may read, is 1.
         """
         steps, seeds, device = self.counts[chosen] - int(self.lagging), self.seeds[chosen], torch.get_default_device()
         signals = signals_of(self.requested.values(), self.block, seeds, self.dtype)

@@ -69,7 +69,10 @@ class FactorBench:
         dtype: torch.dtype = torch.float64,
         first: int = 0,
     ) -> None:
-        """Allocate the factors. first: number of the first block, from which its random numbers and signals follow."""
+        """Allocate the factors.
+
+        first: number of the first block. The number of a block decides its random numbers and signals.
+        """
         self.statistic, self.block, self.dtype = statistic, block, dtype
         self.axes = statistic.axes.of(block)
         slots, device = statistic.slots(block, self.axes), torch.get_default_device()
@@ -117,14 +120,16 @@ class FactorBench:
         return self
 
     def estimates(self) -> dict[int, Tensor]:
-        """Return the estimate of each axis with a factor."""
+        """Return the statistic's estimate for each axis that has a factor."""
         context = self.context()
         return {axis: self.statistic.estimate(self.state, axis, context) for axis in self.axes}
 
 
 def contributions_have_their_shape(case: StatisticCase) -> None:
-    """`contribution` returns a `Contribution` with y and z `[N, d, rest]`, or with y `[N, d, d]`. Its tensors have the
-    dtype of the gradient.
+    """`contribution` returns a `Contribution`: matrices y and z `[N, d, rest]` with the product y z^T, or a matrix y
+    `[N, d, d]`.
+
+    Its tensors have the dtype of the gradient.
     """
     for block in case.tried:
         for dtype in (torch.float32, torch.float64):

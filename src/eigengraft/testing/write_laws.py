@@ -240,8 +240,8 @@ def slots_are_all_the_memory(case: Case[Averaging]) -> None:
 
 
 def without_updates_nothing_moves(case: Case[Averaging]) -> None:
-    """While updates are 0, the evaluated iterate stays the parameter. The tolerance is 1e-6, because averages divide
-    sums.
+    """While all updates are 0, the evaluated iterate stays equal to the parameter. The tolerance is 1e-6, because the
+    sums of an average are rounded.
     """
     bench = AveragingBench(case.component, size=0.0)
     start = _copies(bench.parameters)
@@ -336,7 +336,7 @@ class ConstraintBench(_Bench):
         mask: Sequence[Tensor] | None = None,
         shard_sums: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Run one write of an update under the constraint."""
+        """Run one step: write updates into the parameters under the constraint."""
         context = replace(self.context(lr), shard_sums=shard_sums, mask=mask)
         if self.steps == 0:
             self.constraint.begin(self.slots, [p.to(self.compute) for p in self.parameters], context)
