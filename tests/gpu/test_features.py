@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import eigengraft
 from eigengraft.component import validated
-from eigengraft.numerics import number_like
+from eigengraft.numerics import finite_blocks, number_like
 from eigengraft.optimizers.step import traced
 from eigengraft.preconditioners import BasisSolver, Eigh, PolarSolver, PowerQR, RootSolver
 from eigengraft.quantization import Quantizer
@@ -259,6 +259,19 @@ def test_numbers_of_the_host_are_filled_in_without_a_wait(device: torch.device) 
         found = [number_like(value, like) for value in (0.5, torch.tensor(0.5))]
     assert counts.waits == counts.uploads == 0
     assert all(own.device == like.device and own.dtype is like.dtype and own.item() == 0.5 for own in found)
+
+
+def test_blocks_are_checked_for_inf_and_nan_by_two_kernels(device: torch.device) -> None:
+    x = standard_normal(7, 3, 4, seed=0).float()
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf, 3e38)):
+        x[row, row % 3, row] = value
+    x[4] = 0
+    given = x.to(device)
+    with counting() as counts:
+        found = finite_blocks(given)
+    assert found.tolist() == finite_blocks(x).tolist() == [False] * 3 + [True] * 4
+    assert counts.waits == 0 and (not simulated() or counts.kernels == 2)
+    assert finite_blocks(given[:, :0]).all() and finite_blocks(given[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
