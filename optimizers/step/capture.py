@@ -246,7 +246,8 @@ class CapturedStacks:
                 return "one of the first updates"
             if any(stage.refreshes(context) for _, stage in own.rule.stages()):
                 return "a refresh"
-            if step.mask is not None and not (programs and all(one.source.masked for one in programs)):
+            masked = own.number in self.fused or (programs and all(one.source.masked for one in programs))
+            if step.mask is not None and not masked:
                 return "a mask of gradients that `failure.detect: device` would announce"
         scales = self._scales(step.rates).values()
         if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):

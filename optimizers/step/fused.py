@@ -8,6 +8,9 @@ On a CPU, the last entries of a tensor that do not fill a vector register are ro
 before them. A trajectory must not depend on how a parameter is sharded over ranks. Tensors are therefore cut after the
 last multiple of 64 entries, and the ends of all tensors are updated in one padded buffer.
 
+A fused kernel has no masks. In a step with a mask of usable gradients (`failure.detect: device`), parameters and moments
+are copied before the kernel, and copied back where the mask is False.
+
 A captured step (`capture.py`) reads the learning rate and the step on the device; the decay is a constant of its graph.
 """
 
@@ -25,13 +28,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
-from eigengraft.numerics import active_fake_mode, fake_mode
+from eigengraft.numerics import active_fake_mode, fake_mode, over_stacks, per_block, stacked_copies
 from eigengraft.preconditioners import FirstMoment, SecondMoment
 from eigengraft.schedules import schedules
 from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
+from ..write.write import put
 from .exchange import Step
 from .gradients import leaves_masks
 from .program import GraphNumbers
@@ -147,7 +151,8 @@ def not_fused(
         "its weight decay is cautious": (rule.weight_decay or recipe.weight_decay).cautious,
         "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
         "its state is coded, or more than two moments": own.tensors.keys() != {*_slots(own, *moments)},
-        "the device alone knows which gradients are usable": leaves_masks(failure, device),
+        "compiled programs apply the mask of usable gradients in one pass": rule.compile
+        and leaves_masks(failure, device),
         "fake tensors have no numbers to compute with": active_fake_mode() is not None
         or any(fake_mode(x) is not None for x in own.tensors.values()),
     }
@@ -172,6 +177,51 @@ class _Numbers(NamedTuple):
     beta2: float
     eps: float
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class _Copies:
+    """Copies of the parameters and moments of a stack, made before a step with a mask.
+
+    usable: `[n]`, True for the usable gradients of the n active blocks.
+    held: the n parameters, or the parts of them that this rank holds.
+    parameters: copies of `held`.
+    kept: `[N, 1, ...]`, True for the blocks of the whole stack whose moments may change.
+    moments: pairs of a moment of the whole stack, `[N, *block]`, and its copy.
+    """
+
+    usable: Tensor
+    held: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    kept: Tensor
+    moments: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, adam: FusedAdam, blocks: ActiveBlocks, mask: Tensor, held: Sequence[Tensor]) -> _Copies:
+        """Copy the parameters and moments of active blocks.
+
+        mask: `[P]`, True for the usable gradients of all parameters.
+        """
+        usable = whole = mask[blocks.param_index]
+        if blocks.places is not None:
+            whole = mask[blocks.stack_state.all_blocks.param_index]
+        moments = [(x, x.clone()) for x in (adam.first, adam.second)]
+        return cls(usable, held, stacked_copies(held), per_block(whole, adam.first), moments)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all copies."""
+        return sum(x.nbytes for x in (*self.parameters, *(copy for _, copy in self.moments)))
+
+    def restore(self) -> None:
+        """Copy parameters and moments back where gradients are not usable."""
+        put(self.held, over_stacks(_usable, self.held, self.parameters, self.usable))
+        for x, before in self.moments:
+            torch.where(self.kept, x, before, out=x)
+
+
+def _usable(after: Tensor, before: Tensor, usable: Tensor) -> Tensor:
+    return torch.where(usable, after, before)
 
 
 Entries = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -230,7 +280,7 @@ class _Call:
 
     def _count(self, copied: Tensor) -> None:
         self.nbytes += 2 * copied.numel() * copied.element_size()
-        if self.nbytes > (BYTES_ON_CPU if self.device.type == "cpu" else BYTES_ELSEWHERE):
+        if self.nbytes > _most_bytes(self.device):
             self.run()
 
     def run(self) -> None:
@@ -302,6 +352,11 @@ class _Call:
             torch._foreach_mul_(parameters, self.shrink)
 
 
+def _most_bytes(device: torch.device) -> int:
+    """Return the number of bytes of copies above which kernels run before more copies are made."""
+    return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
+
+
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
     """Join the ends of parameters, gradients, m and v. Return one tuple in a list, or [] if there are no ends.
 
@@ -328,6 +383,7 @@ class FusedStep:
         self._step, self._counts, self._held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
         self._found: dict[tuple[object, ...], _Call | None] = {}
+        self._copies: list[_Copies] = []
         own, group = counts.tolist(), step.rates.same
         self._alike = None if group is None or own.count(own[0]) < len(own) else (group, own[0], 1.0)
 
@@ -338,14 +394,17 @@ class FusedStep:
 
         numbers: rates and counts as device tensors, for a captured step; None: use the values on the host.
         """
-        if self._step.mask is not None:
-            return False
         stack, gradients = blocks.stack, self._step.gradients
         chosen = [(rows, self._call(adam, blocks, rows[0], kind, numbers)) for kind, rows in self._equal(adam, blocks)]
         calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
         held = [self._held[position] for position in stack.positions]
+        if self._step.mask is not None:
+            made = _Copies.of(adam, blocks, self._step.mask, held)
+            if sum(copies.nbytes for copies in (made, *self._copies)) > _most_bytes(stack.device):
+                self.run()  # of the stacks before
+            self._copies.append(made)
         if adam.small and blocks.places is None and len(calls) == 1:
             # contiguous, because joining tensors in the format channels_last gives that format
             ours, given = stack.gather(self._held).contiguous(), self._step.gather(blocks).contiguous()
@@ -361,6 +420,8 @@ class FusedStep:
         """Update all parameters that have been added."""
         for call in self._calls.values():
             call.run()
+        while self._copies:
+            self._copies.pop().restore()
 
     def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterable[tuple[_Kind, Sequence[int]]]:
         """Return pairs (kind, rows) for the active blocks: `rows` are the indices of all blocks of this kind."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.optimizers.step import fused
+from eigengraft.optimizers.step import fused, gradients
 
 from ...trajectories import normal
 
@@ -144,6 +144,38 @@ def test_a_rejected_gradient_changes_nothing() -> None:
     assert torch.equal(held[1], before) and optimizer.state[held[1]]["step"] == 0
     assert not any(value.any() for key, value in optimizer.state[held[1]].items() if key != "step")
     assert optimizer.state[held[0]]["step"] == optimizer.state[held[2]]["step"] == 1
+
+
+@pytest.mark.parametrize("decay", ["decoupled", {"kind": "decoupled", "placed": "after"}, "l2"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("limit", [1, 1 << 21], ids=["stack by stack", "together"])
+@pytest.mark.filterwarnings("ignore:.*its gradient has inf or nan")
+def test_a_mask_keeps_rejected_parameters_and_the_bits_of_all_others(
+    decay: Any, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small and large stacks, with gradients of nan, and one that is missing."""
+    monkeypatch.setattr(fused, "BYTES_ON_CPU", limit)
+    monkeypatch.setattr(gradients, "squares_are_finite", lambda tensors: False)
+    found = []
+    for detect in ("host", "device"):
+        held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(MASKED)]
+        recipe = {"base": "adamw", "weight_decay": decay, "failure": {"detect": detect}}
+        optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe, **RATES)
+        assert all(fused_chains(optimizer))
+        for step in range(6):
+            for i, parameter in enumerate(held):
+                parameter.grad = normal(*parameter.shape, seed=10 * step + i).to(dtype)
+                if (step, i) in ((2, 1), (4, 5), (4, 6)):
+                    parameter.grad.view(-1)[3] = torch.nan
+            held[0].grad = None if step == 3 else held[0].grad
+            optimizer.step()
+        optimizer.state_dict()  # reads the last masks
+        assert optimizer.skipped == {"p1": 1, "p5": 1, "p6": 1}
+        found.append(ends(optimizer))
+    assert all(map(torch.equal, *found))
+
+
+MASKED = ((8, 6), (8, 6), (12, 5), (6,), (6,), (300, 70), (3, 5, 7))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
