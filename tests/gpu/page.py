@@ -33,8 +33,8 @@ set: {update.eigenbasis.refresh.delay: 2}        # new bases two steps late, on 
 ```
 
 - **AdamW.** Keep the defaults. The step uses torch's fused kernel, and the host waits once, for the check of the
-  gradients, which torch's AdamW does not make. `failure.detect: device` waits for nothing, but its masks take several
-  times as long on the device.
+  gradients, which torch's AdamW does not make. `failure.detect: device` waits for nothing, but copies parameters and
+  moments before each update, and selects entries of them after it.
 - **Muon.** Set `graph: true` if the host is the bottleneck. The step then takes the host a quarter of the time.
 - **SOAP.** With `refresh.delay` new bases are computed beside the steps. This takes memory for the inputs of late
   refreshes, and makes the loss a little higher ([how much](../papers/late_refreshes/README.md)). `delay` cannot be
