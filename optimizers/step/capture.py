@@ -346,14 +346,16 @@ class CapturedStacks:
                 places, counted = of_paths[own.path], at
                 at += 1
                 numbers, inputs = rounded[own.stack.dtype], dict[torch.dtype | None, Sequence[Tensor]]()
+                count = wide[counted]
                 if own.number in self.fused:
                     numbers = wide if self.device.type == "cpu" else rounded[torch.float32]
+                    count = rounded[torch.float32][counted]
                 for key, program in self.programs[own.number].items():
                     scheduled, asked = len(program.source.schedules.of_numbers), len(program.asked)
                     inputs[key] = [*wide[at:][:scheduled], *numbers[at + scheduled :][:asked]]
                     at += scheduled + asked
                 writes = {group: WriteNumbers(*numbers[place]) for group, place in places.items()}
-                given[own.number] = GraphNumbers(wide[counted], writes, inputs, step.rates)
+                given[own.number] = GraphNumbers(count, writes, inputs, step.rates)
             self._run(self.groups, replace(step, rates=rates, mask=mask), moved, given)
 
         return body

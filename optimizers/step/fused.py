@@ -8,8 +8,8 @@ On a CPU, the last entries of a tensor that do not fill a vector register are ro
 before them. A trajectory must not depend on how a parameter is sharded over ranks. Tensors are therefore cut after the
 last multiple of 64 entries, and the ends of all tensors are updated in one padded buffer.
 
-A fused kernel has no masks. In a step with a mask of usable gradients (`failure.detect: device`), parameters and moments
-are copied before the kernel, and copied back where the mask is False.
+A fused kernel has no masks. In a step with a mask of usable gradients (`failure.detect: device`), parameters and
+moments are copied before the kernel, and copied back where the mask is False.
 
 A captured step (`capture.py`) reads the learning rate and the step on the device; the decay is a constant of its graph.
 """
@@ -235,7 +235,7 @@ class _Call:
     lr: learning rate.
     shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
         because the kernel decays only before the update. None: no decay follows the update.
-    step: the step as a 0-d tensor; None: the field `step` of `numbers` is used.
+    step: the step as a 0-d float32 tensor; None: the field `step` of `numbers` is used.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -328,10 +328,9 @@ class _Call:
         own, lr = self.numbers, self.lr
         if isinstance(lr, Tensor) and not lr.is_cpu:
             lr = lr.to(torch.float32)
-        if self.step is None:
+        step = self.step
+        if step is None:
             step = torch.full((), float(own.step), dtype=torch.float32, device=self.device)
-        else:
-            step = self.step.to(torch.float32)
         kernel = torch._fused_adam_ if own.in_gradient else torch._fused_adamw_
         kernel(
             parameters,

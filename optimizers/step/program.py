@@ -134,7 +134,7 @@ def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
 class GraphNumbers(NamedTuple):
     """Numbers on the device for the captured step of a stack. A replay of the graph reads them.
 
-    step: step count of the blocks, 0-d float64.
+    step: step count of the blocks, 0-d; float32 for a fused kernel, else float64.
     writes: numbers of the write as 0-d tensors, by index of the group of parameters with equal rates (`Rates.alike`).
         Their factor is 1, because factors of blocks are applied apart from them. The dtype is that of the stack; for a
         fused kernel it is float64 on a CPU, else float32.
