@@ -169,7 +169,8 @@ def finite_blocks(x: Tensor) -> Tensor:
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     if x.is_cpu or not x.numel():
         return x.isfinite().flatten(1).all(1)
-    return torch.linalg.vector_norm(x.flatten(1), ord=math.inf, dim=1) < math.inf  # False for nan
+    largest: Tensor = torch.linalg.vector_norm(x.flatten(1), ord=math.inf, dim=1)
+    return largest < math.inf  # False for nan
 
 
 def known_to_hold(ok: Tensor) -> bool:
