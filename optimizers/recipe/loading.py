@@ -17,11 +17,11 @@ from importlib import resources
 from io import StringIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from eigengraft.component import RENAMED, ChainOf, Component, as_declared, plain, stage_name, validated
+from eigengraft.component import RENAMED, Component, as_declared, plain, stage_name, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_names
 from eigengraft.preconditioners import Stage
 
@@ -77,7 +77,6 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     if isinstance(source, (str, PathLike)):
         return _named(str(source), folder, derived)
     if isinstance(source, Sequence) and not isinstance(source, bytes):
-        _require_stages("update", source)
         return {"update": source}
     raise RecipeError(f"recipe: it must be a name, path, mapping, list of stages or Recipe, got {_described(source)}")
 
@@ -104,7 +103,6 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
     source = present_schema(source)
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise RecipeError(f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}")
-    _require_stages("update", source.get("update"))
     own = {key: value for key, value in source.items() if key not in ("schema", "base", "set")}
     changes = source.get("set", {})
     if not isinstance(changes, Mapping):
@@ -233,43 +231,13 @@ def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
     return (*derived, name)
 
 
-def _require_stages(path: str, chain: Any) -> None:
-    """Raise RecipeError if a chain contains the name of a recipe in place of a stage.
-
-    The usual error, which suggests a stage with a similar name, would mislead here.
-    """
-    for name in _kinds(chain):
-        if name in shipped() and name not in Stage.members:
-            stages = f"write `base: {name}`, or its stages, which `eigengraft show {name}` prints"
-            raise RecipeError(f"{path}.{name}: this is the name of a recipe, not of a stage; {stages}")
+def _recipe_advice(kind: str) -> str:
+    """Return the advice for the name of a recipe in place of the kind of a stage, or "" for any other name."""
+    stages = f"write `base: {kind}`, or its stages, which `eigengraft show {kind}` prints"
+    return f", which is the name of a recipe; {stages}" if kind in shipped() else ""
 
 
-def _kinds(chain: Any) -> Iterator[str]:
-    """Yield the kinds of the stages of a raw chain, and of the chains inside them."""
-    for stage in chain if isinstance(chain, (list, tuple)) else (chain,):
-        kind = stage.get("kind") if isinstance(stage, Mapping) else stage
-        if isinstance(kind, str):
-            yield kind
-            yield from _inside(Stage.members.get(kind), stage)
-
-
-def _inside(component: type[Component] | None, raw: Any) -> Iterator[str]:
-    """Yield the kinds of all stages in the chains of a component and of the components inside it.
-
-    component: class of the component; None if its kind is unknown. Then nothing is yielded.
-    raw: the component as plain data.
-    """
-    if component is None or not isinstance(raw, Mapping):
-        return
-    for name, field in component.model_fields.items():
-        value = raw.get(field.alias or name)
-        if any(isinstance(mark, ChainOf) and mark.family == "stage" for mark in field.metadata):
-            yield from _kinds(value)
-            continue
-        for part in get_args(field.annotation) or (field.annotation,):
-            if isinstance(part, type) and issubclass(part, Component) and not part.is_family():
-                for one in value if isinstance(value, (list, tuple)) else (value,):
-                    yield from _inside(part, one)
+Stage.kind_advice = staticmethod(_recipe_advice)
 
 
 def read_yaml(path: str | Path) -> Any:

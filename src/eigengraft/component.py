@@ -92,7 +92,14 @@ class ComponentType(ModelMetaclass):
         return [name for name in super().__dir__() if name not in _HIDDEN and not name.startswith("__")]
 
 
-_HIDDEN = frozenset(dir(BaseModel)) | {"members", "family_name", "elsewhere", "number", "_pydantic_signature"}
+_HIDDEN = frozenset(dir(BaseModel)) | {
+    "members",
+    "family_name",
+    "elsewhere",
+    "kind_advice",
+    "number",
+    "_pydantic_signature",
+}
 """Names that `dir` and `help` leave out: attributes of pydantic's models, and class variables of the registry."""
 _VALIDATION = ConfigDict(
     strict=True,
@@ -123,6 +130,8 @@ class Component(BaseModel, metaclass=ComponentType):
     number: ClassVar[tuple[str, str] | None] = None
     """For errors: (kind of a member, name of its field) that a user probably means who writes a number in place of a
     component."""
+    kind_advice: ClassVar[Callable[[str], str]] = staticmethod(lambda kind: "")
+    """Function of an unknown kind of a family that returns the part of the error with advice, or "" for no advice."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a field: advice} for fields that users look for in this component although they belong
     elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""
@@ -242,7 +251,8 @@ class Component(BaseModel, metaclass=ComponentType):
         if found is None:
             name = kind if isinstance(kind, str) else ""
             others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
-            hint = f", which is a {' and a '.join(others)}" if others else did_you_mean(name.lower(), cls.members, 0.5)
+            hint = f", which is a {' and a '.join(others)}" if others else cls.kind_advice(name)
+            hint = hint or did_you_mean(name.lower(), cls.members, 0.5)
             raise PydanticCustomError(
                 "unknown_kind",
                 "unknown {family} kind {kind}{hint} (the kinds are {kinds}; --import FILE.py adds those of a file)",

@@ -56,18 +56,18 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{update: my_stage}", ("update.my_stage", "my_stage", "--import", "FILE.py")),
     ("{update: RMS}", ("update.RMS", "RMS", "rms")),
     ("{update: soap}", ("update.soap", "base: soap")),
-    ("{update: {kind: projected, rank: 4, inner: soap}}", ("update.soap",)),
+    ("{update: {kind: projected, rank: 4, inner: soap}}", ("update.projected.inner.soap",)),
     (
         "{update: {kind: sum, paths: [{name: a, stages: [muon]}]}}",
-        ("update.muon",),
+        ("update.sum.paths.a.stages.muon",),
     ),
     (
         "{update: {kind: graft, direction: sign, magnitude: rms, after: [soap]}}",
-        ("update.soap",),
+        ("update.graft.after.soap",),
     ),
     (
         "{update: [momentum, {kind: eigenbasis, inner: adam}]}",
-        ("update.adam",),
+        ("update.eigenbasis.inner.adam",),
     ),
     (
         "{update: [{kind: spectral, solver: eigh}]}",
