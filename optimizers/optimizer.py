@@ -38,6 +38,7 @@ from .recipe.routing import DescribedParameters, ParamInfo
 from .signals import Given, SignalSource, Steps, with_partners
 from .state.param_sets import ParamSets
 from .step.gradients import LossScale
+from .step.spikes import ranks_of
 from .step.step import ParamSet, prepare
 from .write.averaging import Mode
 from .write.closures import Passes, require_closure, require_no_calls
@@ -76,11 +77,9 @@ class Optimizer(ComposedOptimizer):
     """The model with which the optimizer was composed. None: no model is known."""
     _unknown_buffers = False
     """True after the warning that buffers cannot be restored without the model."""
-    _watches_rounding = False
-    """True if steps still check that rounding of parameters does not lose updates. A recipe with a constraint that
-    rounds parameters itself needs no check."""
     _rounding: RoundingWatch | None = None
-    """The check that updates are not lost to rounding. None before the first step."""
+    """The check that updates are not lost to rounding. None after the check, for a copy, and for a recipe with a
+    constraint that rounds."""
     _asks_fused = False
     """True from `fused=True` until `_warn_of_fused` has checked which parameters no fused kernel updates."""
     _warned_of_peak = False
@@ -118,7 +117,8 @@ class Optimizer(ComposedOptimizer):
         if described.model is not None:
             self._model = ModelLink(described.model, self.param_groups)
         rules = self.recipe.rules().values()
-        self._watches_rounding = not any(constraint.rounds for rule in rules for constraint in rule.constraints)
+        if not any(constraint.rounds for rule in rules for constraint in rule.constraints):
+            self._rounding = RoundingWatch()
         with isolation(self):
             self.param_sets.complete(0, self.param_groups, self.state)
         self._warn_of_fused("Optimizer")
@@ -273,9 +273,8 @@ class Optimizer(ComposedOptimizer):
         if rule is not None and start is not None and passes is not None:
             with self.param_sets.signals.listeners.pause():
                 rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
-        if self._watches_rounding:
-            self._rounding = self._rounding or RoundingWatch()
-            self._watches_rounding = not self._rounding.check(self)
+        if self._rounding is not None and self._rounding.check(self):
+            self._rounding = None
         return loss
 
     def _require_training_iterate(self) -> None:
@@ -361,8 +360,7 @@ class Optimizer(ComposedOptimizer):
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         """Return the mean of a number over the ranks that share parameters. All of these ranks call the method."""
-        groups = [one.rank_group.all_ranks for one in self.param_sets if one.rank_group is not None]
-        ranks = max(groups, key=lambda group: group.size, default=None)
+        ranks = ranks_of(self.param_sets)
         if ranks is None:
             return value
         ranks.synchronize("loss of a line search", device=value.device)
@@ -479,27 +477,21 @@ class ModelLink:
 
     def __init__(self, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         self.model = weakref.ref(model)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+        places = {id(own): (at, place) for at, group in enumerate(groups) for place, own in enumerate(group["params"])}
+        self._places = {name: places[id(own)] for name, own in model.named_parameters() if id(own) in places}
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise RuntimeError if a parameter was replaced in the model by one that is in no group and has a gradient.
 
         Weights that were tied after the optimizer was made are accepted, because the tied parameter is in a group.
         """
-        if (model := self.model()) is None:
-            return
         ours = {id(parameter) for group in groups for parameter in group["params"]}
-        # groups that were added after the model was linked have no names, and are not checked
-        pairs = [zip(group["params"], names, strict=False) for group, names in zip(groups, self._names, strict=False)]
-        for parameter, name in chain.from_iterable(pairs):
-            if parameter.grad is not None or not parameter.requires_grad or name is None:
+        for name, held in () if (model := self.model()) is None else model.named_parameters():
+            if name not in self._places or held.grad is None or id(held) in ours:
                 continue
-            try:
-                held = model.get_parameter(name)
-            except AttributeError:  # the parameter was removed, and nothing is trained in its place
-                continue
-            if held.grad is not None and id(held) not in ours:
+            at, place = self._places[name]
+            parameter = groups[at]["params"][place]
+            if parameter.grad is None and parameter.requires_grad:
                 raise RuntimeError(
                     f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would "
                     "be ignored; replace parameters (by sharding or resizing) before composing, or compose a new "

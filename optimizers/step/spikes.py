@@ -8,7 +8,7 @@ nothing in the step: the decision is a mask, or a factor that is 1 without a spi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -221,7 +221,7 @@ def _of_active(step: Step, values: Tensor) -> Tensor:
     return values if step.active.all() else values[kept_on_device(np.flatnonzero(step.active), values.device)]
 
 
-def ranks_of(param_sets: Sequence[ParamSet]) -> RankGroup | None:
+def ranks_of(param_sets: Iterable[ParamSet]) -> RankGroup | None:
     """Return the largest group of ranks that share parameters, or None if this process shares no parameters."""
     groups = [own.rank_group.all_ranks for own in param_sets if own.rank_group is not None]
     return max(groups, key=lambda group: group.size, default=None)
