@@ -121,25 +121,19 @@ class Heads:
     unclear: Layer | None = None
 
 
-def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None = None) -> Heads:
-    """Find the output heads among the layers of a model.
+class HeadSearch:
+    """The search for heads among the layers of one model, from the strongest evidence to the weakest.
+
+    The evidence is: modules that declare their heads; clear names; as many outputs as an embedding has rows; likely
+    names directly in the model; the last position.
 
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
     structure: facts about the modules; None if only named parameters are known. The parameters may then be a part of a
         model, so that the last layer is no head by its position alone, and is returned as unclear.
     """
-    return _Search(layers, rows, structure).heads()
 
-
-class _Search:
-    """The search for heads among the layers of one model, from the strongest evidence to the weakest.
-
-    The evidence is: modules that declare their heads; clear names; as many outputs as an embedding has rows; likely
-    names directly in the model; the last position.
-    """
-
-    def __init__(self, layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None) -> None:
+    def __init__(self, layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None = None) -> None:
         self.layers, self.rows, self.structure = list(layers), rows, structure or ModelStructure()
         self.known = structure is not None
         self.places = {layer: place for place, layer in enumerate(self.layers)}

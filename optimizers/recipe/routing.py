@@ -21,13 +21,13 @@ from eigengraft.component import Component
 
 from .roles import (
     Heads,
+    HeadSearch,
     Holder,
     Layer,
     ParamRole,
     input_embeddings,
     layer_of,
     model_structure,
-    output_heads,
     parameter_holders,
     plain_role,
 )
@@ -242,7 +242,7 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
         path, _, own = canonical_name(name).rpartition(".")
         rows.append(_Described.of(name, parameter, [Holder.of(path, own)], ModuleFacts(factor=named_factor(name))))
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
-    heads = output_heads(layers, {length for row in rows for length in row.rows})
+    heads = HeadSearch(layers, {length for row in rows for length in row.rows}).heads()
     # if all given parameters are weights of layers, the user has selected hidden layers, so the last one is not unclear
     if all(row.plain is None for row in rows):
         heads = replace(heads, unclear=None)
@@ -270,7 +270,7 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
         rows[key] = replace(row, plain=("embedding", "embedding by get_input_embeddings")) if key in tables else row
     layers = [layer for key, holder in places for layer in rows[key].layer(holder)]
     lengths = {length for row in rows.values() for length in row.rows}
-    heads = output_heads(layers, lengths, model_structure(model, paths))
+    heads = HeadSearch(layers, lengths, model_structure(model, paths)).heads()
     return {key: row.info(heads) for key, row in rows.items()}
 
 
