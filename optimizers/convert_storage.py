@@ -12,6 +12,7 @@ from typing import Any
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, StateKey, Storage
 
+from .checkpoint.compare import without_silent
 from .isolation import isolation
 from .optimizer import Optimizer
 from .recipe.loading import load_recipe
@@ -83,10 +84,7 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
 
 
 def _require_alike(saved: Recipe, wanted: Recipe) -> None:
-    plain = [
-        json.loads(recipe.replace(storage={}, name=None, about=None, distribution=Distribution()).to_json())
-        for recipe in (saved, wanted)
-    ]
+    plain = (without_silent(json.loads(recipe.replace(storage={}).to_json())) for recipe in (saved, wanted))
     changed = differences(*plain)
     if changed:
         raise ValueError(

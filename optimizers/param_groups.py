@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -19,9 +19,9 @@ from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.signals import PARTNER, asking
 
 from .recipe.recipe import Recipe
-from .recipe.routing import ParamInfo, describe_named, describe_unnamed
+from .recipe.routing import ParamInfo
 from .write.closures import SCALE
-from .write.write import is_number, number
+from .write.write import number
 
 _KEYS = (
     "params",
@@ -227,11 +227,6 @@ def check_values(group: Mapping[str, Any]) -> None:
         first[id(parameter)] = name
 
 
-def first_peak(group: Mapping[str, Any]) -> float:
-    """Return the largest learning rate in a new group: its `lr`, or a larger rate that a scheduler has stored."""
-    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if is_number(group.get(key)))
-
-
 def flat_piece(parameter: Tensor) -> str:
     """Return an error text if a tensor is a flat shard of FSDP1 or of DeepSpeed's ZeRO-3, else "".
 
@@ -243,19 +238,6 @@ def flat_piece(parameter: Tensor) -> str:
     if hasattr(parameter, "ds_shape"):
         return f"one of shape {tuple(parameter.ds_shape)} in flat pieces of DeepSpeed (ZeRO stage 3); {WHOLE_SHARDS}"
     return f"a flat piece of DeepSpeed (ZeRO stage 3); {WHOLE_SHARDS}" if hasattr(parameter, "ds_id") else ""
-
-
-def group_infos(
-    group: Mapping[str, Any], known: Mapping[int, ParamInfo] | None, taken: Container[str]
-) -> list[ParamInfo]:
-    """Return descriptions of a group's parameters.
-
-    known: descriptions by id of the parameter, from `describe_model`; None if the model is unknown.
-    taken: names of parameters in other groups.
-    """
-    if known is None:
-        known = describe_named(list(zip(group.get("param_names", ()), group["params"], strict=False)), taken)
-    return [known.get(id(parameter)) or describe_unnamed(parameter) for parameter in group["params"]]
 
 
 def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:

@@ -97,7 +97,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
             f"{SCHEMA_VERSION}"
         )
     same_name = mine.get("name") == other.get("name")
-    mine, other = _without_silent(mine), _without_silent(other)
+    mine, other = without_silent(mine), without_silent(other)
     changed = differences(other, mine)
     if not changed:
         return RecipeChange()
@@ -105,7 +105,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         recipes = load_recipe(got), load_recipe(own)
     except RecipeError as error:
         raise ValueError(f"state_dict was saved with another recipe, which cannot be loaded here:\n{error}") from error
-    if not differences(*(_without_silent(json.loads(_without_locations(one).to_json())) for one in recipes)):
+    if not differences(*(without_silent(json.loads(_without_locations(one).to_json())) for one in recipes)):
         return RecipeChange()
     if same_name and (renamed := _renamed(mine, other)) is not None:
         return RecipeChange(meaning=tuple(changed), renamed=renamed)
@@ -121,7 +121,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
     return RecipeChange(tuple(found["meaning"]), tuple(found["settings"]), tuple(found["of_groups"]))
 
 
-def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's plain data without the fields that change no result of a step."""
     found = {key: value for key, value in recipe.items() if key not in _SILENT}
     if "routes" in found:
@@ -144,7 +144,7 @@ def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     the one with the new name. It counts as the one from which it differs in fewer fields.
     """
     for name, now in _RENAMED.items():
-        successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
+        successor, former = (without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
         excess = [len(differences(one, successor)) - len(differences(one, former)) for one in (own, saved)]
         if excess[0] < 0 < excess[1]:
             return now

@@ -62,7 +62,7 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     owned = {index: views[p][key] for index, (p, key) in enumerate(where) if flat[index].owner == rank_group.rank}
     found: list[dict[str, Tensor]] = [{} for _ in entries]
     offloaded, device = locations(param_set), param_set.local[0].device
-    for piece in _pieces(flat, bool(offloaded)):
+    for piece in _pieces(flat):
         own = {index - piece.start: owned[index] for index in piece if index in owned}
         sent = spread(rank_group, flat[piece.start : piece.stop], own, rank_group.mesh(device), device)
         for index, value in zip(piece, sent, strict=True):
@@ -88,20 +88,19 @@ def _with_owners(entries: Sequence[Mapping[str, Entry]]) -> tuple[list[tuple[int
 
 
 PIECE = 1 << 26
-"""Bytes of full tensors that ranks exchange at a time if state is offloaded. An exchange of all state at once would
-take the memory that offloading saves, and more than 64 MiB would hardly be faster."""
+"""Bytes of full tensors that ranks exchange at a time. An exchange of all state at once would take as much memory as
+the state, which offloading saves, and more than 64 MiB would hardly be faster."""
 
 
-def _pieces(entries: Sequence[Entry], offloaded: bool) -> Iterator[range]:
-    """Divide state tensors into ranges of indices. Ranks exchange the tensors of one range together.
+def _pieces(entries: Sequence[Entry]) -> Iterator[range]:
+    """Divide state tensors into ranges of indices, each of at most `PIECE` bytes or one tensor.
 
-    offloaded: True if any state is offloaded. A range then has at most `PIECE` bytes, or one tensor. If False, one
-        range has all tensors.
+    Ranks exchange the tensors of one range together.
     """
     start, size = 0, 0
     for index, entry in enumerate(entries):
         nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-        if offloaded and index > start and size + nbytes > PIECE:
+        if index > start and size + nbytes > PIECE:
             yield range(start, index)
             start, size = index, 0
         size += nbytes
@@ -146,7 +145,7 @@ def local_state(
     offloaded, device = locations(param_set), param_set.local[0].device
     shared = [_evenly(values[param_set.parameters[position]][key], rank_group, device) for position, key in where]
     found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in param_set.parameters}
-    for piece in _pieces(flat, bool(offloaded)):
+    for piece in _pieces(flat):
         got = collect(rank_group, flat[piece.start : piece.stop], shared[piece.start : piece.stop], device)
         for index, value in got.items():
             position, key = where[piece.start + index]

@@ -16,7 +16,7 @@ from ..optimizer import Optimizer
 from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
 from ..recipe.routing import DescribedParameters, ParamInfo, canonical_names, describe_model
-from .gradient_variance import VARIANCE, watch_gradient_variance
+from .gradient_sums import VARIANCE, watch_gradient_variance
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .lint import warn_of_faults
 from .logits import watch_logits

@@ -15,9 +15,9 @@ from torch import Tensor
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
 
-from ..param_groups import check_values, first_peak, group_infos, require_facts
+from ..param_groups import check_values, require_facts
 from ..recipe.recipe import Recipe
-from ..recipe.routing import ParamInfo
+from ..recipe.routing import ParamInfo, describe_named, describe_unnamed
 from ..signals import Signals
 from ..signals.signals import Schedules
 from ..stacks.assignment import Assignments
@@ -25,6 +25,7 @@ from ..stacks.placement import ParamSpec
 from ..step.spikes import SpikeCheck, require_same_ranks
 from ..step.step import ParamSet
 from ..write.averaging import Mode
+from ..write.write import is_number
 from .shown_state import ShownState, fill, host_changes, own_state, refuse, show
 
 StateValues = Mapping[Tensor, Mapping[str, Tensor]]
@@ -75,10 +76,14 @@ class ParamSets:
         """
         group = groups[-1]
         check_values(group)
-        group.setdefault("peak_lr", first_peak(group))
+        rates = [float(group[key]) for key in ("lr", "initial_lr", "max_lr") if is_number(group.get(key))]
+        group.setdefault("peak_lr", max(rates))  # a scheduler may have stored a larger rate than `lr`
         group["recipe"] = self.recipe_text
         group["iterate"] = groups[0]["iterate"] if len(groups) > 1 else "train"
-        infos = group_infos(group, known, self.names())
+        if known is None:
+            named = list(zip(group.get("param_names", ()), group["params"], strict=False))
+            known = describe_named(named, {info.name for own in self.infos for info in own if info.name is not None})
+        infos = [known.get(id(parameter)) or describe_unnamed(parameter) for parameter in group["params"]]
         require_facts(self.recipe, infos)
         self.declare(group["params"], infos)
 
@@ -139,10 +144,6 @@ class ParamSets:
         del self.built[len(self.batches) :]
         self._assignments.forget(index)
 
-    def matches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return True if parameters, their devices, dtypes and shapes are those for which the state was made."""
-        return self.same_parameters(groups) and not self.changed()
-
     def same_parameters(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return True if the groups have the same parameters, in the same order, as when they were added."""
         return len(groups) == len(self.parameters) and all(
@@ -173,10 +174,6 @@ class ParamSets:
     def frozen(self) -> list[list[bool]]:
         """Return a list for each group, with True for parameters that were frozen when the group was added."""
         return [[spec.frozen for spec in self._assignments[index]] for index in range(len(self.infos))]
-
-    def names(self) -> set[str]:
-        """Return the names of all parameters that have a name."""
-        return {info.name for infos in self.infos for info in infos if info.name is not None}
 
     def labels(self, index: int) -> list[str]:
         """Return the names of a group's parameters, or "group 0 parameter 2" for a parameter without a name."""

@@ -17,7 +17,7 @@ computed in, y is stored too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -145,16 +145,8 @@ def blend(
     weights: n numbers. All targets with equal weights are changed by one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
-    if not targets:
-        return
-    values = in_dtypes_of(values, targets)
-    for weight, indices in _equal(weights):
-        own, towards, usable = (_chosen(column, indices) for column in (targets, values, mask))
-        assert own is not None and towards is not None
-        if usable is None:
-            torch._foreach_lerp_(own, towards, weight)
-        else:
-            put(own, torch._foreach_lerp(own, towards, weight), usable)
+    if targets:
+        _change(torch._foreach_lerp_, targets, in_dtypes_of(values, targets), weights, mask)
 
 
 def accumulate(
@@ -168,16 +160,30 @@ def accumulate(
     weights: n numbers or 0-d tensors. All targets with equal weights are changed by one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
+    _change(_add_, targets, values, weights, mask)
+
+
+def _add_(targets: list[Tensor], values: list[Tensor], weight: float | Tensor) -> None:
+    if isinstance(weight, Tensor):
+        torch._foreach_add_(targets, torch._foreach_mul(values, weight.to(targets[0].dtype)))
+    else:
+        torch._foreach_add_(targets, values, alpha=weight)
+
+
+def _change(
+    change: Callable[[list[Tensor], list[Tensor], Any], object],
+    targets: Sequence[Tensor],
+    values: Sequence[Tensor],
+    weights: Sequence[float | Tensor],
+    mask: Sequence[Tensor] | None,
+) -> None:
+    """Call `change` with all targets and values of equal weights, and with this weight. It changes the targets."""
     for weight, indices in _equal(weights):
-        own, added, usable = (_chosen(column, indices) for column in (targets, values, mask))
-        assert own is not None and added is not None
-        sums = own if usable is None else copies(own, own[0].dtype)
-        if isinstance(weight, Tensor):
-            torch._foreach_add_(sums, torch._foreach_mul(added, weight.to(own[0].dtype)))
-        else:
-            torch._foreach_add_(sums, added, alpha=weight)
-        if usable is not None:
-            put(own, sums, usable)
+        own, given = [targets[index] for index in indices], [values[index] for index in indices]
+        changed = own if mask is None else copies(own, own[0].dtype)
+        change(changed, given, weight)
+        if mask is not None:
+            put(own, changed, [mask[index] for index in indices])
 
 
 def _minus_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -195,10 +201,6 @@ def _equal(weights: Sequence[float | Tensor]) -> list[tuple[Any, list[int]]]:
         key = id(weight) if isinstance(weight, Tensor) else weight
         found.setdefault((isinstance(weight, Tensor), key), (weight, []))[1].append(index)
     return list(found.values())
-
-
-def _chosen(column: Sequence[Tensor] | None, indices: Sequence[int]) -> list[Tensor] | None:
-    return None if column is None else [column[index] for index in indices]
 
 
 def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
