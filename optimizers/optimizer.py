@@ -401,7 +401,7 @@ class Optimizer(ComposedOptimizer):
         thorough: True if state is read or written outside of a step. All state is then checked for changes, and delayed
             refreshes are finished. False: only the largest tensors are checked.
         """
-        moved = adopt_parameters(self)
+        moved = not self.param_sets.matches(self.param_groups) and adopt_parameters(self)
         self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
         if thorough:

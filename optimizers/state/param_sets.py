@@ -144,6 +144,10 @@ class ParamSets:
         del self.built[len(self.batches) :]
         self._assignments.forget(index)
 
+    def matches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return True if parameters, their devices, dtypes and shapes are those for which the state was made."""
+        return self.same_parameters(groups) and not self.changed()
+
     def same_parameters(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return True if the groups have the same parameters, in the same order, as when they were added."""
         return len(groups) == len(self.parameters) and all(
