@@ -140,6 +140,13 @@ class Optimizer(ComposedOptimizer):
         """
         return None if self._model is None else self._model.model()
 
+    @property
+    def iterate(self) -> Mode:
+        """The iterate that the parameters hold, "train" or "eval"."""
+        groups = self.param_groups
+        iterate: Mode = groups[0].get("iterate", "train") if groups else "train"
+        return iterate
+
     @isolated
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and allocate its state.

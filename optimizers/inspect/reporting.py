@@ -237,9 +237,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
     @property
     def iterate(self) -> Mode:
         """The iterate that the parameters hold, "train" or "eval"."""
-        groups = self.param_groups
-        iterate: Mode = groups[0].get("iterate", "train") if groups else "train"
-        return iterate
+        raise NotImplementedError
 
     @isolated
     def watch_next_step(self) -> None:

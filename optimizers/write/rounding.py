@@ -125,10 +125,9 @@ class RoundingWatch:
     with a gradient of 0 do not count. `check` is called after each step.
     """
 
-    def __init__(self) -> None:
-        self._chosen: tuple[int, int] | None = None
-        self._seen: tuple[Tensor, Tensor] | None = None
-        self._steps = 0
+    _chosen: tuple[int, int] | None = None
+    _seen: tuple[Tensor, Tensor] | None = None
+    _steps = 0
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the first sample of the matrix, or compare the second sample with the first.
