@@ -88,12 +88,19 @@ class Transfer:
     block: the block.
     region: the entries, in the block and in the parameter.
     held: all entries of the parameter that the rank holds whose shard has the entries of the region.
+    dtype: dtype in which updates of the block are computed.
     """
 
     group: int
     block: PlacedBlock
     region: Region
     held: Box
+    dtype: torch.dtype
+
+    @property
+    def position(self) -> int:
+        """Position of the parameter."""
+        return self.block.position
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -120,17 +127,18 @@ class Message:
 
     def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
         self.transfers = [transfer for own in transfers for transfer in own]
-        self._sizes = [math.prod(transfer.shape) for transfer in self.transfers]
-        self.lengths = [sum(math.prod(transfer.shape) for transfer in own) for own in transfers]
+        self._sizes = [[math.prod(transfer.shape) for transfer in own] for own in transfers]
+        self.lengths = [sum(sizes) for sizes in self._sizes]
 
-    def split(self, data: Tensor) -> list[Tensor]:
-        """Return, for each transfer, a view of its entries in the message `[n]`."""
-        pieces = zip(self.transfers, torch.split(data, self._sizes), strict=True)
-        return [piece.view(transfer.shape) for transfer, piece in pieces]
+    def split(self, data: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """Return, for each transfer, a view of its entries in the message `[n]`, or in the message of its rank."""
+        parts = torch.split(data, self.lengths) if isinstance(data, Tensor) else data
+        pieces = [piece for part, own in zip(parts, self._sizes, strict=True) for piece in torch.split(part, own)]
+        return [piece.view(transfer.shape) for transfer, piece in zip(self.transfers, pieces, strict=True)]
 
     def empty(self, dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
         """Return an uninitialized message `[n]`, or a message of zeros."""
-        return (torch.zeros if zero else torch.empty)(sum(self._sizes), dtype=dtype, device=device)
+        return (torch.zeros if zero else torch.empty)(sum(self.lengths), dtype=dtype, device=device)
 
     def in_stacks(self, stacks: Mapping[int, Tensor]) -> list[Tensor]:
         """Return, for each transfer, a view of its entries in the stack `[n, *block]` of its block group.
@@ -147,9 +155,9 @@ class Round:
     groups: indices of the block groups.
     held: transfers between this rank's shards and the blocks of each rank. The rank returns updates of these entries.
     sent: the subset of `held` whose gradients this rank sends. Each gradient entry is sent by one replica.
-    owned: transfers between blocks that this rank owns and the shards of each rank, which receives their updates.
+    owned: transfers between blocks that this rank owns and the shards of each rank, which receives their updates. If
+        all parameters are replicated, it has only the transfers to this rank, because all ranks receive the same.
     received: the subset of `owned` whose gradients this rank receives.
-    lengths: for each rank, the number of entries of all blocks that it owns.
     """
 
     groups: list[int]
@@ -157,7 +165,6 @@ class Round:
     sent: Message
     owned: Message
     received: Message
-    lengths: list[int]
 
 
 class CommPlan:
@@ -201,32 +208,29 @@ class CommPlan:
 
     def _round(self, groups: list[int]) -> Round:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
-        lengths = [0 for _ in ranks]
         held: list[list[Transfer]] = [[] for _ in ranks]
         owned: list[list[Transfer]] = [[] for _ in ranks]
         for group, block in ((at, own) for at in groups for own in self.block_groups[at].blocks):
-            lengths[block.owner] += math.prod(block.grid.shape)
-            if not self.replicated:
-                held[block.owner] += self._transfers(group, block, me)
-            if not self.replicated and block.owner == me:
-                for rank in ranks:
-                    owned[rank] += self._transfers(group, block, rank)
+            held[block.owner] += self._transfers(group, block, me)
+            for rank in () if block.owner != me else (me,) if self.replicated else ranks:
+                owned[rank] += self._transfers(group, block, rank)
         sent = [[transfer for transfer in own if self._sends(me, rank, transfer)] for rank, own in enumerate(held)]
         received = [[transfer for transfer in own if self._sends(rank, me, transfer)] for rank, own in enumerate(owned)]
-        return Round(groups, Message(held), Message(sent), Message(owned), Message(received), lengths)
+        return Round(groups, Message(held), Message(sent), Message(owned), Message(received))
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
         """Return transfers that together contain those entries of a block that a rank holds."""
         layout = self.layouts[block.position]
         held = layout.boxes[rank]
-        return [Transfer(group, block, region, held) for region in regions(layout.shape, block.grid, held)]
+        dtype = self.block_groups[group].dtype
+        return [Transfer(group, block, region, held, dtype) for region in regions(layout.shape, block.grid, held)]
 
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
         """Return True if a rank sends the gradients of a transfer to the owner.
 
         A rank sends gradients only if the rank belongs to the same replica as the owner.
         """
-        replicas = self.layouts[transfer.block.position].replicas
+        replicas = self.layouts[transfer.position].replicas
         return replicas[rank] == replicas[owner]
 
     def empty(self, group: int) -> Tensor:
@@ -257,22 +261,8 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
     return rounds
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """Updates of some entries of a parameter, received from the owner of their block.
-
-    position: position of the parameter.
-    dtype: dtype in which the updates were computed.
-    values: the updates, as views of a message.
-    views: function that returns views of the same entries in a tensor with the layout of this rank's shard.
-    complete: True if `values` is one tensor with all entries of this rank's shard, in their order.
-    """
-
-    position: int
-    dtype: torch.dtype
-    values: Sequence[Tensor]
-    views: Callable[[Tensor], Sequence[Tensor]]
-    complete: bool
+Arrived = Sequence[tuple[Transfer, Tensor]]
+"""Transfers with the updates of their entries, which their owner has sent."""
 
 
 class Assembly:
@@ -282,23 +272,23 @@ class Assembly:
         self._begun: dict[int, Tensor] = {}
         self._missing: dict[int, int] = {}
 
-    def add(self, arrived: Sequence[Arrived], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    def add(self, arrived: Arrived, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         """Add received updates. Return the updates of those parameters for which they are now complete, by position.
 
         parameters: this rank's shard of each parameter.
         """
         complete, targets, sources = dict[int, Tensor](), list[Tensor](), list[Tensor]()
-        for own in arrived:
+        for own, values in arrived:
             at, parameter = own.position, parameters[own.position]
-            if own.complete:
-                complete[at] = own.values[0].reshape(parameter.shape).to(own.dtype)
+            if own.whole:
+                complete[at] = values.to(own.dtype)
                 continue
             if at not in self._begun:
                 self._begun[at] = torch.empty(parameter.shape, dtype=own.dtype, device=parameter.device)
                 self._missing[at] = parameter.numel()
-            targets += own.views(self._begun[at])
-            sources += own.values
-            self._missing[at] -= sum(value.numel() for value in own.values)
+            targets.append(own.view(self._begun[at]))
+            sources.append(values)
+            self._missing[at] -= values.numel()
         copy_all(targets, sources)
         done = [at for at in self._begun if not self._missing[at]]
         return {**complete, **{at: self._begun.pop(at) for at in done}}
@@ -326,7 +316,7 @@ def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
     index: index of the round.
     """
     own = plan.rounds[index]
-    first, found = plan.block_groups[own.groups[0]], [source(x.block.position, x.view) for x in own.sent.transfers]
+    first, found = plan.block_groups[own.groups[0]], [source(x.position, x.view) for x in own.sent.transfers]
     out = own.sent.empty(first.gradient_dtype, first.device, zero=any(x is None for x in found))
     pairs = [(target, x) for target, x in zip(own.sent.split(out), found, strict=True) if x is not None]
     copy_all([target for target, _ in pairs], [x for _, x in pairs])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
-from eigengraft.blocking.blocks import BlockGrid
-
-from .comm_plan import Arrived, CommPlan, EntryView, Round, Source, copy_all, pack_shards, send_shards
+from .comm_plan import Arrived, CommPlan, Source, copy_all, pack_shards, send_shards
 from .rank_group import Work
 
 IN_FLIGHT = 2
@@ -44,7 +39,7 @@ class CommStep:
         self,
         comm_plan: CommPlan,
         sources: Mapping[str, Source],
-        receive: Callable[[Sequence[Arrived]], None],
+        receive: Callable[[Arrived], None],
         begun: Mapping[tuple[str, int], Work[Tensor]] = MappingProxyType({}),
     ) -> None:
         self.comm_plan, self._handle = comm_plan, receive
@@ -135,49 +130,15 @@ class CommStep:
         label, first = f"updates of {plan.describe(index)}", plan.block_groups[own.groups[0]]
         # no rank uses rows without a direction, so they are left uninitialized
         stacks = {g: self._delivered.pop(g) if g in self._delivered else plan.empty(g) for g in own.groups}
-        if plan.replicated:
-            flat = [stack.reshape(-1).to(first.update_dtype) for stack in stacks.values()]
-            stacks.clear()
-            return plan.rank_group.all_gather_uneven(torch.cat(flat) if len(flat) > 1 else flat[0], own.lengths, label)
         out = own.owned.empty(first.update_dtype, first.device)
         copy_all(own.owned.split(out), own.owned.in_stacks(stacks))
         stacks.clear()
+        if plan.replicated:
+            return plan.rank_group.all_gather_uneven(out, own.held.lengths, label)
         return plan.rank_group.all_to_all(out, own.owned.lengths, own.held.lengths, label)
 
     def _receive(self) -> None:
         """Wait for the updates of the oldest round under way, and pass them to the function `receive`."""
         index, work = self._returning.popleft()
-        own, data = self.comm_plan.rounds[index], work.wait()
-        arrived = self._shards(own, data) if isinstance(data, Tensor) else self._blocks(own, data)
-        self._handle(list(arrived))
-
-    def _shards(self, sent: Round, data: Tensor) -> Iterator[Arrived]:
-        """Yield the updates of a round, from a message `[n]`, with views of the same entries in this rank's shards."""
-        for own, values in zip(sent.held.transfers, sent.held.split(data), strict=True):
-            dtype = self.comm_plan.block_groups[own.group].dtype
-            yield Arrived(own.block.position, dtype, [values], partial(_as_list, own.view), own.whole)
-
-    def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
-        """Yield the update of each block of a round, for parameters that every rank holds in full.
-
-        data: the message of each rank r, `[lengths[r]]`, with the updates that rank r has computed.
-        """
-        ends = [0] * self.comm_plan.rank_group.size
-        for group in (self.comm_plan.block_groups[index] for index in own.groups):
-            for block in sorted(group.blocks, key=lambda one: (one.owner, one.row)):
-                grid, at = block.grid, ends[block.owner]
-                ends[block.owner] = at + math.prod(grid.shape)
-                values = data[block.owner][at : ends[block.owner]]
-                whole = [values.view(grid.merged)] if grid.is_parameter else None
-                pieces = whole or grid.in_blocks(values.view(1, *grid.shape))
-                yield Arrived(block.position, group.dtype, pieces, partial(_in_parameter, grid), grid.is_parameter)
-
-
-def _as_list(view: EntryView, shard: Tensor) -> list[Tensor]:
-    return [view(shard)]
-
-
-def _in_parameter(grid: BlockGrid, parameter: Tensor) -> list[Tensor]:
-    """Return views of the entries of a block in its parameter. The parameter must be contiguous."""
-    merged = parameter.view(grid.merged)
-    return [merged] if grid.is_parameter else grid.in_parameter(merged)
+        held = self.comm_plan.rounds[index].held
+        self._handle(list(zip(held.transfers, held.split(work.wait()), strict=True)))

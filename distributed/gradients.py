@@ -80,7 +80,7 @@ class BackwardGather:
     def __init__(self, comm_plan: CommPlan, parameters: Sequence[Tensor]) -> None:
         self.comm_plan, self.parameters = comm_plan, parameters
         self._rank_group = comm_plan.rank_group.duplicate()
-        self._positions = [sorted({one.block.position for one in own.sent.transfers}) for own in comm_plan.rounds]
+        self._positions = [sorted({one.position for one in own.sent.transfers}) for own in comm_plan.rounds]
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []

@@ -167,19 +167,16 @@ class RankExchange(LocalExchange):
         usable = step.mask[blocks.param_index]
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
-    def _receive(self, arrived: Sequence[Arrived]) -> None:
+    def _receive(self, arrived: Arrived) -> None:
         """Write received updates, or received blocks of updated parameters, into the parameters.
 
         They are written without a copy, unless constraints or an averaging need the update of a whole parameter.
         """
-        parameters, rows, apart = self.iterates.parameters, list[tuple[int, Tensor, Tensor]](), list[Arrived]()
-        for own in arrived:
-            parameter = parameters[own.position]
-            if self.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
-                apart.append(own)
-                continue
-            rows += [(own.position, x, u.to(own.dtype)) for x, u in zip(own.views(parameter), own.values, strict=True)]
-        rows += [(i, parameters[i], whole) for i, whole in self._assembly.add(apart, parameters).items()]
+        parameters = self.iterates.parameters
+        if self.iterates:
+            rows = [(i, parameters[i], whole) for i, whole in self._assembly.add(arrived, parameters).items()]
+        else:
+            rows = [(x.position, x.view(parameters[x.position]), values.to(x.dtype)) for x, values in arrived]
         if self._sends_parameters:
             chosen = [(entries, value) for i, entries, value in rows if self._moved[i]]
             copy_all([entries for entries, _ in chosen], [value for _, value in chosen])

@@ -123,7 +123,7 @@ def test_gradients_reach_owners_and_updates_return(
         local = [x[slices(layout.boxes[rank])] for x, layout in zip(tensors, layouts, strict=True)]
         assembly, updates = Assembly(), dict[int, Tensor]()
 
-        def receive(arrived: Sequence[Arrived]) -> None:
+        def receive(arrived: Arrived) -> None:
             updates.update(assembly.add(arrived, local))
 
         comm_step = CommStep(plan, {"gradients": reading(local)}, receive)
