@@ -72,8 +72,8 @@ class LoadPlan:
             batches.append((_fitting(optimizer, batch, values), values))
             faults += [fault for param_set in batches[-1][0] for fault in _set_faults(param_set, values, mode)]
         param_sets = [*optimizer.param_sets, *(one for own, _ in batches for one in own)]
-        faults += _absent_elsewhere(param_sets, [values for _, values in batches])
-        _refuse(faults, param_sets, change)
+        states = chain.from_iterable(values.values() for _, values in batches)
+        _refuse(faults, param_sets, change, tuple(place for place, got in enumerate(states) if _is_absent(got)))
         for warning in filter(None, (change.warning(), _fresh_warning(batches))):
             warn_user(warning)
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in batches]
@@ -183,32 +183,28 @@ def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -
     return local
 
 
-def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange | None = None) -> None:
-    """Raise ValueError if there are faults on this rank or on another one."""
-    message = "\n".join(["state_dict does not fit, and nothing was loaded:", *first_lines(faults)]) if faults else None
+def _refuse(
+    faults: list[str], param_sets: list[ParamSet], change: RecipeChange | None = None, absent: tuple[int, ...] = ()
+) -> None:
+    """Raise ValueError if there are faults on this rank or on another one. All ranks must call it.
+
+    absent: places of the parameters without saved state. They must be equal on all ranks.
+    """
+    header = "state_dict does not fit, and nothing was loaded:"
+    message = "\n".join([header, *first_lines(faults)]) if faults else None
     if faults and change is not None and change.settings:
         message = change.refusal(first_lines(faults))
-    rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
-    for rank_group in dict.fromkeys(rank_groups):
-        found = gather_differences(rank_group.all_ranks, {"fault": message}, "agreement on a state dict")
-        if found:
+    rank_groups = [param_set.rank_group.all_ranks for param_set in param_sets if param_set.rank_group is not None]
+    for ranks in dict.fromkeys(rank_groups):
+        found = gather_differences(ranks, {"fault": message, "absent": absent}, "agreement on a state dict")
+        if "fault" in found:
             texts = [f"rank {rank}: {text}" for rank, text in found["fault"].items() if text is not None]
             raise ValueError("\n".join(texts))
+        if "absent" in found and message is None:
+            fault = "another rank received the state of other parameters; load the same file on all ranks"
+            message = "\n".join([header, fault])
     if message is not None:
         raise ValueError(message)
-
-
-def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[Tensor, Any]]) -> list[str]:
-    """Return a list with one error text if the state dicts of ranks have different parameters, else an empty list.
-
-    All ranks must call it.
-    """
-    states = chain.from_iterable(own.values() for own in batches)
-    absent = tuple(place for place, got in enumerate(states) if _is_absent(got))
-    groups = dict.fromkeys(one.rank_group.all_ranks for one in param_sets if one.rank_group is not None)
-    found = [gather_differences(group, {"absent": absent}, "agreement on a state dict") for group in groups]
-    fault = "another rank received the state of other parameters; load the same file on all ranks"
-    return [fault] if any(found) else []
 
 
 def _fresh_warning(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:

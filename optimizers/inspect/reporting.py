@@ -78,6 +78,7 @@ class Reached:
     found: number of entries, or of tensors, that the stage or route receives.
     total: number of entries, or of tensors, of the model.
     holds: True if `found` satisfies the bound.
+    astray: text with the largest tensors that are on the wrong side of the bound.
     """
 
     key: str
@@ -85,6 +86,7 @@ class Reached:
     found: int
     total: int
     holds: bool
+    astray: str
 
     @property
     def share(self) -> str:
@@ -99,35 +101,27 @@ def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
     """Return, for each expectation of a recipe, the share of the model that its stage or route receives."""
     if not recipe.expect:
         return []
-    rows, rules = [(recipe.route(info)[0], info.numel) for info in infos], recipe.rules()
-    found_rows = []
+    rows, rules, found_rows = [(info, *recipe.route(info)) for info in infos], recipe.rules(), []
     for key, text in recipe.expect.items():
         expected, paths = parse_expectation(text), expected_rules(key, rules)
-        sizes = [(path in paths, size if expected.unit == "parameters" else 1) for path, size in rows]
+        sizes = [(path in paths, info.numel if expected.unit == "parameters" else 1) for info, path, _ in rows]
         found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
-        found_rows.append(Reached(key, text, found, total, expected.holds(found, total)))
+        chosen = sorted((row for row in rows if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
+        named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
+        astray = f"{'there' if expected.upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
+        found_rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
     return found_rows
 
 
 def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
     """Raise RecipeError if an expectation does not hold. The message names the largest tensors that violate it."""
-    infos = list(infos)
     faults = [
-        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {_astray(recipe, row.key, infos)}"
+        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}"
         for row in reached(recipe, infos)
         if not row.holds
     ]
     if faults:
         raise RecipeError("\n".join(faults))
-
-
-def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
-    """Return a text with the largest tensors that violate an expectation."""
-    paths, upper = expected_rules(key, recipe.rules()), parse_expectation(recipe.expect[key]).upper
-    rows = [(info, *recipe.route(info)) for info in infos]
-    chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
-    named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
-    return f"{'there' if upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
 
 
 def left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
