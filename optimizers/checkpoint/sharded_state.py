@@ -27,7 +27,6 @@ from ..state.manifest import (
     leading_axes,
     locations,
     manifest,
-    numbers_of_holders,
 )
 from ..state.shown_state import host_state, own_state
 from ..step.step import ParamSet
@@ -68,9 +67,8 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
         for index, value in zip(piece, sent, strict=True):
             position, key = where[index]
             found[position][key] = _stored(value, _location(offloaded, position, key))
-    followed = numbers_of_holders(param_set, views)
     for position, state in enumerate(views):
-        here = {**empty_state(param_set, position), **state, **followed.get(position, {})}
+        here = {**empty_state(param_set, position), **state}
         for key, entry in entries[position].items():
             if entry.owner is None:
                 location = _location(offloaded, position, key)

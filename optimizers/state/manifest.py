@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.quantization import choose
 from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import available
-from eigengraft.slots import AVERAGING, StateKey
+from eigengraft.slots import StateKey
 
 from ..recipe.recipe import slot_keys
 from ..stacks.stack import StackState
@@ -93,36 +93,6 @@ def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
 def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
     """Return the number of axes of a sharded state tensor before the axes of its parameter."""
     return tensor.ndim - parameter.ndim
-
-
-def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Return the scalar averaging state, by position, of parameters of which some ranks hold an empty shard.
-
-    A rank with an empty shard never updates the scalars, but a checkpoint may read them from any rank. A rank with
-    entries therefore sends its scalars to all ranks.
-    """
-    rank_group = param_set.rank_group
-    assert rank_group is not None
-    if not param_set.iterates:
-        return {}
-    holders = {
-        position: [rank for rank, box in enumerate(layout_of_parameter(param_set, position).boxes) if box.numel]
-        for position in range(len(param_set.parameters))
-    }
-    sources = {position: ranks[0] for position, ranks in holders.items() if 0 < len(ranks) < rank_group.size}
-    mine = {
-        position: {
-            key: x.cpu() for key, x in views[position].items() if x.ndim == 0 and StateKey.parse(key).stage == AVERAGING
-        }
-        for position, rank in sources.items()
-        if rank == rank_group.rank
-    }
-    if not sources:
-        return {}
-    device, found = param_set.local[0].device, {}
-    for numbers in rank_group.all_gather_object(mine, "numbers of iterates"):
-        found.update({position: {key: x.to(device) for key, x in own.items()} for position, own in numbers.items()})
-    return found
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:

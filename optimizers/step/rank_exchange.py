@@ -83,6 +83,8 @@ class RankExchange(LocalExchange):
         self._sends_parameters = sends_parameters(specs, recipe)
         if self._sends_parameters and iterates:
             raise ValueError("distribution.gather: must be 'updates' with averaging or constraints, got 'parameters'")
+        empty = [i for i, held in enumerate(iterates.parameters) if not held.numel() and self._numels[i]]
+        self._at_end = sorted({*empty, *self._exchanged} if self._moves_at_once else empty if iterates else ())
         self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
 
@@ -191,9 +193,9 @@ class RankExchange(LocalExchange):
     def finish(self) -> None:
         active, parameters = self.step.active, self.iterates.parameters
         self.comm_step.close()
-        # All ranks compute norms of the same parameters together, so a rank without entries adds an update of zeros.
-        if self._moves_at_once:
-            chosen = [i for i in self._exchanged if active[i]]
+        # All ranks compute norms of the same parameters together, and store the numbers of their iterates. So a rank
+        # without entries adds an update of zeros.
+        if chosen := [i for i in self._at_end if active[i]]:
             for i in (i for i in chosen if i not in self._held):
                 self._held[i] = parameters[i], torch.zeros_like(parameters[i])
             self.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
