@@ -57,15 +57,12 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     """Return the state of each parameter as DTensors with the shapes that checkpoints have. All ranks must call it."""
     rank_group = _rank_group(param_set)
     entries, views = manifest(param_set), param_set.views()
-    where, flat = _with_owners(entries)
-    owned = {index: views[p][key] for index, (p, key) in enumerate(where) if flat[index].owner == rank_group.rank}
     found: list[dict[str, Tensor]] = [{} for _ in entries]
     offloaded, device = locations(param_set), param_set.local[0].device
-    for piece in _pieces(flat):
-        own = {index - piece.start: owned[index] for index in piece if index in owned}
-        sent = spread(rank_group, flat[piece.start : piece.stop], own, rank_group.mesh(device), device)
-        for index, value in zip(piece, sent, strict=True):
-            position, key = where[index]
+    for chunk in _owned(entries):
+        own = {i: views[p][key] for i, (p, key, entry) in enumerate(chunk) if entry.owner == rank_group.rank}
+        sent = spread(rank_group, [entry for *_, entry in chunk], own, rank_group.mesh(device), device)
+        for (position, key, _), value in zip(chunk, sent, strict=True):
             found[position][key] = _stored(value, _location(offloaded, position, key))
     for position, state in enumerate(views):
         here = {**empty_state(param_set, position), **state}
@@ -76,33 +73,29 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     return found
 
 
-def _with_owners(entries: Sequence[Mapping[str, Entry]]) -> tuple[list[tuple[int, str]], list[Entry]]:
-    """Return two lists for the state tensors that only one rank, their owner, stores.
-
-    The first list has (position of the parameter, key) of each tensor, the second its entry in the manifest.
-    """
-    found = {(p, key): entry for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None}
-    return [*found], [*found.values()]
-
-
 PIECE = 1 << 26
 """Bytes of full tensors that ranks exchange at a time. An exchange of all state at once would take as much memory as
 the state, which offloading saves, and more than 64 MiB would hardly be faster."""
 
 
-def _pieces(entries: Sequence[Entry]) -> Iterator[range]:
-    """Divide state tensors into ranges of indices, each of at most `PIECE` bytes or one tensor.
+def _owned(entries: Sequence[Mapping[str, Entry]]) -> Iterator[list[tuple[int, str, Entry]]]:
+    """Yield lists of state tensors with an owner, as (position of the parameter, key, entry).
 
-    Ranks exchange the tensors of one range together.
+    Ranks exchange the tensors of a list together. A list has at most `PIECE` bytes, or one tensor.
     """
-    start, size = 0, 0
-    for index, entry in enumerate(entries):
-        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-        if index > start and size + nbytes > PIECE:
-            yield range(start, index)
-            start, size = index, 0
-        size += nbytes
-    yield range(start, len(entries))
+    chunk, size = list[tuple[int, str, Entry]](), 0
+    for position, own in enumerate(entries):
+        for key, entry in own.items():
+            if entry.owner is None:
+                continue
+            nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+            if chunk and size + nbytes > PIECE:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append((position, key, entry))
+            size += nbytes
+    if chunk:
+        yield chunk
 
 
 def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key: str) -> Location | None:
@@ -139,15 +132,13 @@ def local_state(
     entries = manifest(param_set, mode)
     saved = [bool(own_state(values[parameter])) for parameter in param_set.parameters]
     entries = [own if there else {} for own, there in zip(entries, saved, strict=True)]
-    where, flat = _with_owners(entries)
-    offloaded, device = locations(param_set), param_set.local[0].device
-    shared = [_evenly(values[param_set.parameters[position]][key], rank_group, device) for position, key in where]
-    found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in param_set.parameters}
-    for piece in _pieces(flat):
-        got = collect(rank_group, flat[piece.start : piece.stop], shared[piece.start : piece.stop], device)
-        for index, value in got.items():
-            position, key = where[piece.start + index]
-            found[param_set.parameters[position]][key] = _stored(value, _location(offloaded, position, key))
+    offloaded, device, parameters = locations(param_set), param_set.local[0].device, param_set.parameters
+    found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in parameters}
+    for chunk in _owned(entries):
+        shared = [_evenly(values[parameters[position]][key], rank_group, device) for position, key, _ in chunk]
+        for index, value in collect(rank_group, [entry for *_, entry in chunk], shared, device).items():
+            position, key, _ = chunk[index]
+            found[parameters[position]][key] = _stored(value, _location(offloaded, position, key))
     for position, (parameter, own) in enumerate(zip(param_set.parameters, param_set.views(mode), strict=True)):
         for key, entry in entries[position].items():
             if entry.owner is None and key in own:
