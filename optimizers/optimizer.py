@@ -41,7 +41,7 @@ from .step.gradients import LossScale
 from .step.spikes import ranks_of
 from .step.step import ParamSet, prepare
 from .write.averaging import Mode
-from .write.closures import Passes, require_closure, require_no_calls
+from .write.closures import Passes, require_closure
 from .write.rounding import RoundingWatch
 from .write.write import Hyper
 
@@ -241,15 +241,15 @@ class Optimizer(ComposedOptimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._require_training_iterate()
         loss_scale = LossScale.of(self) if {"grad_scale", "found_inf"} & vars(self).keys() else None
-        if loss_scale is not None:
-            if self.released is not None and self.released.stepped:
-                raise RuntimeError(
-                    "release: parameters have stepped with gradients that a GradScaler has not divided by its scale; "
-                    "train in bfloat16, which needs no scaler, or step without release"
-                )
-            require_no_calls(closure, self._calls_again)
-            if loss_scale.stops:
-                return None
+        if loss_scale is not None and self.released is not None and self.released.stepped:
+            raise RuntimeError(
+                "release: parameters have stepped with gradients that a GradScaler has not divided by its scale; "
+                "train in bfloat16, which needs no scaler, or step without release"
+            )
+        if closure is not None or self._calls_again is not None:
+            require_closure(closure, self._calls_again, loss_scale is not None)
+        if loss_scale is not None and loss_scale.stops:
+            return None
         self.param_sets.consolidated = None
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
         passes = self._passes(closure, parameters)
@@ -330,7 +330,6 @@ class Optimizer(ComposedOptimizer):
         rule = self._calls_again
         if closure is None and rule is None:
             return None
-        require_closure(closure, rule)
         model = self.known_model
         if rule is not None and model is None and not self._unknown_buffers:
             self._unknown_buffers = True

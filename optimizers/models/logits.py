@@ -104,14 +104,6 @@ class MaxLogits(nn.Module):
             found.append(products.amax((1, 2)))
         return torch.stack(found).amax(0)
 
-    def listen(self, source: LogitSource, holder: nn.Module) -> None:
-        """Start recording the largest logits of one attention module.
-
-        source: the object that collects the logits of all modules.
-        holder: the attention module, which has the projection weights as attributes.
-        """
-        self._source, self._holder = weakref.ref(source), weakref.ref(holder)
-
     @property
     def weights(self) -> tuple[str, ...]:
         """Return the names of the projection weights in the attention module: `fused` alone, or `query` and `key`."""
@@ -289,7 +281,7 @@ class LogitSource(GradientSums):
             for recorder in (part for part in module.children() if isinstance(part, MaxLogits)):
                 weights = {name: id(module.get_parameter(name)) for name in recorder.weights}
                 self._weights[recorder] = {name: known[own] for name, own in weights.items() if own in known}
-                recorder.listen(self, module)
+                recorder._source, recorder._holder = weakref.ref(self), weakref.ref(module)
 
     def wants(self) -> bool:
         """Return True if calls should be recorded now."""

@@ -229,7 +229,11 @@ class Release:
         """Return the units of all parameter sets. Raises ValueError if they cannot be updated during backward."""
         param_sets = list(optimizer.param_sets)
         if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):
-            require_releasable(optimizer, self._averaged)
+            if reasons := [f"{path} ({why})" for path, why in _reasons(optimizer, self._averaged)]:
+                raise ValueError(
+                    f"release: parameters cannot step during backward with {'; '.join(reasons)}; change these parts of "
+                    "the recipe, or step without release"
+                )
             self._known = param_sets
             self._made = [unit for own in param_sets for unit in _units_of(own)]
         return self._made
@@ -276,21 +280,11 @@ def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
         yield _Unit(param_set, positions, sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs))
 
 
-def require_releasable(optimizer: Optimizer, averaged: bool) -> None:
-    """Raise ValueError, with all reasons, if steps of an optimizer need all gradients together.
+def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) for all parts of an optimizer that need all gradients of a step together.
 
     averaged: True if the model averages gradients over ranks after they are complete.
     """
-    reasons = [f"{path} ({why})" for path, why in _reasons(optimizer, averaged)]
-    if reasons:
-        raise ValueError(
-            f"release: parameters cannot step during backward with {'; '.join(reasons)}; change these parts of the "
-            "recipe, or step without release"
-        )
-
-
-def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) for all parts of an optimizer that need all gradients of a step together."""
     recipe, signals = optimizer.recipe, optimizer.param_sets.signals
     fields = {
         "sam": (recipe.sam is not None, "it computes the gradients of a step twice"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 
 import torch
+from torch.utils.benchmark import Timer
 
 from eigengraft.blocking import Whole
 from eigengraft.distributed.distribution import Distribution
@@ -81,19 +81,5 @@ def _milliseconds(recipe: Recipe, block: tuple[int, ...], device: str) -> float:
     steps = interval * max(1, 10 // interval)
     for _ in range(WARM_UP):
         optimizer.step()
-    return min(_timed(optimizer, steps, parameter.device) for _ in range(3))
-
-
-def _timed(optimizer: Optimizer, steps: int, device: torch.device) -> float:
-    """Return the mean milliseconds per step over `steps` steps."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        optimizer.step()
-    _wait(device)
-    return 1e3 * (time.perf_counter() - start) / steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    timer = Timer("step()", globals={"step": optimizer.step}, num_threads=torch.get_num_threads())
+    return 1e3 * min(timer.timeit(steps).mean for _ in range(3))

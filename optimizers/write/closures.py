@@ -83,15 +83,22 @@ class Passes:
             return self._closure()
 
 
-def require_closure(closure: object, repeated_by: str | None) -> None:
+def require_closure(closure: object, repeated_by: str | None, scaled: bool) -> None:
     """Check the closure of a step.
 
-    Raises RuntimeError if there is no closure and a part of the recipe calls it again, and TypeError if the closure
-    cannot be called.
+    Raises RuntimeError if there is no closure and a part of the recipe calls it again, or if a `GradScaler` has scaled
+    gradients and a closure is called. Raises TypeError if the closure cannot be called.
 
     repeated_by: field of the recipe that calls the closure again, `sam` or `line_search`. None: no field calls it
         again.
+    scaled: True if the gradients are those of a `GradScaler`.
     """
+    if scaled and (closure is not None or repeated_by is not None):
+        found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again"
+        raise RuntimeError(
+            f"Optimizer.step: {found} cannot be combined with a GradScaler, which unscales and checks the gradients "
+            "that exist before the call; train in bfloat16, which needs no scaler"
+        )
     if closure is None and repeated_by is not None:
         times = "twice" if repeated_by == "sam" else "again"
         raise RuntimeError(
@@ -100,19 +107,6 @@ def require_closure(closure: object, repeated_by: str | None) -> None:
         )
     if closure is not None and not callable(closure):
         raise TypeError(f"Optimizer.step: the closure must be a function that returns the loss, got {closure!r:.60}")
-
-
-def require_no_calls(closure: object, repeated_by: str | None) -> None:
-    """Raise RuntimeError if a step of a `GradScaler` has a closure, or if the recipe calls a closure again.
-
-    repeated_by: field of the recipe that calls the closure again, as in `require_closure`.
-    """
-    found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again"
-    if closure is not None or repeated_by is not None:
-        raise RuntimeError(
-            f"Optimizer.step: {found} cannot be combined with a GradScaler, which unscales and checks the gradients "
-            "that exist before the call; train in bfloat16, which needs no scaler"
-        )
 
 
 class Buffers:
