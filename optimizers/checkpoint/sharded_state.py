@@ -21,10 +21,8 @@ from eigengraft.slots import StateKey
 
 from ..inspect.reporting import ComposedOptimizer
 from ..state.manifest import (
-    empty_state,
     is_divided,
     layout_of_parameter,
-    leading_axes,
     locations,
     manifest,
 )
@@ -65,11 +63,11 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
         for (position, key, _), value in zip(chunk, sent, strict=True):
             found[position][key] = _stored(value, _location(offloaded, position, key))
     for position, state in enumerate(views):
-        here = {**empty_state(param_set, position), **state}
         for key, entry in entries[position].items():
             if entry.owner is None:
                 location = _location(offloaded, position, key)
-                found[position][key] = _as_parameter(here[key], param_set, position, location)
+                held = state[key] if key in state else param_set.local[position].to(entry.dtype)  # an empty shard
+                found[position][key] = _as_parameter(held, param_set, position, location)
     return found
 
 
@@ -188,7 +186,7 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
     if not is_divided(tensor, param_set, position):
         return tensor
     parameter = param_set.parameters[position]
-    lead = leading_axes(tensor, parameter)
+    lead = tensor.ndim - parameter.ndim
     mesh, placements, cut = _division(param_set, position, lead)
     if cut:
         ranks, what = _rank_group(param_set), f"state of {param_set.names[position]}"
@@ -270,7 +268,7 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
     if not is_divided(like, param_set, position):
         return local(value)
     if is_dtensor(value):
-        mesh, placements, cut = _division(param_set, position, leading_axes(like, param_set.local[position]))
+        mesh, placements, cut = _division(param_set, position, like.ndim - param_set.local[position].ndim)
         if not cut and (value.device_mesh, list(value.placements)) == (mesh, placements):
             return value.to_local()
         value = value.full_tensor()

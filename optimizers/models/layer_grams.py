@@ -41,35 +41,20 @@ class LayerGrams(GradientSums):
     adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only if a stage
     needs the signal in the next step. In copies and pickles of the model the hooks do nothing.
 
-    made: function that computes the signal of a layer from X^T X and N.
-    of_gradients: True if rows are gradients. If gradients are scaled after the backward, X^T X is scaled by the square
-        of the same factor.
+    If gradients are scaled after the backward, X^T X of gradients is scaled by the square of the same factor.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        made: Callable[[Tensor, int | Tensor], Tensor],
-        of_gradients: bool = False,
-    ) -> None:
-        super().__init__(optimizer, name, torch.add, measured=of_gradients)
-        self._made = made
+    def __init__(self, optimizer: Optimizer, model: nn.Module, name: str) -> None:
+        """Register a hook at each layer whose update requests the signal, unless another collector has done so."""
+        super().__init__(optimizer, name, torch.add, measured=name == OUTPUT_GRAM)
         self._watched: WeakKeyDictionary[nn.Module, ParamPlace] = WeakKeyDictionary()
         self._due: set[ParamPlace] | None = None
 
-    def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
-        """Register a hook at each layer whose update requests the signal, unless another collector has done so.
-
-        see: function of (path of the layer, layer, arguments, output) that a forward calls. It returns a pair: a
-            function that computes the Gram matrix of this call, and the tensor in the output whose gradient is passed
-            to that function. The tensor is None if no gradient reaches the output.
-        """
         known = self.takers()
         for path, module in model.named_modules():
             if _multiplies(module) and id(module._parameters["weight"]) in known and not self._is_watched(module):
                 self._watched[module] = known[id(module._parameters["weight"])]
-                self._handles.append(module.register_forward_hook(LayerHook(self, path, see)))
+                self._handles.append(module.register_forward_hook(LayerHook(self, path)))
 
     def _is_watched(self, module: nn.Module) -> bool:
         """Return True if a hook of this layer already collects the same signal for the same optimizer."""
@@ -110,7 +95,8 @@ class LayerGrams(GradientSums):
     def signal(self) -> Mapping[Tensor, Tensor] | None:
         factor, found = self.factor(), self.take()
         rows = {place: own for place, own in found.items() if isinstance(own[1], Tensor) or own[1]}
-        made = {self.parameter(place): self._made(*own) for place, own in rows.items()}
+        of_inputs = self.name == INPUT_GRAM
+        made = {self.parameter(at): total / n if of_inputs else total * n for at, (total, n) in rows.items()}
         if factor is not None:
             square = factor.square()
             made = {parameter: x * square.to(x.device) for parameter, x in made.items()}
@@ -122,21 +108,21 @@ class LayerHook:
 
     grams: the collector that stores the rows; None in a copy of the hook.
     path: path of the layer, for error messages.
-    see: as in `LayerGrams.watch`.
     """
 
-    def __init__(self, grams: LayerGrams | None, path: str, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
-        self.grams, self.path, self._see = grams, path, see
+    def __init__(self, grams: LayerGrams | None, path: str) -> None:
+        self.grams, self.path = grams, path
 
     @_disable_dynamo  # equals torch.compiler.disable, but does not import the compiler before the first call
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.grams is not None and self.grams.wants(module):
-            rows, differentiable = self._see(self.path, module, args, output)
+            see = _see_inputs if self.grams.name == INPUT_GRAM else _see_outputs
+            rows, differentiable = see(self.path, module, args, output)
             if differentiable is not None:
                 self.grams.add_later(module, rows, differentiable)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerHook, (None, self.path, self._see)
+        return LayerHook, (None, self.path)
 
 
 def gram_of(rows: Tensor) -> Tensor:
@@ -182,15 +168,15 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
         The collector, or None if no stage requests the signal. Without a request no hook is registered.
     """
     require_watchable("watch_inputs", optimizer, model)
-    if INPUT_GRAM not in optimizer.param_sets.signals.listeners.asking:
-        return None
-    grams = LayerGrams(optimizer, INPUT_GRAM, lambda total, rows: total / rows)
-    grams.watch(model, _see_inputs)
-    return grams
+    asking = optimizer.param_sets.signals.listeners.asking
+    return LayerGrams(optimizer, model, INPUT_GRAM) if INPUT_GRAM in asking else None
 
 
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Prepare the collection of the inputs of one call of a layer (`see` in `LayerGrams.watch`).
+    """Prepare the collection of the inputs of one call of a layer.
+
+    Return a pair: a function that computes the Gram matrix of this call, and the tensor in the output whose gradient is
+    passed to that function. The tensor is None if no gradient reaches the output.
 
     Until the backward, a copy of the inputs is stored, or their Gram matrix if that is smaller.
     """
@@ -247,14 +233,12 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
         The collector, or None if no stage requests the signal. Without a request no hook is registered.
     """
     require_watchable("watch_output_gradients", optimizer, model)
-    if OUTPUT_GRAM not in optimizer.param_sets.signals.listeners.asking:
-        return None
-    grams = LayerGrams(optimizer, OUTPUT_GRAM, lambda total, rows: total * rows, of_gradients=True)
-    grams.watch(model, _see_outputs)
-    return grams
+    asking = optimizer.param_sets.signals.listeners.asking
+    return LayerGrams(optimizer, model, OUTPUT_GRAM) if OUTPUT_GRAM in asking else None
 
 
 def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
+    """Prepare the collection of the gradients of one output of a layer. The result is as that of `_see_inputs`."""
     weight = module._parameters["weight"]
     assert weight is not None
     m, axis = int(weight.shape[1 if is_transposed(module) else 0]), _channels(module)

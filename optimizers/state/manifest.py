@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,11 +32,16 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
             for name, (shape, dtype) in template.items():
                 entries[block.position][StateKey.join(block.grid.keys[0], name)] = Entry(shape, dtype, block.owner)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
-        for key, tensor in {**empty_state(param_set, position), **state}.items():
+        spec = param_set.specs[position]
+        if spec.in_place and 0 not in spec.shape:  # the views lack these slots if this rank's shard is empty
+            for own, slot in slot_keys(param_set.rules[spec.path], spec.path, spec.shape).items():
+                dtype = slot.dtype or compute_dtype(spec.dtype)
+                entries[position][str(own._replace(block=0))] = Entry(spec.shape, dtype)
+        for key, tensor in state.items():
             if key not in entries[position]:
                 shape = tuple(tensor.shape)
                 if is_divided(tensor, param_set, position):
-                    shape = (*shape[: leading_axes(tensor, parameter)], *parameter.shape)
+                    shape = (*shape[: tensor.ndim - parameter.ndim], *parameter.shape)
                 entries[position][key] = Entry(shape, tensor.dtype)
     return entries
 
@@ -67,20 +71,6 @@ def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
     return found
 
 
-def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
-    """Return empty state tensors, by key, if ranks update a parameter in place and this rank's shard is empty.
-
-    Return {} otherwise.
-    """
-    spec, shard = param_set.specs[position], param_set.local[position]
-    assert spec.placement is not None
-    if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
-        return {}
-    declared, dtype = slot_keys(param_set.rules[spec.path], spec.path, spec.shape), compute_dtype(shard.dtype)
-    slots = {str(key._replace(block=0)): slot for key, slot in declared.items()}
-    return {key: shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
-
-
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     """Return True if a state tensor without an owner is sharded as its parameter is.
 
@@ -88,11 +78,6 @@ def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     axes are those of the parameter.
     """
     return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
-
-
-def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
-    """Return the number of axes of a sharded state tensor before the axes of its parameter."""
-    return tensor.ndim - parameter.ndim
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
