@@ -124,7 +124,7 @@ class Optimizer(ComposedOptimizer):
         self._warn_of_fused("Optimizer")
         if not all(route.optional for route in self.recipe.routes):
             require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
-        if PARTNER & self.param_sets.signals.listeners.asking.keys():
+        if PARTNER & self.param_sets.signals.asking.keys():
             require_partners(self.recipe, chain(*self.param_sets.infos))
         if self.recipe.expect:
             require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
@@ -270,7 +270,7 @@ class Optimizer(ComposedOptimizer):
         if self.param_sets.spikes is not None and parameters:
             ready = self.param_sets.spikes.apply(ready, signals.loss(parameters[0]))
         if self.param_sets.asks_signals:
-            ready = with_partners(signals.listeners.asked, self.param_sets.rows(), signals.take(ready, taken))
+            ready = with_partners(signals.asked, self.param_sets.rows(), signals.take(ready, taken))
         for group, hyper in zip(self.param_groups, hypers, strict=True):
             if hyper.peak_lr != group["peak_lr"]:
                 self._keep_peak(group, hyper)
@@ -278,7 +278,7 @@ class Optimizer(ComposedOptimizer):
             if inputs is not None:
                 param_set.step(inputs)
         if rule is not None and start is not None and passes is not None:
-            with self.param_sets.signals.listeners.pause():
+            with self.param_sets.signals.pause():
                 rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
         if self._rounding is not None and self._rounding.check(self):
             self._rounding = None
@@ -347,7 +347,7 @@ class Optimizer(ComposedOptimizer):
         """
         if self.recipe.sam is None:
             return passes.first()
-        with self.param_sets.signals.listeners.pause():
+        with self.param_sets.signals.pause():
             loss = passes.first()
         with self.recipe.sam.perturbed(parameters):
             passes.again()

@@ -68,7 +68,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
     names_only = not isinstance(described, DescribedParameters)
     described = DescribedParameters.of(described)
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked, **options)
-    asking = optimizer.param_sets.signals.listeners.asking
+    asking = optimizer.param_sets.signals.asking
     if VARIANCE in asking and all(param_set.rank_group is None for param_set in optimizer.param_sets):
         watch_gradient_variance(optimizer)
     if described.model is not None:

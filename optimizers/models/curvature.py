@@ -150,15 +150,15 @@ def _provide(
 
     estimate: function of parameters and their names that returns a tensor for each parameter.
     """
-    listeners = optimizer.param_sets.signals.listeners
-    if _NAME not in listeners.asking:
+    signals = optimizer.param_sets.signals
+    if _NAME not in signals.asking:
         return False
-    takers = listeners.takers(_NAME, optimizer.param_sets.rows())
+    takers = signals.takers(_NAME, optimizer.param_sets.rows())
     rows = [row for param_set in optimizer.param_sets for row in _rows(who, param_set, takers)]
     parameters, names = [parameter for _, _, parameter in rows], [name for _, name, _ in rows]
     buffers = Buffers.of(optimizer.known_model)
     try:
-        with torch.enable_grad(), listeners.pause():
+        with torch.enable_grad(), signals.pause():
             found = estimate(parameters, names)
     finally:
         buffers.restore(buffers.written())

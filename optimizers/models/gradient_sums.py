@@ -113,7 +113,7 @@ class GradientSums(ABC):
     def listens(self) -> bool:
         """True if the optimizer exists and collects signals now."""
         found = self._optimizer()
-        return found is not None and not found.param_sets.signals.listeners.paused
+        return found is not None and not found.param_sets.signals.paused
 
     def parameter(self, place: ParamPlace) -> Tensor:
         """Return the parameter that the optimizer has at a position now."""
@@ -131,7 +131,7 @@ class GradientSums(ABC):
     def takers(self) -> dict[int, ParamPlace]:
         """Return the position of each parameter whose update requests the signal, by id."""
         sets = self.optimizer.param_sets
-        takers = sets.signals.listeners.takers(self.name, sets.rows())
+        takers = sets.signals.takers(self.name, sets.rows())
         return {key: place for key, place in self.places() if key in takers}
 
     def remove(self) -> None:
@@ -288,7 +288,7 @@ def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:
         ValueError: several ranks share a parameter.
     """
     require_optimizer("watch_gradient_variance", optimizer)
-    if VARIANCE not in optimizer.param_sets.signals.listeners.asking:
+    if VARIANCE not in optimizer.param_sets.signals.asking:
         return None
     shared = next((own.names[0] for own in optimizer.param_sets if own.rank_group is not None), None)
     if shared is not None:

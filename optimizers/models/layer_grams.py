@@ -74,7 +74,7 @@ class LayerGrams(GradientSums):
             return False
         if self._due is None:
             sets = self.optimizer.param_sets
-            due = sets.signals.listeners.next(self.name, sets, sets.rows())
+            due = sets.signals.due(self.name, sets, sets.rows())
             self._due = {place for key, place in self.places() if key in due}
         if (place := self._watched.get(module)) not in self._due or place is None:
             return False
@@ -168,7 +168,7 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
         The collector, or None if no stage requests the signal. Without a request no hook is registered.
     """
     require_watchable("watch_inputs", optimizer, model)
-    asking = optimizer.param_sets.signals.listeners.asking
+    asking = optimizer.param_sets.signals.asking
     return LayerGrams(optimizer, model, INPUT_GRAM) if INPUT_GRAM in asking else None
 
 
@@ -233,7 +233,7 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
         The collector, or None if no stage requests the signal. Without a request no hook is registered.
     """
     require_watchable("watch_output_gradients", optimizer, model)
-    asking = optimizer.param_sets.signals.listeners.asking
+    asking = optimizer.param_sets.signals.asking
     return LayerGrams(optimizer, model, OUTPUT_GRAM) if OUTPUT_GRAM in asking else None
 
 

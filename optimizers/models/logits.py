@@ -266,7 +266,7 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
         model: the model, which may be wrapped (DDP) or sharded before or after this call.
     """
     require_watchable("watch_logits", optimizer, model)
-    if _NAME in optimizer.param_sets.signals.listeners.asking:
+    if _NAME in optimizer.param_sets.signals.asking:
         LogitSource(optimizer, model)
 
 

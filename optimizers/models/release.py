@@ -295,7 +295,7 @@ def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
         "distribution.overlap_backward": (recipe.distribution.overlap_backward, "it sends gradients until the step"),
     }
     yield from ((path, why) for path, (holds, why) in fields.items() if holds)
-    for name, path in signals.listeners.asking.items():
+    for name, path in signals.asking.items():
         if name not in RELEASED_SIGNALS:
             yield path, f"its signal '{name}' is known after backward"
     for param_set in optimizer.param_sets:

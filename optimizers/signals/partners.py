@@ -106,7 +106,7 @@ def with_partners(
 ) -> Steps:
     """Add the partner signals to the steps, and return the steps. All ranks of the optimizer must call it.
 
-    asked: requested signals by path of the update rule, as in `Listeners.asked`.
+    asked: requested signals by path of the update rule, as in `Signals.asked`.
     rows: all parameters of the optimizer with their descriptions.
     """
     if not any(PARTNER & names.keys() for names in asked.values()):

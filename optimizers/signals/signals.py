@@ -29,84 +29,6 @@ from ..write import Constraint
 from .gathered import SignalCall, gather_signals
 
 
-class Listeners:
-    """The stages and constraints of a recipe that request signals.
-
-    asking: {signal: path of the first stage or constraint that requests it}, for the whole recipe.
-    asked: {path of an update rule: the same for this rule}.
-    somewhere: {signal: path of the first constraint that requires the signal for at least one parameter}.
-    paused: True during forwards that only try a step. No signal is collected from them.
-    """
-
-    paused = False
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self._rules = recipe, recipe.rules()
-        self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
-        if recipe.failure.spike is not None and recipe.failure.spike.measure == "loss":
-            self.asking.setdefault("loss", "failure.spike")
-        bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
-        self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
-        self.asked = {where: asking(listeners(rule, where)) for where, rule in self._rules.items()}
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Collect no signals from forwards in this context."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
-    def needed(self, path: str, step: int) -> frozenset[str]:
-        """Return the names of the signals that an update rule requires in a step.
-
-        path: path of the update rule.
-        step: step count of a parameter in that step.
-        """
-        asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
-        return frozenset().union(*asks)
-
-    def takers(self, name: str, rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
-        """Return the ids of all parameters whose update requests a signal.
-
-        rows: all parameters of the optimizer with their descriptions.
-        """
-        return {id(parameter) for parameter, info in rows if name in self.asked[self.recipe.route(info)[0]]}
-
-    def next(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
-        """Return the ids of parameters whose update uses a signal in its next step.
-
-        On an accelerator it may not be known yet whether the last gradient was finite. If it was not, the step count is
-        reduced by one. Parameters that would then use the signal are therefore included.
-
-        rows: all parameters of the optimizer with their descriptions, including parameters without state.
-        """
-        due, seen = set[int](), set[int]()
-        for param_set in param_sets:
-            back = (0,) if param_set.parameters[0].device == torch.device("cpu") else (0, 1)
-            steps = (param_set.update_counts + 1).tolist()
-            for parameter, spec, step in zip(param_set.parameters, param_set.specs, steps, strict=True):
-                seen.add(id(parameter))
-                if any(self._takes(spec.path, name, step - less) for less in back):
-                    due.add(id(parameter))
-        unseen = [(id(own), self.recipe.route(info)[0]) for own, info in rows if id(own) not in seen]
-        return due | {own for own, path in unseen if self._takes(path, name, 1 - self._rules[path].lagging())}
-
-    def _takes(self, path: str, name: str, step: int) -> bool:
-        """Return True if an update rule uses a signal in a step: the step requires the signal, or may use it.
-
-        path: path of the update rule.
-        step: step count of a parameter in that step.
-        """
-        if name not in self.asked[path]:
-            return False
-        own = [listener for _, listener in listeners(self._rules[path], path)]
-        return name in self.needed(path, step) or any(
-            request.optional and request.name == name for listener in own for request in listener.requests
-        )
-
-
 def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, stage or constraint) of every part of an update rule that may request signals."""
     yield from rule.stages(path)
@@ -258,26 +180,91 @@ OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 class Signals:
     """The signals of an optimizer, from `provide` to the step that uses them.
 
-    listeners: the stages and constraints that request signals.
+    asking: {signal: path of the first stage or constraint that requests it}, for the whole recipe.
+    asked: {path of an update rule: the same for this rule}.
+    somewhere: {signal: path of the first constraint that requires the signal for at least one parameter}.
+    paused: True during forwards that only try a step. No signal is collected from them.
     provided: values for the next step, and functions that return values in every step.
     open_first: paths of the update rules that require a signal in their first step, by name of the signal. The signal
         is removed when a parameter of one of these rules has made a step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.listeners = recipe, Listeners(recipe)
+        self.recipe, self._rules, self.paused = recipe, recipe.rules(), False
+        self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
+        if recipe.failure.spike is not None and recipe.failure.spike.measure == "loss":
+            self.asking.setdefault("loss", "failure.spike")
+        bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
+        self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
+        self.asked = {where: asking(listeners(rule, where)) for where, rule in self._rules.items()}
         self.provided, self.open_first = Provided(), dict[str, set[str]]()
-        for path, rule in recipe.rules().items():
+        for path, rule in self._rules.items():
             for request in chain.from_iterable(stage.requests for _, stage in rule.stages(path)):
                 if request.when == "first":
                     self.open_first.setdefault(request.name, set()).add(path)
         self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
-        rules = recipe.rules()
-        if follows_run(rules) and recipe.total_steps is None:
+        if follows_run(self._rules) and recipe.total_steps is None:
             raise ValueError(
-                f"{follows_run(rules)}: depends on the length of the run, which is not known; set `total_steps` of the "
-                "recipe"
+                f"{follows_run(self._rules)}: depends on the length of the run, which is not known; set `total_steps` "
+                "of the recipe"
             )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Collect no signals from forwards in this context."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def needed(self, path: str, step: int) -> frozenset[str]:
+        """Return the names of the signals that an update rule requires in a step.
+
+        path: path of the update rule.
+        step: step count of a parameter in that step.
+        """
+        asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
+        return frozenset().union(*asks)
+
+    def takers(self, name: str, rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
+        """Return the ids of all parameters whose update requests a signal.
+
+        rows: all parameters of the optimizer with their descriptions.
+        """
+        return {id(parameter) for parameter, info in rows if name in self.asked[self.recipe.route(info)[0]]}
+
+    def due(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
+        """Return the ids of parameters whose update uses a signal in its next step.
+
+        On an accelerator it may not be known yet whether the last gradient was finite. If it was not, the step count is
+        reduced by one. Parameters that would then use the signal are therefore included.
+
+        rows: all parameters of the optimizer with their descriptions, including parameters without state.
+        """
+        due, seen = set[int](), set[int]()
+        for param_set in param_sets:
+            back = (0,) if param_set.parameters[0].device == torch.device("cpu") else (0, 1)
+            steps = (param_set.update_counts + 1).tolist()
+            for parameter, spec, step in zip(param_set.parameters, param_set.specs, steps, strict=True):
+                seen.add(id(parameter))
+                if any(self._takes(spec.path, name, step - less) for less in back):
+                    due.add(id(parameter))
+        unseen = [(id(own), self.recipe.route(info)[0]) for own, info in rows if id(own) not in seen]
+        return due | {own for own, path in unseen if self._takes(path, name, 1 - self._rules[path].lagging())}
+
+    def _takes(self, path: str, name: str, step: int) -> bool:
+        """Return True if an update rule uses a signal in a step: the step requires the signal, or may use it.
+
+        path: path of the update rule.
+        step: step count of a parameter in that step.
+        """
+        if name not in self.asked[path]:
+            return False
+        own = [listener for _, listener in listeners(self._rules[path], path)]
+        return name in self.needed(path, step) or any(
+            request.optional and request.name == name for listener in own for request in listener.requests
+        )
 
     def provide(self, name: str, value: Given | SignalSource, parameters: Iterable[Tensor]) -> bool:
         """Store a value of a signal for the next step, or a function that returns a value in every step.
@@ -290,7 +277,7 @@ class Signals:
             raise ValueError(
                 f"provide: '{name}' is no signal that can be provided; signals that can be provided are {free}"
             )
-        asked = name in self.listeners.asking
+        asked = name in self.asking
         if callable(value):
             if asked:
                 self.provided.sources.setdefault(name, []).append(value)
@@ -306,10 +293,14 @@ class Signals:
         """Return (signal, path that requests it, True if it is required) for signals without a source or a value."""
         self._follow_first(param_sets)
         known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
-        rules = self.recipe.rules().items()
-        asked = [request for path, rule in rules for _, own in listeners(rule, path) for request in own.requests]
+        asked = [
+            request
+            for path, rule in self._rules.items()
+            for _, own in listeners(rule, path)
+            for request in own.requests
+        ]
         needed = {request.name for request in asked if not request.optional} | self.open_first.keys()
-        left = {name: path for name, path in self.listeners.asking.items() if name not in known}
+        left = {name: path for name, path in self.asking.items() if name not in known}
         return [(name, path, name in needed) for name, path in left.items()]
 
     def _follow_first(self, param_sets: Iterable[ParamSet]) -> None:
@@ -327,7 +318,7 @@ class Signals:
 
         This is so for a sum of slots over all blocks, and for signals that are not computed for each stack.
         """
-        return not self.listeners.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
+        return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
         """Call the functions that return values in every step, and store the values for the next call of `take`."""
@@ -357,7 +348,7 @@ class Signals:
         for name in self.provided.clear():  # removed even if no gradient was usable
             self.open_first.pop(name, None)
         made = {name for _, step in found if step is not None for name in step.outputs}
-        for name, where in self.listeners.somewhere.items() if ready else ():
+        for name, where in self.somewhere.items() if ready else ():
             if name not in made:
                 raise _error(known_signals()[name], where, "every step", "none for any parameter")
         return found
@@ -374,9 +365,7 @@ class Signals:
         paths = {name: f"; {remedy}" for name, rule in found.items() if rule is not None}
         elsewhere = {self.recipe.route(info)[0] for info in others}
         for param_set in param_sets:
-            asked = [
-                self.listeners.asked[path].get("gradient_norm") for path in {spec.path for spec in param_set.specs}
-            ]
+            asked = [self.asked[path].get("gradient_norm") for path in {spec.path for spec in param_set.specs}]
             clip = "clip gradients before step() by their norm over all stages, as docs/guide/distributed.md shows"
             paths |= {path: f"; {clip}, or {remedy}" for path in asked if path is not None}
             totals = self.totals(param_set).items()
@@ -403,11 +392,11 @@ class Signals:
         self, ready: Sequence[tuple[ParamSet, Step]], taken: int | None
     ) -> Iterator[tuple[str, Tensor | float]]:
         """Yield (name, number) for signals of the whole step and for sums of slots over all parameters."""
-        if ready and "step_fraction" in self.listeners.asking:
+        if ready and "step_fraction" in self.asking:
             assert self.recipe.total_steps is not None
             taken = steps_taken(param_set for param_set, _ in ready) if taken is None else taken
             yield "step_fraction", (taken + 1) / self.recipe.total_steps
-        if ready and "gradient_norm" in self.listeners.asking:
+        if ready and "gradient_norm" in self.asking:
             yield "gradient_norm", gradient_norm([step for _, step in ready])
         totals: dict[str, Tensor] = {}
         for param_set, _ in ready:
@@ -420,7 +409,7 @@ class Signals:
 
         shared: numbers by name, as `_of_all` yields them.
         """
-        asked = {name for spec in param_set.specs for name in self.listeners.asked[spec.path]}
+        asked = {name for spec in param_set.specs for name in self.asked[spec.path]}
         entries: dict[str, Sequence[Tensor | None]] = {}
         entries |= {"parameter": param_set.iterates.parameters} if "parameter" in asked else {}
         calls = [self._call(known_signals()[name], param_set, step) for name in sorted(asked - OWN)]
@@ -437,9 +426,9 @@ class Signals:
         """Return this rank's values of a signal, with the parameters of the step whose update rules request it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
-        due = cache(self.listeners.needed)  # equal for all parameters of an update at one step
+        due = cache(self.needed)  # equal for all parameters of an update at one step
         for at, (spec, parameter) in enumerate(zip(param_set.specs, param_set.parameters, strict=True)):
-            if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
+            if not step.active[at] or signal.name not in self.asked[spec.path]:
                 continue
             wanted.append(at)
             if signal.name in due(spec.path, counts[at]) or spec.path in self.open_first.get(signal.name, ()):
@@ -454,7 +443,7 @@ class Signals:
         got = f"none for {name_some(names, 3)}" if names else "none on a rank"
         name = call.signal.name
         when = "the first step" if name in self.open_first else "every step"
-        return _error(call.signal, self.listeners.asking[name], when, got)
+        return _error(call.signal, self.asking[name], when, got)
 
 
 def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:

@@ -67,7 +67,7 @@ def drive(optimizer: Optimizer, params: list[nn.Parameter], rows: Sequence[Seque
     for row in rows:
         for p, g in zip(params, row, strict=True):
             p.grad = g.clone()
-        if "loss" in optimizer.param_sets.signals.listeners.asking:
+        if "loss" in optimizer.param_sets.signals.asking:
             optimizer.provide("loss", norm(row))
         optimizer.step()
 
