@@ -109,20 +109,8 @@ class ModelStructure:
     declared: Sequence[DeclaredHeads] = ()
 
 
-@dataclass(frozen=True)
 class Heads:
-    """The output heads of a model.
-
-    why: for each head, by key, how it was found.
-    unclear: the last layer if the evidence does not decide whether it is a head; else None.
-    """
-
-    why: dict[int, str]
-    unclear: Layer | None = None
-
-
-class HeadSearch:
-    """The search for heads among the layers of one model, from the strongest evidence to the weakest.
+    """The output heads among the layers of one model, found from the strongest evidence to the weakest.
 
     The evidence is: modules that declare their heads; clear names; as many outputs as an embedding has rows; likely
     names directly in the model; the last position.
@@ -131,6 +119,8 @@ class HeadSearch:
     rows: numbers of rows of the embeddings.
     structure: facts about the modules; None if only named parameters are known. The parameters may then be a part of a
         model, so that the last layer is no head by its position alone, and is returned as unclear.
+    why: for each head, by key, how it was found.
+    unclear: the last layer if the evidence does not decide whether it is a head; else None.
     """
 
     def __init__(self, layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None = None) -> None:
@@ -143,22 +133,24 @@ class HeadSearch:
                 self.consumers[length].append(layer)
         self.elements = Counter(pattern for path in {layer.path for layer in self.layers} for pattern in _lists(path))
         self.root = _common([layer.path for layer in self.layers]) if self.known else ()
-        self.found = dict[int, str]()
+        self.why = dict[int, str]()
+        self.unclear = self._search()
 
-    def heads(self) -> Heads:
+    def _search(self) -> Layer | None:
+        """Add all heads to `why`. Return the last layer if it is unclear; else None."""
         complete = self._declared()
         free = [layer for layer in self.layers if not any(_within(layer.path, path) for path in complete)]
         self._named(free, _CLEAR, self._clear)
         self._named(free, _SUFFIXED, self._outside_of_lists)
         self._several(free)
         unclear = None
-        if not self.found and not complete and not any(layer.tied for layer in self.layers):
+        if not self.why and not complete and not any(layer.tied for layer in self.layers):
             self._vocabulary()
-            unclear = None if self.found else self._likely()
-        if self.found:
+            unclear = None if self.why else self._likely()
+        if self.why:
             self._named(free, _AUXILIARY, self._outside_of_lists)
         self._beside()
-        return Heads(self.found, unclear)
+        return unclear
 
     def consumed(self, layer: Layer) -> bool:
         """Return True if another layer may consume the outputs of a layer, judged by numbers of inputs and outputs."""
@@ -182,7 +174,7 @@ class HeadSearch:
             part = not _within(self.root, declared.path)
             if part and any(self.consumed(layer) for layer in heads):
                 continue  # the model has layers after this module
-            self.found.update((layer.key, declared.why) for layer in heads)
+            self.why.update((layer.key, declared.why) for layer in heads)
             complete += [declared.path] if declared.complete else []
         return complete
 
@@ -203,10 +195,10 @@ class HeadSearch:
             head = self._last(inside, len(path))
             if head is not None and not head.tied and accepts(head, len(path) - 1):
                 direct = len(head.path) == len(path)
-                self.found.setdefault(head.key, "output head by name" if direct else f"last layer of {'.'.join(path)}")
+                self.why.setdefault(head.key, "output head by name" if direct else f"last layer of {'.'.join(path)}")
                 for layer in inside:  # copies of the head, which adapters store
                     if layer.path == head.path and layer.kind == head.kind:
-                        self.found.setdefault(layer.key, self.found[head.key])
+                        self.why.setdefault(layer.key, self.why[head.key])
 
     def _last(self, layers: Sequence[Layer], depth: int) -> Layer | None:
         """Return the last layer of a head that may consist of several layers, or None if no layer can be the last.
@@ -252,7 +244,7 @@ class HeadSearch:
                 ends = ends[-1:]
             for end in ends:
                 if not self.consumed(end):
-                    self.found.setdefault(end.key, f"output head in {'.'.join(stack)}")
+                    self.why.setdefault(end.key, f"output head in {'.'.join(stack)}")
 
     def _vocabulary(self) -> None:
         """Add the last Linear with as many outputs as an embedding has rows, or slightly more."""
@@ -260,7 +252,7 @@ class HeadSearch:
             fits = layer.kind == "linear" and any(rows > 1 and _pads(layer.outputs, rows) for rows in self.rows)
             exact = layer is self.layers[-1] and layer.outputs in self.rows and layer.inputs != (layer.outputs,)
             if fits and not self.repeated(layer) and (exact or not self.consumed(layer)):
-                self.found[layer.key] = "last Linear onto a vocabulary"
+                self.why[layer.key] = "last Linear onto a vocabulary"
                 return
 
     def _likely(self) -> Layer | None:
@@ -272,10 +264,10 @@ class HeadSearch:
             return None
         last = self.layers[-1]
         self._named(self.layers, _LIKELY, self._at_top)
-        if self.found:
+        if self.why:
             return None
         if (numbered := self._numbered(last)) is not None:
-            self.found[numbered.key] = "last of numbered layers"
+            self.why[numbered.key] = "last of numbered layers"
             return None
         if last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
             return None
@@ -289,7 +281,7 @@ class HeadSearch:
         if consumed or repeated:
             return None if consumed and repeated else last
         why = "last layer of a sequence" if ordered else "last layer, no other consumes its outputs"
-        self.found[last.key] = why
+        self.why[last.key] = why
         if not ordered:
             self._parallel(last)
         return None
@@ -333,7 +325,7 @@ class HeadSearch:
             alike = end.inputs == head.inputs or end.outputs == head.outputs
             if end is self.layers[0] or end.kind != head.kind or not alike or self.consumed(end) or self.repeated(end):
                 return
-            self.found[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
+            self.why[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
 
     def _beside(self) -> None:
         """Add the layers next to each head, in the same module, with the same number of inputs.
@@ -341,7 +333,7 @@ class HeadSearch:
         Layers before the head are added only in a submodule, and not in a sequence, whose layers follow each other. In
         a `ModuleList` the numbers of inputs may differ, as for detection heads at several scales.
         """
-        for head in [layer for layer in self.layers if layer.key in self.found and self.known and layer.path]:
+        for head in [layer for layer in self.layers if layer.key in self.why and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]
             if head.path[-1].isdigit() and stack not in self.structure.lists:
                 continue  # all layers of a sequence but the last are hidden
@@ -351,7 +343,7 @@ class HeadSearch:
                     alike = layer.inputs == head.inputs or (stack in self.structure.lists and stack != self.root)
                     if layer.path[:-1] != stack or layer.kind != head.kind or not alike or self._hidden(layer):
                         break
-                    self.found.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
+                    self.why.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
 
     def _hidden(self, layer: Layer) -> bool:
         """Return True if a layer beside a head cannot be a head."""

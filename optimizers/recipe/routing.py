@@ -21,7 +21,6 @@ from eigengraft.component import Component
 
 from .roles import (
     Heads,
-    HeadSearch,
     Holder,
     Layer,
     ParamRole,
@@ -242,16 +241,16 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
         path, _, own = canonical_name(name).rpartition(".")
         rows.append(_Described.of(name, parameter, [Holder.of(path, own)], ModuleFacts(factor=named_factor(name))))
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
-    heads = HeadSearch(layers, {length for row in rows for length in row.rows}).heads()
+    heads = Heads(layers, {length for row in rows for length in row.rows})
     # if all given parameters are weights of layers, the user has selected hidden layers, so the last one is not unclear
     if all(row.plain is None for row in rows):
-        heads = replace(heads, unclear=None)
+        heads.unclear = None
     return {id(row.parameter): row.info(heads) for row in rows}
 
 
 def describe_unnamed(parameter: Tensor) -> ParamInfo:
     """Describe a parameter of which only the shape is known."""
-    return _Described.of(None, parameter, [], ModuleFacts()).info(Heads({}))
+    return _Described.of(None, parameter, [], ModuleFacts()).info(Heads([], ()))
 
 
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
@@ -270,7 +269,7 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
         rows[key] = replace(row, plain=("embedding", "embedding by get_input_embeddings")) if key in tables else row
     layers = [layer for key, holder in places for layer in rows[key].layer(holder)]
     lengths = {length for row in rows.values() for length in row.rows}
-    heads = HeadSearch(layers, lengths, model_structure(model, paths)).heads()
+    heads = Heads(layers, lengths, model_structure(model, paths))
     return {key: row.info(heads) for key, row in rows.items()}
 
 
