@@ -30,7 +30,8 @@ class CommStep:
     for these messages, but computes the next blocks and keeps their updates. It waits only when it keeps the updates of
     more than IN_FLIGHT block groups, which together are larger than IN_FLIGHT rounds.
 
-    sources: tensors that are sent to owners, by name; ignored if all parameters are replicated.
+    sources: tensors that are sent to owners, by name; {} if all parameters are replicated, because every rank then
+        holds the full tensors.
     receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
     begun: messages to owners that are already under way, by name and index of the round.
     """
@@ -51,10 +52,6 @@ class CommStep:
         self._returning: deque[tuple[int, Work[Tensor] | Work[list[Tensor]]]] = deque()
         for index in range(IN_FLIGHT):
             self._send(index)
-
-    def carries(self, source: str) -> bool:
-        """Return True if a source is sent to owners. It is not if every rank holds the full tensors of the source."""
-        return source in self.sources
 
     def _send(self, index: int) -> None:
         """Start to send this rank's shards of a round to the owners of blocks, unless they are already under way."""

@@ -234,13 +234,23 @@ def local_gradients(
     if not any_dtensors(gradients) and not any_dtensors(parameters):
         return gradients
     pairs = list(zip(names, parameters, strict=True))
-    misplaced = [name for name, parameter in pairs if _needs_redistribution(name, parameter)]
+    misplaced = [at for at, (name, parameter) in enumerate(pairs) if _needs_redistribution(name, parameter)]
     if misplaced and rank_group is not None:
         none = [name for name, parameter in pairs if parameter.grad is None]
         none_of = f"; none of {', '.join(none[:3])}" if none else ""
-        what = f"redistribution of gradients ({name_some(misplaced, 1)}{none_of})"
+        what = f"redistribution of gradients ({name_some([names[at] for at in misplaced], 1)}{none_of})"
         rank_group.synchronize(what, device=parameters[0].device)
-    return [_local_gradient(name, parameter) for name, parameter in pairs]
+    for at in misplaced:
+        parameter: Any = parameters[at]
+        try:
+            gradients[at] = parameter.grad.redistribute(placements=parameter.placements)
+        except Exception as error:
+            raise DistributedError(
+                f"{names[at]}: the gradient could not be redistributed from {parameter.grad.placements} to the "
+                f"parameter's placements {parameter.placements}; all ranks must redistribute together. This rank's "
+                f"error is {type(error).__name__}: {error}"
+            ) from error
+    return [gradient.to_local() if is_dtensor(gradient) else gradient for gradient in gradients]
 
 
 def _needs_redistribution(name: str, parameter: Tensor) -> bool:
@@ -262,22 +272,6 @@ def _needs_redistribution(name: str, parameter: Tensor) -> bool:
             f"{gradient.device_mesh}"
         )
     return gradient.placements != parameter.placements
-
-
-def _local_gradient(name: str, parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    if not is_dtensor(gradient) or not is_dtensor(parameter):
-        return gradient
-    if gradient.placements == parameter.placements:
-        return gradient.to_local()
-    try:
-        return gradient.redistribute(placements=parameter.placements).to_local()
-    except Exception as error:
-        raise DistributedError(
-            f"{name}: the gradient could not be redistributed from {gradient.placements} to the parameter's placements "
-            f"{parameter.placements}; all ranks must redistribute together. This rank's error is "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 Counts = NDArray[np.int64]

@@ -137,7 +137,7 @@ class RankExchange(LocalExchange):
         if group is None:
             return super().gather(blocks, source)
         self.comm_step.advance(self.comm_plan.starts[group])
-        if not self.comm_step.carries(source):
+        if source not in self.comm_step.sources:
             return super().gather(blocks, source)
         stack = self.comm_step.gather(group, source)
         return stack if blocks.rows is None else stack.index_select(0, blocks.rows)

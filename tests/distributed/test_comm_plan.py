@@ -135,7 +135,7 @@ def test_gradients_reach_owners_and_updates_return(
                 [b.grid.in_parameter(tensors[b.position].reshape(b.grid.merged))[0].reshape(b.grid.shape) for b in own]
             )
             comm_step.advance(index)
-            if comm_step.carries("gradients"):
+            if "gradients" in comm_step.sources:
                 assert torch.equal(comm_step.gather(index, "gradients"), stack)
             comm_step.deliver(index, None, 2 * stack + 1)
         comm_step.close()
