@@ -115,6 +115,11 @@ class GradientSums(ABC):
         found = self._optimizer()
         return found is not None and not found.param_sets.signals.paused
 
+    @property
+    def records(self) -> bool:
+        """True if a forward that runs now should be recorded."""
+        return self.listens and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
     def parameter(self, place: ParamPlace) -> Tensor:
         """Return the parameter that the optimizer has at a position now."""
         parameter: Tensor = self.optimizer.param_groups[place[0]]["params"][place[1]]

@@ -68,9 +68,7 @@ class LayerGrams(GradientSums):
     def wants(self, module: nn.Module) -> bool:
         """Return True if the rows of a layer should be collected now."""
         weight = module._parameters.get("weight")
-        if weight is None or not (weight.requires_grad and torch.is_grad_enabled() and self.listens):
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if weight is None or not (weight.requires_grad and self.records):
             return False
         if self._due is None:
             sets = self.optimizer.param_sets

@@ -77,7 +77,7 @@ class MaxLogits(nn.Module):
             scale: factor of the products; None means d^(-1/2).
         """
         source, trained = None if self._source is None else self._source(), differentiable((q, k))
-        if source is None or trained is None or not source.wants():
+        if source is None or trained is None or not source.records:
             return
         holder = None if self._holder is None else self._holder()
         assert holder is not None
@@ -282,10 +282,6 @@ class LogitSource(GradientSums):
                 weights = {name: id(module.get_parameter(name)) for name in recorder.weights}
                 self._weights[recorder] = {name: known[own] for name, own in weights.items() if own in known}
                 recorder._source, recorder._holder = weakref.ref(self), weakref.ref(module)
-
-    def wants(self) -> bool:
-        """Return True if calls should be recorded now."""
-        return self.listens and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
     def add_call(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
         """Join the largest logits of one call with those of earlier calls.
