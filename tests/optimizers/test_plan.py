@@ -297,6 +297,12 @@ def test_entrywise_updates_stay_where_the_parts_lie() -> None:
     assert paper.state.tolist() == [2 * 4 * 100 + 8] * 3 + [2 * 4 * 70 + 8]  # two moments; 10, 10, 10 and 7 rows
 
 
+def test_state_of_equal_shapes_counts_each_dtype() -> None:
+    shapes = [("a.weight", (6, 4)), ("b.weight", (6, 4))]
+    paper = plan("adamw", shapes, (2,), "fsdp2", [torch.float64, torch.float32])
+    assert paper.state.tolist() == [2 * (8 + 4) * 12 + 2 * 8] * 2  # two moments of 3 rows, and the step counts
+
+
 def test_ranks_without_a_part_send_no_message() -> None:
     """The parameter has 3 entries. Ranks 0 and 2 hold the first two and update one each.
 
