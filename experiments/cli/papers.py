@@ -62,7 +62,7 @@ def _require_effect(check: bool, write: bool, out: Path | None, workers: int | N
 
 def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | None) -> None:
     """Run every study of a folder to its end under `out`, and write its results into the folder as soon as it ends."""
-    from ..reproduction.results import collect_results, keep_results
+    from ..reproduction.claims import collect_results, keep_results
     from ..studies.study import load_study
 
     for name in claims.studies:
@@ -84,8 +84,8 @@ def _outdated(pages: Mapping[Path, str], renew: bool) -> list[str]:
 
 def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
     """Print the verdict of every claim. Return the names of claims that the folder wrongly expects to hold."""
+    from ..reproduction.claims import disproved, judge
     from ..reproduction.pages import read_studies
-    from ..reproduction.verdicts import disproved, judge
 
     found = judge(claims.claims, read_studies(folder, claims))
     for name, finding in found.items():

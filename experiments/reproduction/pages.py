@@ -14,9 +14,7 @@ from ..reports.number_format import NumberFormat, number_format
 from ..reports.seed_statistics import Summary, summarize
 from ..reports.tables import format_rate, format_summary, markdown_table
 from ..studies.study import load_study
-from .claims import PaperClaim, PaperClaims, load_claims
-from .results import ResultRow, StudyResults, read_results
-from .verdicts import ClaimFinding, judge
+from .claims import ClaimFinding, PaperClaim, PaperClaims, ResultRow, StudyResults, judge, load_claims, read_results
 
 _MARKED = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 

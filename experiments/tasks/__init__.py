@@ -14,7 +14,7 @@ from .base import data_fault as data_fault
 from .base import generator as generator
 from .base import validation_fault as validation_fault
 from .byte_lm import ByteLM as ByteLM
-from .differential_equation import DifferentialEquation as DifferentialEquation
+from .equations import DifferentialEquation as DifferentialEquation
 from .images import MNIST1D as MNIST1D
 from .images import MNIST5K as MNIST5K
 from .images import Digits as Digits

@@ -19,7 +19,7 @@ from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_
 from ..files import make_directory, write_text
 from ..reports.records import read_records
 from ..reports.seed_statistics import Target
-from ..reproduction.results import RESULT_NUMBERS, collect_results
+from ..reproduction.claims import RESULT_NUMBERS, collect_results
 from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")

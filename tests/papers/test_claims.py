@@ -12,10 +12,16 @@ from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.reproduction.claims import PaperClaim, load_claims
+from eigengraft.experiments.reproduction.claims import (
+    PaperClaim,
+    ResultRow,
+    StudyResults,
+    interval_test,
+    judge,
+    load_claims,
+    measure_claim,
+)
 from eigengraft.experiments.reproduction.pages import paper_pages, read_studies, study_table
-from eigengraft.experiments.reproduction.results import ResultRow, StudyResults
-from eigengraft.experiments.reproduction.verdicts import interval_test, judge, measure_claim
 
 from ..refusals import refused
 from .scripts import PAPERS

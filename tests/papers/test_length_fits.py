@@ -4,9 +4,15 @@ import math
 
 import pytest
 
-from eigengraft.experiments.reproduction.claims import PaperClaim
-from eigengraft.experiments.reproduction.results import ResultRow, StudyResults
-from eigengraft.experiments.reproduction.verdicts import LossCurve, fit_loss_curve, fitted_steps_ratio, measure_claim
+from eigengraft.experiments.reproduction.claims import (
+    LossCurve,
+    PaperClaim,
+    ResultRow,
+    StudyResults,
+    fit_loss_curve,
+    fitted_steps_ratio,
+    measure_claim,
+)
 
 from ..refusals import refused
 

@@ -27,7 +27,7 @@ from eigengraft.experiments.reports.tables import (
     worst_layers,
     write_parquet,
 )
-from eigengraft.experiments.reproduction.results import collect_results
+from eigengraft.experiments.reproduction.claims import collect_results
 
 from ...refusals import lacking, refused
 

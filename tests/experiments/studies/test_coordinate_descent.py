@@ -14,7 +14,7 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.records import METRICS, Tried, read_records, read_tuned
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.reports.tables import write_tables
-from eigengraft.experiments.reproduction.results import collect_results
+from eigengraft.experiments.reproduction.claims import collect_results
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.rounds import plan_tuning
 from eigengraft.experiments.studies.running import prepare_study, run_study

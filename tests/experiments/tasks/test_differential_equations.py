@@ -12,17 +12,18 @@ from eigengraft import RecipeError
 from eigengraft.component import validated
 from eigengraft.experiments import Tick, load_experiment, train
 from eigengraft.experiments.tasks import DifferentialEquation
-from eigengraft.experiments.tasks.differential_equation import EquationNetwork, solution_on_grid
 from eigengraft.experiments.tasks.equations import (
     AllenCahn,
     Burgers,
     Equation,
+    EquationNetwork,
     FourierMethod,
     Grid,
     KortewegDeVries,
     Partials,
     Poisson,
     Wave,
+    solution_on_grid,
 )
 from eigengraft.testing import check_task
 
