@@ -8,35 +8,24 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .doctor import Diagnosis, Finding, diagnose, diagnose_all
-    from .reports.report import Report
-    from .reports.tables import load_metrics, load_runs
-    from .run_log import RunLog, import_run
-    from .studies.running import complete_study
-    from .studies.study import Study, load_study
-    from .training.experiment import Experiment, load_experiment
-    from .training.outcome import Result, Tick
-    from .training.train import train
+    from .doctor import Diagnosis as Diagnosis
+    from .doctor import Finding as Finding
+    from .doctor import diagnose as diagnose
+    from .doctor import diagnose_all as diagnose_all
+    from .reports.report import Report as Report
+    from .reports.tables import load_metrics as load_metrics
+    from .reports.tables import load_runs as load_runs
+    from .run_log import RunLog as RunLog
+    from .run_log import import_run as import_run
+    from .studies.running import complete_study as complete_study
+    from .studies.study import Study as Study
+    from .studies.study import load_study as load_study
+    from .training.experiment import Experiment as Experiment
+    from .training.experiment import load_experiment as load_experiment
+    from .training.outcome import Result as Result
+    from .training.outcome import Tick as Tick
+    from .training.train import train as train
 
-__all__ = [
-    "Diagnosis",
-    "Experiment",
-    "Finding",
-    "Report",
-    "Result",
-    "RunLog",
-    "Study",
-    "Tick",
-    "complete_study",
-    "diagnose",
-    "diagnose_all",
-    "import_run",
-    "load_experiment",
-    "load_metrics",
-    "load_runs",
-    "load_study",
-    "train",
-]
 _HOMES = {
     "doctor": ("Diagnosis", "Finding", "diagnose", "diagnose_all"),
     "reports.report": ("Report",),
@@ -49,6 +38,7 @@ _HOMES = {
     "training.train": ("train",),
 }
 """Mapping from a module of this package to the public names that the module defines."""
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> object:
