@@ -14,7 +14,6 @@ from .bench import load_bench as load_bench
 from .bench import read_bench as read_bench
 from .bench import write_rows as write_rows
 from .budget import BudgetBench as BudgetBench
-from .grafting import GraftingBench as GraftingBench
 from .polar import PolarBench as PolarBench
 from .quantizers import QuantizerBench as QuantizerBench
 from .roots import RootBench as RootBench
@@ -27,7 +26,7 @@ def run_bench(kind: str, *, quick: bool = False, more: Sequence[Any] = (), **fie
     """Run a bench and return its rows, which are dictionaries.
 
     Args:
-        kind: Name of the bench: roots, bases, statistics, grafting, polar, quantizers, budget, storage or step.
+        kind: Name of the bench: roots, bases, statistics, polar, quantizers, budget, storage or step.
         quick: If True, fields that are not given have the small values of the quick run.
         more: Further candidates, in addition to those of the bench.
         **fields: Fields of the bench, as in its YAML.

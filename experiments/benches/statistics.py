@@ -11,18 +11,43 @@ from functools import partial
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
+from eigengraft.preconditioners import Eigh, Every, Shampoo, Stage, Statistic, chain_slots, run_chain
+from eigengraft.slots import State, StateKey
+from eigengraft.step_context import StepContext
 
 from . import view
 from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
 from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
 from .matrices import OwnMatrices
-from .stage_runner import StageRunner
 from .view import BenchRows, Panel, Recommendation, Row, Table
+
+
+class StageRunner:
+    """A stage with its state for N blocks of one shape, without an optimizer and without parameters."""
+
+    def __init__(self, stage: Stage, block: tuple[int, ...], blocks: int, like: Tensor) -> None:
+        tensors = {
+            StateKey.join(path, name): slot.allocate(blocks, like.dtype, like.device)
+            for path, name, slot in chain_slots((stage,), block)
+        }
+        self.stage, self.blocks, self.state, self.steps = stage, blocks, State(tensors, block), 0
+
+    def step(self, gradient: Tensor) -> None:
+        """Run the stage on one gradient `[N, *block]`."""
+        self.steps += 1
+        run_chain((self.stage,), self.state, gradient, gradient, self.context(gradient.device))
+
+    def context(self, device: torch.device) -> StepContext:
+        """Return the context of the last step, with the signal lr = 1."""
+        rows = np.arange(self.blocks)
+        steps = np.full(self.blocks, self.steps)
+        return StepContext(steps, np.zeros(self.blocks), rows, device, seeds=rows, signals={"lr": 1.0})
+
 
 _FLOOR = 1e-12
 
@@ -165,7 +190,7 @@ class StatisticBench(OwnMatrices):
         cadence = Every(steps=self.every, start=self.start, stagger="none")
         stage = Shampoo(statistic=candidate, exponent=Fraction(1, 2), solver=solver, refresh=cadence)
         seen, layers = given.seen.to(self.target_device(), DTYPES[self.dtype]), len(given.names)
-        runner = StageRunner((stage,), (self.width, self.width), layers, seen)
+        runner = StageRunner(stage, (self.width, self.width), layers, seen)
         for k, gradient in enumerate(seen, start=1):
             runner.step(gradient)
             if k in self.samples:

@@ -79,7 +79,6 @@ class Recommendation:
     error_name: name of the error in the text.
     threshold: largest error that is accepted.
     keep: function that returns True for rows that are considered.
-    all_good: True if every accepted candidate is named instead of the first two.
     """
 
     where: Callable[[Row], str]
@@ -90,7 +89,6 @@ class Recommendation:
     error_name: str = "error"
     threshold: float = math.inf
     keep: Callable[[Row], bool] = bool
-    all_good: bool = False
 
 
 def groups(rows: Iterable[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
@@ -154,8 +152,6 @@ def _choice(one: Recommendation, costs: Mapping[str, float], errors: Mapping[str
         if not math.isfinite(errors[best]):
             return "none gives a usable result on every problem"
         return f"none is at most the {limit}; the most accurate is {best} ({errors[best]:.2g})"
-    if one.all_good:
-        return "; ".join(name for *_, name in good)
     cost, error, name = good[0]
     line = f"{name}, {one.cost_text(cost)}" + (f", {one.error_name} {error:.2g}" if one.error else "")
     if len(good) > 1:

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 def bench_command(  # noqa: PLR0913  its arguments are the command's options
     what: Annotated[
         str,
-        typer.Argument(
-            help="roots, bases, statistics, grafting, polar, quantizers, budget, storage or step; or a YAML file"
-        ),
+        typer.Argument(help="roots, bases, statistics, polar, quantizers, budget, storage or step; or a YAML file"),
     ],
     overrides: Annotated[
         list[str] | None,

@@ -37,7 +37,6 @@ TINY = {
     "roots": ["sizes=[4,6]", "spectra=power_law", "--only", "eigh", "--only", "coupled_newton"],
     "bases": ["sizes=6", "refreshes=[1,3]", "--only", "eigh", "--only", "{kind: power_qr, steps: 2}"],
     "statistics": ["width=4", "samples=[5,9]", "held_out=9", "steps=2", "--only", "gram"],
-    "grafting": ["shapes=[4,4x8]", "--only", "sign", "--only", "[momentum, {kind: spectral, solver: svd}]"],
     "polar": ["shapes=4", "conditions=[1,10]", "--only", "svd", "--only", "newton_schulz"],
 }  # fmt: skip
 
@@ -156,7 +155,7 @@ WRONG = {
     "unknown field": (["roots", "sizs=3"], ["bench.sizs: unknown field", "did you mean 'sizes'"]),
     "size out of range": (["roots", "sizes=0"], ["bench.sizes: ", "greater than or equal to 1, got 0"]),
     "no size": (["bases", "sizes=[]"], ["bench.sizes: ", "empty"]),
-    "broken shape": (["grafting", "shapes=16xa"], ["bench.shapes: ", "'16xa'"]),
+    "broken shape": (["polar", "shapes=16xa"], ["bench.shapes: ", "'16xa'"]),
     "not an override": (["roots", "sizes"], ["override 'sizes'"]),
     "exponent that nobody takes": (["roots", "--only", "cans", "exponents=1/3"], ["cans", "1/3"]),
     "no inverse": (["roots", "spectra=rank_deficient", "ridge=0"], ["bench.ridge: ", "'rank_deficient'"]),
@@ -435,31 +434,6 @@ class TestStatistics:
         layer_gradients.cache_clear()
         assert torch.equal(g, layer_gradients(4, 32, 1, 2))
         torch.testing.assert_close(g.square().sum((2, 3)).mean(0), torch.ones(g.shape[1], dtype=torch.float64))
-
-
-class TestGrafting:
-    def test_sizes_of_updates_that_are_known(self) -> None:
-        sign, polar, scaled = run_bench(
-            "grafting",
-            chains=["sign", {"kind": "spectral", "solver": "svd"}, ["sign", {"kind": "scale", "rule": "spectral"}]],
-            shapes=[8, 2], steps=3, **FAST,
-        )  # fmt: skip
-        assert (sign["m"], sign["n"]) == (8, 2)
-        assert (sign["rms"], sign["norm"]) == pytest.approx((1, 4))
-        # the polar factor of a full 8 x 2 matrix has two singular values of 1; float32
-        assert (polar["spectral"], polar["norm"], polar["rms"]) == pytest.approx((1, 2**0.5, (2 / 16) ** 0.5), rel=1e-5)
-        assert scaled["rms"] == pytest.approx(2) and scaled["candidate"] == "sign > scale rule=spectral"
-
-    def test_gradients_have_the_size_declared(self) -> None:
-        (row,) = run_bench("grafting", chains="identity", shapes=128, scale=0.01, steps=1, **FAST)
-        assert row["rms"] == pytest.approx(0.01, rel=0.15)  # half of it has rank 4: 1024 numbers in two blocks
-
-    def test_advice_names_the_chains_that_do_not_depend_on_the_shape(self) -> None:
-        bench = load_bench("grafting", {"chains": ["sign", {"kind": "spectral", "solver": "svd"}], "shapes": [4, 16]})
-        assert load_bench("grafting", {"shapes": [(4, 4), (16, 16)]}).declaration()["shapes"] == [[4, 4], [16, 16]]
-        bench = bench.replace(shapes=((4, 4), (16, 16)), steps=2, **FAST)
-        rms, spectral = bench.advice(bench.run())
-        assert rms.endswith(": sign") and spectral.endswith(": spectral solver=svd")
 
 
 class TestPolar:
