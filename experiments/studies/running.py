@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import import_optional
 
 from ..files import short_name, write_text
 from ..reports.records import fault_file
@@ -178,16 +178,13 @@ def _awaited(rendezvous: Rendezvous, elsewhere: list[PlannedRun]) -> Iterator[tu
 def rendezvous_at(study: str, directory: Path, storage: str | None) -> Rendezvous:
     """Return the exchange between the workers of a study.
 
-    Raises RecipeError if SQLAlchemy is not installed.
-
     storage: URL of a database; None: the workers share `directory`.
     """
     if storage is None:
         return SharedDirectory(directory)
-    try:
-        from .database import DatabaseRendezvous
-    except ImportError:
-        raise RecipeError("--storage: SQLAlchemy is not installed; run `pip install sqlalchemy`") from None
+    import_optional("sqlalchemy", "--storage")
+    from .database import DatabaseRendezvous
+
     return DatabaseRendezvous(directory, storage, study)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, import_optional
 from eigengraft.optimizers.recipe.overrides import json_value
 
 from .running import complete_study, prepare_study
@@ -34,7 +34,7 @@ class StudyJob:
 
     def checkpoint(self) -> Any:
         """Return a new submission of this job. Its runs continue from their last checkpoints."""
-        return _submitit().helpers.DelayedSubmission(self)
+        return import_optional("submitit", "--submit").helpers.DelayedSubmission(self)
 
 
 def submit_study(
@@ -47,7 +47,7 @@ def submit_study(
     workers: number of processes of each job.
     options: `name=value` arguments of `submitit.AutoExecutor.update_parameters`, such as slurm_partition=gpu.
     """
-    submitit = _submitit()
+    submitit = import_optional("submitit", "--submit")
     pairs = [_option(option) for option in options]
     prepare_study(study, directory)
     logs = (directory / "jobs").absolute()
@@ -67,11 +67,3 @@ def _option(option: str) -> tuple[str, Any]:
     if not equals or not re.fullmatch(r"\w+", name):
         raise RecipeError(f"--option: name=value is required, got '{option}'")
     return name, json_value(value)
-
-
-def _submitit() -> Any:
-    try:
-        import submitit
-    except ImportError:
-        raise RecipeError("--submit: submitit is not installed; run `pip install submitit`") from None
-    return submitit

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, import_optional
 
 from ..reports.records import Metric, Tried, TunedCell
 from ..training.callbacks import Limits
@@ -500,10 +500,7 @@ class TPE(Sampled):
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise RecipeError("tune.kind: tpe needs Optuna, which is not installed; run `pip install optuna`") from None
+    optuna = import_optional("optuna", "tune.kind")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

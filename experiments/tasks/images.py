@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
+from eigengraft.errors import import_optional
+
 from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
 from .models import Init, cnn, initialized, mlp
 
@@ -200,10 +202,9 @@ class MNIST1D(Task):
 @lru_cache(maxsize=1)
 def _signals() -> tuple[Batch, Batch]:
     """Return the signals of `mnist1d.data.make_dataset`, and restore the global generators that it seeds."""
-    try:
-        from mnist1d.data import make_dataset
-    except ImportError:
-        raise ValueError("mnist_1d: mnist1d is not installed; run `pip install mnist1d`") from None
+    import_optional("mnist1d", "mnist_1d")
+    from mnist1d.data import make_dataset
+
     states = np.random.get_state(), random.getstate()
     try:
         made = make_dataset()

@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -18,7 +17,7 @@ from torch import nn
 
 import eigengraft
 from eigengraft.component import Component
-from eigengraft.errors import RecipeError, warn_user
+from eigengraft.errors import RecipeError, import_optional, warn_user
 
 from ..files import read_object
 from ..tasks import Batch
@@ -150,8 +149,8 @@ class Tracker(Callback, ABC):
     needs: ClassVar[str] = ""
 
     def started(self, run: RunView) -> None:
-        if self.needs and find_spec(self.needs) is None:
-            raise _missing(self.needs)
+        if self.needs:
+            import_optional(self.needs, f"callbacks.{self.needs}")
 
     @abstractmethod
     def open(self, run: RunView, step: int) -> Log:
@@ -219,10 +218,6 @@ class _WandBLog:
 
     def close(self) -> None:
         self.began.finish()
-
-
-def _missing(package: str) -> RecipeError:
-    return RecipeError(f"callbacks.{package}: {package} is not installed; run `pip install {package}`")
 
 
 @dataclass(frozen=True)

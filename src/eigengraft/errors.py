@@ -7,7 +7,9 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 class RecipeError(ValueError):
@@ -135,3 +137,11 @@ def hide_installed_lines() -> None:
         return usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = text
+
+
+def import_optional(package: str, needed_by: str) -> Any:
+    """Return an optional package. Raise RecipeError with the line that installs it if it is not installed."""
+    try:
+        return import_module(package)
+    except ImportError:
+        raise RecipeError(f"{needed_by}: {package} is not installed; run `pip install {package}`") from None
