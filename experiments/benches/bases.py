@@ -15,9 +15,17 @@ from eigengraft.preconditioners import BasisSolver
 
 from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, default_members, label
-from .gradients import trained_factors
-from .matrices import MatrixBench, worst_of
-from .spectra import Geometric, PowerLaw, Spectrum, Synthetic, orthogonal, with_unit_norm
+from .matrices import (
+    Geometric,
+    MatrixBench,
+    PowerLaw,
+    Spectrum,
+    Synthetic,
+    orthogonal,
+    trained_factors,
+    with_unit_norm,
+    worst_of,
+)
 from .view import Panel, Recommendation, Row, Table
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {"kind": "power_qr", "steps": 2})

@@ -20,11 +20,9 @@ from eigengraft.quantization import Quantizer
 from . import view
 from .bench import Column, PositiveInts, Problem
 from .bench import label as label_of
-from .gradients import trained_factors
-from .matrices import OWN_BETA, MatrixBench, inverse_power, ridge_for
+from .matrices import OWN_BETA, MatrixBench, inverse_power, ridge_for, trained_factors, with_unit_norm
 from .quantizers import INT4, StoredStack, parse_quantizers, quantizer_label, role_of
 from .roots import RootSolvers, default_solvers, ridgeless
-from .spectra import with_unit_norm
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
 _STORAGES: Any = (

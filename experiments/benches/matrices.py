@@ -1,23 +1,358 @@
-"""The matrices of benches, from spectra or from a run of the user's own, and distances between matrices."""
+"""The matrices of benches: of a known spectrum, recorded from training, or from a run or a checkpoint of a user."""
 
 from __future__ import annotations
 
+import json
 import math
-from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Self
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor
 
-from .bench import Bench, Listed, PositiveInts, label
-from .gradients import saved_factors, trained_factors
-from .spectra import Geometric, Spectrum, default_spectra, with_unit_norm
+import eigengraft
+from eigengraft.component import Component, validated
+from eigengraft.errors import RecipeError
+from eigengraft.optimizers import load_recipe
+from eigengraft.preconditioners import chain_slots
+from eigengraft.slots import StateKey
+
+from ..files import read_object
+from ..training.experiment import load_experiment
+from ..training.train import isolated_run
+from .bench import Bench, Declaration, Listed, PositiveInts, label
 from .view import Panel, Recommendation, Row, groups, measured_rows, xy
+
+FILE = Path(__file__).with_name("recorded.npz")
+"""File of the recorded factors. `record_factors.py` writes it."""
+
+
+@cache
+def recorded_factors() -> Tensor:
+    """Return all recorded factors `[N, 64, 64]` in float32, in the order of training. Cached: do not write into it."""
+    with np.load(FILE) as file:
+        triangles = torch.from_numpy(np.stack([file[name] for name in sorted(file.files) if name != "made"]))
+    d = int((2 * triangles.shape[1]) ** 0.5)
+    upper = triangles.new_zeros(len(triangles), d, d)
+    rows, columns = torch.triu_indices(d, d)
+    upper[:, rows, columns] = triangles
+    return upper + upper.triu(1).mT
+
+
+def with_unit_norm(a: Tensor) -> Tensor:
+    """Return symmetric matrices `[N, d, d]` in float64, each divided by its largest eigenvalue."""
+    a = a.double()
+    size: Tensor = torch.linalg.matrix_norm(a, ord=2)
+    return a / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
+
+
+class Spectrum(Component, ABC, family="spectrum"):
+    """A kind of test matrices, made as stacks `[N, d, d]` in float64 whose largest eigenvalue is 1.
+
+    Equal arguments of `stack` give equal stacks.
+    """
+
+    singular: ClassVar[bool] = False
+    """True if some matrices have no inverse."""
+
+    @abstractmethod
+    def stack(self, count: int, d: int, seed: int) -> Tensor | None:
+        """Return at most `count` matrices of order d, or None if the spectrum has no matrices of that order."""
+
+
+class Synthetic(Spectrum):
+    """Q diag(lambda) Q^T with Q uniform over the orthogonal matrices."""
+
+    @abstractmethod
+    def eigenvalues(self, d: int) -> Tensor:
+        """Return the eigenvalues lambda `[d]`. The largest one is 1."""
+
+    def stack(self, count: int, d: int, seed: int) -> Tensor | None:
+        q = orthogonal(count, d, seed)
+        return (q * self.eigenvalues(d).unsqueeze(0).unsqueeze(0)) @ q.mT
+
+
+class Geometric(Synthetic):
+    """lambda_i = condition^(-i / (d - 1)),  i = 0 .. d - 1"""
+
+    kind: Literal["geometric"] = "geometric"
+    condition: float = Field(1e4, ge=1, description="largest over smallest eigenvalue")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        return torch.pow(self.condition, -torch.linspace(0, 1, d, dtype=torch.float64))
+
+
+class PowerLaw(Synthetic):
+    """lambda_i = i^(-power),  i = 1 .. d: similar to the spectra of factors of trained layers"""
+
+    kind: Literal["power_law"] = "power_law"
+    power: float = Field(2.0, ge=0, description="decay of the eigenvalues")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        return torch.arange(1, d + 1, dtype=torch.float64) ** -self.power
+
+
+class Clustered(Synthetic):
+    """Two clusters: a share of the eigenvalues at 1, the rest at 1 / ratio.
+
+    A small share leaves one large eigenvalue, a signal of rank one above a floor. A share near 1 leaves one small one.
+    The default is the test matrix of 4-bit Shampoo (Wang et al. 2024, arXiv:2405.18144): of 1200 eigenvalues 800 are
+    1000 and 400 are 1.
+    """
+
+    kind: Literal["clustered"] = "clustered"
+    ratio: float = Field(1000.0, ge=1, description="upper over lower value")
+    share: float = Field(2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        upper = max(1, min(round(self.share * d), d - 1))  # at least one in each cluster
+        values = torch.full((d,), 1 / self.ratio, dtype=torch.float64)
+        values[:upper] = 1
+        return values
+
+
+class RankDeficient(Synthetic):
+    """A share of the eigenvalues falls geometrically from 1 to 1 / condition, the rest is 0, as after few gradients."""
+
+    kind: Literal["rank_deficient"] = "rank_deficient"
+    singular: ClassVar[bool] = True
+    share: float = Field(0.25, gt=0, le=1, description="rank over size")
+    condition: float = Field(1e2, ge=1, description="largest over smallest nonzero eigenvalue")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        rank = max(1, round(self.share * d))
+        nonzero = self.condition ** -torch.linspace(0, 1, rank, dtype=torch.float64)
+        return torch.cat([nonzero, torch.zeros(d - rank, dtype=torch.float64)])
+
+
+class Recorded(Spectrum):
+    """Factors of layers in training, recorded by `record_factors.py`. For sizes below 64 the leading d x d entries are
+    used.
+    """
+
+    kind: Literal["recorded"] = "recorded"
+    singular: ClassVar[bool] = True
+
+    def stack(self, count: int, d: int, seed: int) -> Tensor | None:
+        factors = recorded_factors()
+        if d > factors.shape[-1]:
+            return None
+        start = seed % len(factors)
+        return with_unit_norm(torch.roll(factors, -start, 0)[:count, :d, :d])
+
+
+def orthogonal(count: int, d: int, seed: int) -> Tensor:
+    """Return orthogonal matrices `[count, d, d]` in float64, drawn uniformly."""
+    normal = np.random.default_rng((seed, d)).standard_normal((count, d, d))
+    q, r = torch.linalg.qr(torch.from_numpy(normal))
+    signed: Tensor = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return signed
+
+
+SPECTRA: tuple[Declaration, ...] = (
+    *({"kind": "geometric", "condition": condition} for condition in (1e1, 1e2, 1e3, 1e4, 1e5, 1e6)),
+    {"kind": "clustered", "ratio": 1e4, "share": 0.01},
+    {"kind": "clustered", "ratio": 1e4, "share": 0.99},
+    {"kind": "power_law"},
+    {"kind": "clustered"},
+    {"kind": "rank_deficient"},
+    {"kind": "recorded"},
+)
+
+
+def default_spectra() -> tuple[Spectrum, ...]:
+    """Return the spectra that benches have by default."""
+    return tuple(validated(Spectrum, dict(item)) for item in SPECTRA)  # type: ignore[type-abstract]
+
+
+GRADIENT_LAYERS = tuple(f"blocks.{i}.attention.{name}.weight" for i in (0, 1) for name in ("query", "value", "mix"))
+"""Parameters of the language model whose gradients `layer_gradients` returns."""
+LONGEST = 1024
+"""Largest length d of an axis that has a factor, as in the shipped recipes. A factor costs O(d^3)."""
+
+
+class GradientRun:
+    """A training run of an experiment, one batch at a time."""
+
+    def __init__(self, source: Any) -> None:
+        """Read the experiment of the run. source: a mapping, an experiment file, or the directory of a run."""
+        if isinstance(source, str) and Path(source).is_dir():
+            config = read_object(Path(source) / "config.json")
+            if not config:
+                raise RecipeError(f"record: '{source}' has no config.json; give a run directory or an experiment file")
+            source = config
+        self.experiment = load_experiment(source)
+        self.batches = 0
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Make data, model and optimizer for a `with` block.
+
+        In the block, random state and number of threads are those of the experiment. They are restored at its end.
+        """
+        with isolated_run(self.experiment):
+            task, lr = self.experiment.task, self.experiment.lr
+            self.dataset, self.model = task.new_data(), task.new_model(self.experiment.seed)
+            self.optimizer = eigengraft.compose(self.experiment.run_recipe, self.model, lr=lr)
+            yield
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the next batch as matrices by name, for parameters with two or more axes."""
+        batch = self.dataset.batch(self.experiment.seed, self.batches)
+        self.batches += 1
+        self.optimizer.zero_grad()
+        self.experiment.task.loss(self.model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        named = ((name, p.grad) for name, p in self.model.named_parameters() if p.ndim > 1)
+        return {name: g.detach().flatten(1) for name, g in named if g is not None}
+
+    def train(self, steps: int) -> None:
+        """Take optimizer steps, each with the next batch."""
+        for _ in range(steps):
+            self.gradients()
+            self.optimizer.step()
+
+
+@lru_cache(maxsize=4)
+def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -> Tensor:
+    """Return gradients `[samples, layers, width, width]` in float64 of the layers GRADIENT_LAYERS.
+
+    All gradients are computed at the same weights, after `steps` steps of AdamW; each sample is the gradient of a new
+    batch. Every layer is scaled so that the mean squared norm of its gradients is 1. The result is cached: do not write
+    into it.
+    """
+    task = {"kind": "byte_lm", "width": width, "heads": 2, "context": 32, "batch_size": 8, "max_bytes": 2**20}
+    source = {"task": task, "recipe": "adamw", "lr": 5e-3, "seed": seed}
+    found = _samples(GradientRun(source), steps, samples, width)
+    return torch.stack([found[name] for name in GRADIENT_LAYERS], dim=1)
+
+
+@lru_cache(maxsize=2)
+def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str, Tensor]:
+    """Return gradients `[samples, width, width]` of each layer of an experiment or run, scaled as in `layer_gradients`.
+
+    A layer with a side below `width` is left out. The gradients of all other layers are cut to their leading `width` x
+    `width` entries. For an embedding these can all be 0, because its first rows belong to bytes that a text may not
+    have.
+    """
+    found = _samples(GradientRun(source), steps, samples, width)
+    if not found:
+        raise RecipeError(f"record: no matrix of '{source}' has two sides of {width} or more; give a smaller width")
+    return found
+
+
+def _samples(run: GradientRun, steps: int, samples: int, width: int) -> dict[str, Tensor]:
+    with run.started():
+        run.train(steps)
+        taken = [
+            {name: g[:width, :width].double() for name, g in run.gradients().items() if min(g.shape) >= width}
+            for _ in range(samples)
+        ]
+    layers = {name: torch.stack([gradients[name] for gradients in taken]) for name in taken[0]}
+    return {name: g / g.square().sum((1, 2)).mean().sqrt().clamp_min(1e-300) for name, g in layers.items()}
+
+
+@lru_cache(maxsize=2)
+def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, list[Tensor]]:
+    """Train an experiment or run for `max(at)` steps. Return the Gram factors of its gradients by parameter and axis.
+
+    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. Each item is a list with the matrix
+    `[1, d, d]`, in float64, after each number of steps in `at`. An axis longer than LONGEST has no factor.
+    """
+    run = GradientRun(source)
+    means: dict[str, Tensor] = {}
+    found: dict[str, dict[int, Tensor]] = {}
+    with run.started():
+        for step in range(1, max(at) + 1):
+            for name, g in run.gradients().items():
+                for axis, x in enumerate((g.double(), g.double().mT)):
+                    if len(x) <= LONGEST:
+                        key = f"{name} factor.{axis}"
+                        means[key] = beta * means.get(key, torch.zeros(())) + (1 - beta) * (x @ x.mT)
+            run.optimizer.step()
+            if step in at:
+                for key, a in means.items():
+                    found.setdefault(key, {})[step] = a[None] / (1 - beta**step)
+    return {key: [own[step] for step in at] for key, own in found.items()}
+
+
+def saved_factors(path: str) -> dict[str, Tensor]:
+    """Return the factors in a saved optimizer state, by parameter and slot, as stacks `[blocks, d, d]`.
+
+    path: a run directory, its checkpoint.pt, or a file that `torch.save` made of `optimizer.state_dict()` or of a
+        mapping with such a state under "optimizer".
+
+    Factors are slots of the role `statistic` that are square matrices. Their scale is that of the state, without bias
+    correction.
+    """
+    state = _optimizer_state(path)
+    found: dict[tuple[str, int], list[Tensor]] = {}
+    coded = False
+    for group in state["param_groups"]:
+        roles = _statistics(group)
+        names = group.get("param_names") or [str(index) for index in group["params"]]
+        for name, index in zip(names, group["params"], strict=True):
+            for text, value in state["state"].get(index, {}).items():
+                key = StateKey.parse(text)
+                if key.name not in roles or not isinstance(value, Tensor):
+                    continue
+                if key.part:
+                    coded = True
+                elif value.ndim == 2 and value.shape[0] == value.shape[1]:
+                    found.setdefault((f"{name} {key.slot}", len(value)), []).append(value)
+    if not found:
+        reason = "all are stored in codes; save a run without `storage`" if coded else "save one of shampoo or soap"
+        raise RecipeError(f"checkpoint: '{path}' has no factor that is a matrix ({reason})")
+    sizes = Counter(text for text, _ in found)
+    return {text if sizes[text] == 1 else f"{text} {d}": torch.stack(own) for (text, d), own in found.items()}
+
+
+def _optimizer_state(path: str) -> Mapping[str, Any]:
+    file = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise RecipeError(f"checkpoint: '{file}' is not a file; give a run directory or a file of a saved optimizer")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises any type for a file that it cannot read
+        raise RecipeError(
+            f"checkpoint: '{file}' cannot be read by torch.load ({type(error).__name__}); give a file of torch.save"
+        ) from error
+    state = content.get("optimizer", content) if isinstance(content, Mapping) else None
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or not groups or not all("recipe" in group for group in groups):
+        raise RecipeError(
+            f"checkpoint: '{file}' holds no state of an eigengraft optimizer; save `optimizer.state_dict()`, alone or "
+            'under "optimizer"'
+        )
+    return state
+
+
+def _statistics(group: Mapping[str, Any]) -> set[str]:
+    """Return the names "<stage path>/<slot>" of all slots of a saved recipe that hold statistics.
+
+    The slots of a stage depend on the number of axes of a block, which is not saved. The result therefore has the slots
+    of blocks with one, two, three and four axes.
+
+    group: a param group of the saved state, which contains the recipe.
+    """
+    declared = json.loads(group["recipe"])
+    declared.pop("schema", None)
+    found = set()
+    for path, rule in load_recipe(declared).rules().items():
+        for axes in range(1, 5):
+            where = f"{path}.update" if path else "update"
+            for stage, slot, declared_slot in chain_slots(rule.update, (2,) * axes, where):
+                if declared_slot.role == "statistic":
+                    found.add(f"{stage}/{slot}")
+    return found
 
 
 def relative_error(x: Tensor, reference: Tensor) -> Tensor:

@@ -15,9 +15,7 @@ from eigengraft.preconditioners import PolarSolver
 
 from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, MatrixShapes, Problem, default_members, label
-from .gradients import LONGEST, GradientRun
-from .matrices import OwnMatrices, relative_error, worst_of
-from .spectra import orthogonal
+from .matrices import LONGEST, GradientRun, OwnMatrices, orthogonal, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table
 
 _PREFERRED: tuple[Declaration, ...] = (

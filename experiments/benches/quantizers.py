@@ -23,8 +23,7 @@ from eigengraft.slots import Encoded, Role, Slot
 
 from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, defaults, label, listed
-from .matrices import MatrixBench, MatrixSource, angle, relative_error, ridge_for, worst_of
-from .spectra import Synthetic, orthogonal
+from .matrices import MatrixBench, MatrixSource, Synthetic, angle, orthogonal, relative_error, ridge_for, worst_of
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
 INT4: Declaration = {"kind": "int4"}

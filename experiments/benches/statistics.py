@@ -22,8 +22,7 @@ from eigengraft.step_context import StepContext
 
 from . import view
 from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
-from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
-from .matrices import OwnMatrices
+from .matrices import GRADIENT_LAYERS, OwnMatrices, layer_gradients, run_gradients
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
 

@@ -146,7 +146,7 @@ def _require_measurement(rows: Sequence[Row]) -> None:
 
 
 def _environment(device: Any) -> dict[str, Any]:
-    from ..benches.spectra import FILE
+    from ..benches.matrices import FILE
     from ..tasks import Fingerprint
     from ..training.environment import describe_environment
 

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.experiments.benches.gradients import GradientRun
-from eigengraft.experiments.benches.spectra import FILE
+from eigengraft.experiments.benches.matrices import FILE, GradientRun
 from eigengraft.slots import StateKey
 
 RECORDED_LAYERS = ("blocks.0.attention.query", "blocks.0.attention.mix", "blocks.1.attention.value", "blocks.1.down")

@@ -18,9 +18,17 @@ from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Bench, load_bench, run_bench
 from eigengraft.experiments.benches import statistics as kronecker
 from eigengraft.experiments.benches.bench import defaults, label
-from eigengraft.experiments.benches.matrices import angle, relative_error
+from eigengraft.experiments.benches.matrices import (
+    FILE,
+    Geometric,
+    Recorded,
+    Spectrum,
+    Synthetic,
+    angle,
+    recorded_factors,
+    relative_error,
+)
 from eigengraft.experiments.benches.roots import ridgeless
-from eigengraft.experiments.benches.spectra import FILE, Geometric, Recorded, Spectrum, Synthetic, recorded_factors
 from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, recommend, typical, worst
 from eigengraft.experiments.cli.main import app
 from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
@@ -124,7 +132,7 @@ class TestCommand:
     def test_a_bench_from_a_file_and_components_from_an_import(self, families: None) -> None:
         Path("mine.py").write_text(
             "from typing import Literal\n"
-            "from eigengraft.experiments.benches.spectra import Synthetic\n"
+            "from eigengraft.experiments.benches.matrices import Synthetic\n"
             "import torch\n\n\n"
             "class Flat(Synthetic):\n"
             '    """1"""\n\n'
@@ -403,7 +411,7 @@ class TestKronecker:
 
 class TestStatistics:
     def test_a_sum_of_gram_matrices_is_the_gram_matrix_of_all_gradients(self) -> None:
-        from eigengraft.experiments.benches.gradients import GRADIENT_LAYERS, layer_gradients
+        from eigengraft.experiments.benches.matrices import GRADIENT_LAYERS, layer_gradients
 
         rows = run_bench(
             "statistics",
@@ -428,7 +436,7 @@ class TestStatistics:
             assert row["gain_error"] == pytest.approx(expected, abs=1e-6)
 
     def test_gradients_have_unit_size_and_depend_on_the_seed_alone(self) -> None:
-        from eigengraft.experiments.benches.gradients import layer_gradients
+        from eigengraft.experiments.benches.matrices import layer_gradients
 
         g = layer_gradients(4, 32, 1, 2)
         layer_gradients.cache_clear()

@@ -13,9 +13,13 @@ from typer.testing import CliRunner
 import eigengraft
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import BudgetBench, load_bench, run_bench
-from eigengraft.experiments.benches.gradients import GradientRun, saved_factors, trained_factors
-from eigengraft.experiments.benches.matrices import inverse_power
-from eigengraft.experiments.benches.spectra import with_unit_norm
+from eigengraft.experiments.benches.matrices import (
+    GradientRun,
+    inverse_power,
+    saved_factors,
+    trained_factors,
+    with_unit_norm,
+)
 from eigengraft.experiments.cli.main import app
 
 from ..refusals import refused

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eigengraft.experiments.benches import statistics as kronecker
-from eigengraft.experiments.benches.gradients import GRADIENT_LAYERS, layer_gradients
+from eigengraft.experiments.benches.matrices import GRADIENT_LAYERS, layer_gradients
 from eigengraft.preconditioners import NewtonSchulz
 from eigengraft.preconditioners.polar.coefficients import CoefficientName
 

@@ -17,13 +17,13 @@ from typer.testing import CliRunner, Result
 
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Row, load_bench, run_bench
+from eigengraft.experiments.benches.matrices import Spectrum
 from eigengraft.experiments.benches.quantizers import (
     StoredStack,
     default_quantizers,
     quantizer_label,
     without_least_size,
 )
-from eigengraft.experiments.benches.spectra import Spectrum
 from eigengraft.experiments.benches.view import lay_out, lines_of
 from eigengraft.experiments.cli.main import app
 from eigengraft.quantization import Int4, Quantizer
