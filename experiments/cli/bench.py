@@ -19,7 +19,7 @@ from rich.text import Text
 from eigengraft.errors import RecipeError, counted, did_you_mean
 
 from .arguments import Imports, override_argument
-from .console import LogLines, to_yaml
+from .console import LogLines
 
 if TYPE_CHECKING:
     from ..benches import Bench, Row
@@ -48,13 +48,11 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
         str | None, typer.Option(help="run directory or experiment file whose gradients are recorded and measured")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="directory for rows, figure and page; default runs/bench-WHAT")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="directory for rows and figure; default runs/bench-WHAT")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes and fewer problems: a few seconds")] = False,
     imports: Imports = None,
 ) -> None:
-    """Measure the error and the time of components alone, recommend one for this machine, and write rows and a page."""
+    """Measure the error and the time of components alone, recommend one for this machine, write rows and a figure."""
     from ..training.imports import import_component
 
     for source in imports or ():
@@ -101,7 +99,7 @@ def _chosen(
 
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
-    from ..benches.page import render_page, write_figure
+    from ..benches.figure import write_figure
     from ..benches.view import lay_out
     from ..files import make_directory, write_text
 
@@ -129,11 +127,10 @@ def _measure(chosen: Bench, directory: Path) -> None:
     _print(table.title, *lay_out(table, rows))
     name = where["device"] if device.type == "cuda" else where["cpu"]
     place = f"{chosen.device} ({name}, {chosen.threads} thread{'s' if chosen.threads > 1 else ''})"
-    write_text(directory / "bench.html", render_page(chosen, rows, where, place, to_yaml(chosen.declaration())))
     typer.echo(f"on {place}:")
     for line in chosen.advice(rows):
         typer.echo(f"  {line}")
-    typer.echo(f"{counted(len(rows), 'row')}: {directory / 'rows.jsonl'}; page with figure: {directory / 'bench.html'}")
+    typer.echo(f"{counted(len(rows), 'row')}: {directory / 'rows.jsonl'}; figure: {directory / 'figure.svg'}")
 
 
 def _require_measurement(rows: Sequence[Row]) -> None:

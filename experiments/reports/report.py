@@ -205,9 +205,9 @@ class Report:
         return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, look=look)
 
 
-def templates(*folders: Path) -> Environment:
-    """Return the environment of the templates in these folders and in the folder of reports. It escapes all values."""
-    loader = FileSystemLoader([*folders, Path(__file__).parent])
+def templates() -> Environment:
+    """Return the environment of the templates in this folder. It escapes all values."""
+    loader = FileSystemLoader(Path(__file__).parent)
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 

@@ -96,30 +96,6 @@ class TestCommand:
         assert [name for name in drawn if name not in text] == [], "every candidate is named in the legend"
         assert len([node for node in figure.iter() if node.tag.endswith("path")]) > 10
 
-    def test_the_page_has_advice_figure_table_and_columns_and_loads_nothing(self) -> None:
-        candidate = "{kind: eigh, eps: 1.0e-3}"
-        result = call("roots", *TINY["roots"], "--candidate", candidate, "seconds=1e-4", "--out", "out")
-        assert result.exit_code == 0, result.output
-        page = Path("out/bench.html").read_text()
-        body = ET.fromstring("<body" + page.partition("<body")[2].partition("</html>")[0])
-        text = " ".join("".join(body.itertext()).split())
-        bench = load_bench(
-            "roots",
-            {
-                key: value
-                for key, value in json.loads(Path("out/bench.json").read_text())["bench"].items()
-                if key != "kind"
-            },
-        )
-        for line in bench.advice(rows_of("out/rows.jsonl")):
-            assert " ".join(line.split()) in text
-        assert all(column.meaning in text for column in bench.columns.values())
-        tables = [node for node in body.iter() if node.tag == "table"]
-        names = {row["candidate"] for row in rows_of("out/rows.jsonl")}
-        assert {"".join(cell.itertext()) for cell in tables[0].iter("th")} >= names
-        assert len([node for node in body.iter() if node.tag.endswith("path")]) > 10
-        assert "http" not in page and "<script" not in page and "var(--series-1)" in page
-
     def test_the_declaration_written_makes_the_same_bench(self) -> None:
         assert call("roots", *TINY["roots"], "seconds=1e-4", "--out", "out").exit_code == 0
         written = json.loads(Path("out/bench.json").read_text())

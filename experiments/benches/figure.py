@@ -1,54 +1,21 @@
-"""The page of a bench: advice, figure, table, columns, declaration and machine in one HTML file."""
+"""The figure of a bench: two panels, in the style of the reports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..reports import figures
-from ..reports.figures import INK, LIGHT, log_ticks, save_figure, style_axes
-from ..reports.report import templates
-from .bench import Bench
-from .view import BenchRows, Line, Panel, Row, lay_out, lines_of
+from ..reports.figures import INK, LIGHT, log_ticks, save_figure, stroke, style_axes
+from .view import BenchRows, Line, Panel, lines_of
 
 _LONGEST = 56
 """Largest number of letters of a name in the legend. Longer names are cut."""
 _LETTERS = 150
 """Largest number of letters in one row of the legend, which fills the width of the figure."""
-
-
-def render_page(bench: Bench, rows: Sequence[Row], environment: Mapping[str, Any], place: str, declaration: str) -> str:
-    """Return the page as text. All names and messages are escaped.
-
-    environment: machine and versions, by name.
-    place: device and threads in one line.
-    declaration: the bench as YAML.
-    """
-    table = bench.table()
-    headings, lines = lay_out(table, rows)
-    return (
-        templates(Path(__file__).parent)
-        .get_template("bench.html.jinja")
-        .render(
-            kind=bench.declaration()["kind"],
-            title=table.title,
-            place=place,
-            advice=bench.advice(rows),
-            figure=Markup(figures.inline_svg(draw_panels(bench.panels(), rows), "bench")),
-            headings=headings,
-            lines=lines,
-            columns=bench.columns,
-            declaration=declaration,
-            environment=environment,
-            palette=list(zip(LIGHT, figures.DARK, strict=True)),
-        )
-    )
 
 
 def draw_panels(panels: Sequence[Panel], rows: BenchRows) -> Figure:
@@ -98,5 +65,5 @@ def _line(axes: Axes, line: Line) -> list[tuple[float, float]]:
     """Draw a line and return its points, without points that logarithmic axes cannot show."""
     drawn = [(x, y) for x, y in zip(line.x, line.y, strict=True) if min(x, y) > 0 and math.isfinite(x + y)]
     x, y = [x for x, _ in drawn], [y for _, y in drawn]
-    axes.plot(x, y, **figures.stroke(line.style), linewidth=1.6, markersize=4.5, label=line.label)
+    axes.plot(x, y, **stroke(line.style), linewidth=1.6, markersize=4.5, label=line.label)
     return drawn
