@@ -24,6 +24,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..files import write_text
+from ..training.parallel import local_device
 from .view import Panel, Recommendation, Row, Table, recommend
 
 Declaration = Mapping[str, Any]
@@ -321,13 +322,7 @@ class Bench(Component, ABC, family="bench"):
     @final
     def target_device(self) -> torch.device:
         """Return the device to measure on. Raise RecipeError if this machine does not have it."""
-        device = torch.device(self.device)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise RecipeError(
-                f"device: '{self.device}' cannot be used, because this machine has {torch.cuda.device_count()} CUDA "
-                "devices; use device=cpu"
-            )
-        return device
+        return local_device(self.device, 0)
 
 
 def read_bench(name: str) -> dict[str, Any]:

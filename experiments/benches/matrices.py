@@ -26,7 +26,6 @@ from eigengraft.optimizers import load_recipe
 from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
-from ..files import read_object
 from ..training.experiment import load_experiment
 from ..training.train import isolated_run
 from .bench import Bench, Declaration, Listed, PositiveInts, label
@@ -185,11 +184,6 @@ class GradientRun:
 
     def __init__(self, source: Any) -> None:
         """Read the experiment of the run. source: a mapping, an experiment file, or the directory of a run."""
-        if isinstance(source, str) and Path(source).is_dir():
-            config = read_object(Path(source) / "config.json")
-            if not config:
-                raise RecipeError(f"record: '{source}' has no config.json; give a run directory or an experiment file")
-            source = config
         self.experiment = load_experiment(source)
         self.batches = 0
 

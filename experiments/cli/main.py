@@ -146,9 +146,8 @@ def train_command(
         if any(override.partition("=")[0].strip() == "steps" for override in given):
             raise RecipeError(f"--extend {extend}: cannot be combined with an override of steps; remove the override")
         given.append(f"steps={extend}")
-    recorded = experiment / "config.json"
-    loaded = load_experiment(recorded if recorded.is_file() else experiment, given, imports or ())
-    directory = out or (experiment if recorded.is_file() else Path("runs") / short_name(loaded.name))
+    loaded = load_experiment(experiment, given, imports or ())
+    directory = out or (experiment if experiment.is_dir() else Path("runs") / short_name(loaded.name))
     try:
         with training_progress(loaded.name) as progress:
             result = train(loaded, directory, progress, checked, extend is not None)

@@ -178,8 +178,8 @@ def load_experiment(
     """Return an experiment from a YAML file, a mapping or an `Experiment`, with overrides applied.
 
     Args:
-        source: path of a YAML file, a mapping of fields, or an experiment. Paths in a file (`recipe`, `imports`,
-            `task.path`) are relative to the file.
+        source: path of a YAML file or of a run's directory, a mapping of fields, or an experiment. Paths in a file
+            (`recipe`, `imports`, `task.path`) are relative to the file.
         overrides: changes as `dotted.path=value`. Paths of files in them are relative to the working directory.
         imports: further files or modules that define components.
 
@@ -191,8 +191,8 @@ def load_experiment(
     """
     own, recipes = split_overrides(overrides or ())
     if isinstance(source, (str, Path)):
-        path = Path(source)
-        data = read_experiment(path)
+        path, recorded = Path(source), Path(source) / "config.json"
+        data = read_experiment(recorded if recorded.is_file() else path)
         data.setdefault("name", re.sub(r"[^\w.+=-]+", "-", path.stem))
     else:
         raw = source.model_dump(mode="json") if isinstance(source, Experiment) else source

@@ -150,7 +150,7 @@ WRONG = {
     "a file as directory": (["roots", "--out", "empty.yaml"], ["--out: ", "'empty.yaml'"]),
     "no such checkpoint": (["roots", "--from", "gone.pt"], ["checkpoint: ", "'gone.pt'"]),
     "no checkpoint": (["roots", "--from", "empty.yaml"], ["checkpoint: ", "'empty.yaml'"]),
-    "no run": (["roots", "--record", "."], ["record: ", "config.json"]),
+    "no run": (["roots", "--record", "."], ["'.'"]),
     "two sources": (["roots", "--from", "a", "--record", "b"], ["checkpoint", "record"]),
     "sizes of own matrices": (["roots", "--from", "a", "sizes=[8]"], ["sizes", "checkpoint"]),
     "steps of no run": (["roots", "steps=5"], ["steps", "record"]),
