@@ -70,35 +70,6 @@ def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]
             yield combination
 
 
-def require_baselines(
-    axes: Mapping[str, Mapping[str, Changes]],
-    settings: Iterable[Setting],
-    exclude: Iterable[Where],
-    compared: tuple[str, str],
-) -> None:
-    """Raise ValueError if the cells of a study cannot train for equal seconds.
-
-    The steps of a cell are computed from the steps of its baseline. So the cells cannot train for equal seconds if the
-    baseline of a cell is excluded, or if a label of the compared axis sets `steps`.
-
-    compared: the compared axis and the label of its baseline.
-    """
-    axis, baseline = compared
-    if "steps" in changed_paths(axes[axis]) or any("steps" in one.set and axis in one.when for one in settings):
-        raise ValueError(
-            f"equal: `seconds` cannot be combined with `steps` on axis '{axis}', because the steps of its other labels "
-            f"are computed from those of {axis}={baseline}; set `steps` in `base` or on another axis"
-        )
-    kept = list(combinations(axes, exclude))
-    for labels in kept:
-        if {**labels, axis: baseline} not in kept:
-            got = ", ".join(f"{k}={label}" for k, label in labels.items())
-            raise ValueError(
-                f"equal: the cell {got} has no baseline, as the cell with {axis}={baseline} is excluded; exclude both "
-                "cells"
-            )
-
-
 def axis_choices(axis: str, choices: Any) -> Any:
     """Return an axis in its long form, label -> {path -> value}. Raises ValueError for a malformed axis."""
     if isinstance(choices, Mapping) and choices and all(isinstance(some, (list, tuple)) for some in choices.values()):

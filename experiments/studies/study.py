@@ -31,7 +31,6 @@ from .axes import (
     combinations,
     located_axis,
     located_setting,
-    require_baselines,
     require_known,
 )
 from .tuning import CoordinateDescent, Seeds, Tuning
@@ -171,8 +170,20 @@ class Study(Component):
             raise ValueError(
                 f"exclude: all cells of the baseline {compared}={baseline} are excluded; keep at least one"
             )
-        if self.equal == "seconds":
-            require_baselines(self.axes, self.settings, self.exclude, self.compared)
+        if self.equal == "steps":
+            return
+        own = changed_paths(self.axes[compared])  # steps of other cells are computed from those of their baseline
+        if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
+            raise ValueError(
+                f"equal: `seconds` cannot be combined with `steps` on axis '{compared}', because the steps of its "
+                f"other labels are computed from those of {compared}={baseline}; set `steps` in `base` or on another "
+                "axis"
+            )
+        if alone := [labels for labels in kept if {**labels, compared: baseline} not in kept]:
+            raise ValueError(
+                f"equal: the cell {', '.join(f'{k}={label}' for k, label in alone[0].items())} has no baseline, as the "
+                f"cell with {compared}={baseline} is excluded; exclude both cells"
+            )
 
     def run(self, directory: str | Path | None = None, workers: int | None = None) -> Report:
         """Do all searches and runs that are not done yet, and return the report.
