@@ -240,7 +240,7 @@ def _print_preview(study: Study, directory: Path) -> None:
 
 def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int, options: list[str]) -> None:
     """Submit workers of a study as jobs, and print how to follow them."""
-    from ..studies.submission import submit_study
+    from ..studies.running import submit_study
 
     submitted = submit_study(study, directory, cluster, jobs, workers, options)
     names = ", ".join(job.job_id for job in submitted)

@@ -1,4 +1,4 @@
-"""Running of a study, alone or with other workers.
+"""Running of a study, alone, with other workers, or by workers that are jobs of a cluster (through submitit).
 
 Complete runs are kept, stopped runs continue from their last checkpoint, and failed runs are marked.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eigengraft.errors import import_optional
+from eigengraft.errors import RecipeError, import_optional
+from eigengraft.optimizers.recipe.overrides import json_value
 
 from ..files import short_name, write_text
 from ..reports.records import fault_file
@@ -33,7 +35,7 @@ from .plan import (
 from .pool import require_guarded, run_pool
 from .rendezvous import ATTEMPTS, Rendezvous, SharedDirectory, train_leased
 from .rounds import plan_timing, plan_tuning
-from .study import Study
+from .study import Study, load_study
 
 POLL = 0.5
 """Seconds between two checks of runs that other workers hold."""
@@ -234,3 +236,57 @@ def complete_study(
 def available_cores() -> int:
     """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class StudyJob:
+    """A job that does runs until the study has ended. submitit calls it again after preemption or a time-out.
+
+    study: the study as plain data.
+    directory: directory of the study, which all jobs see.
+    workers: number of processes of the job.
+    """
+
+    study: Mapping[str, Any]
+    directory: str
+    workers: int
+
+    def __call__(self) -> dict[str, str]:
+        """Do runs until the study has ended. Return the reason of each failed run by its directory."""
+        return complete_study(load_study(self.study), Path(self.directory), self.workers)
+
+    def checkpoint(self) -> Any:
+        """Return a new submission of this job. Its runs continue from their last checkpoints."""
+        return import_optional("submitit", "--submit").helpers.DelayedSubmission(self)
+
+
+def submit_study(
+    study: Study, directory: Path, cluster: str, jobs: int, workers: int, options: Sequence[str] = ()
+) -> list[Any]:
+    """Check the study, submit its jobs, and return submitit's job objects.
+
+    cluster: "slurm", "local" for processes of this machine, or another name that submitit accepts.
+    jobs: number of jobs.
+    workers: number of processes of each job.
+    options: `name=value` arguments of `submitit.AutoExecutor.update_parameters`, such as slurm_partition=gpu.
+    """
+    submitit = import_optional("submitit", "--submit")
+    pairs = [_option(option) for option in options]
+    prepare_study(study, directory)
+    logs = (directory / "jobs").absolute()
+    try:
+        executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+        executor.update_parameters(name=study.name, cpus_per_task=workers, **dict(pairs))
+    except (ValueError, NameError, RuntimeError, TypeError) as error:
+        raise RecipeError(f"--submit, --option: submitit refuses '{cluster}' or {list(options)}: {error}") from None
+    job = StudyJob(study.model_dump(mode="json"), str(directory.absolute()), workers)
+    with executor.batch():
+        submitted = [executor.submit(job) for _ in range(jobs)]
+    return submitted
+
+
+def _option(option: str) -> tuple[str, Any]:
+    name, equals, value = option.partition("=")
+    if not equals or not re.fullmatch(r"\w+", name):
+        raise RecipeError(f"--option: name=value is required, got '{option}'")
+    return name, json_value(value)

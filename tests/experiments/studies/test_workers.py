@@ -19,9 +19,8 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.studies import database, rendezvous, running
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.rendezvous import FileLeases
-from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
+from eigengraft.experiments.studies.running import StudyJob, complete_study, prepare_study, run_study, submit_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.submission import StudyJob, submit_study
 
 from ...processes import fork_what_is_spawned
 from ...refusals import check_said, refused
