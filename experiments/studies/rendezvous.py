@@ -217,42 +217,29 @@ ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Rendezvous(ABC):
-    """The exchange through which the workers of a study share runs and results.
+class Rendezvous:
+    """The exchange through which the workers of a study share runs and results: a directory that all of them see.
 
     directory: directory of the study on this machine. All files of this worker are stored there.
     """
 
     directory: Path
 
-    @abstractmethod
     def leases(self, run: str) -> Leases:
         """Return the leases of a run. `run` is its directory relative to that of the study."""
+        return FileLeases(self.directory / run)
 
-    @abstractmethod
     def fetch(self, runs: Collection[str] | None = None) -> None:
-        """Copy into `directory` the results, and the reasons of failures, that other workers have published.
+        """Copy into `directory` the results, and the reasons of failures, that other workers have published. In a
+        directory that all workers see, nothing is copied.
 
         runs: directories of the runs, relative to that of the study; None: all runs of the study.
         """
 
-    @abstractmethod
     def publish(self, run: str) -> None:
-        """Make the result of a run that has ended here, or the reason of its failure, available to other workers."""
-
-
-@dataclass(frozen=True)
-class SharedDirectory(Rendezvous):
-    """The exchange between workers that see the same directory. Each worker reads all results there, without copies."""
-
-    def leases(self, run: str) -> Leases:
-        return FileLeases(self.directory / run)
-
-    def fetch(self, runs: Collection[str] | None = None) -> None:
-        """Do nothing: results of other workers are in the directory."""
-
-    def publish(self, run: str) -> None:
-        """Do nothing: other workers see the directory."""
+        """Make the result of a run that has ended here, or the reason of its failure, available to other workers. All
+        of them see it in a common directory.
+        """
 
 
 def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[Tick], None]) -> Result | None:

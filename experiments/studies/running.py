@@ -33,7 +33,7 @@ from .plan import (
     write_manifest,
 )
 from .pool import require_guarded, run_pool
-from .rendezvous import ATTEMPTS, Rendezvous, SharedDirectory, train_leased
+from .rendezvous import ATTEMPTS, Rendezvous, train_leased
 from .rounds import plan_timing, plan_tuning
 from .study import Study, load_study
 
@@ -183,7 +183,7 @@ def rendezvous_at(study: str, directory: Path, storage: str | None) -> Rendezvou
     storage: URL of a database; None: the workers share `directory`.
     """
     if storage is None:
-        return SharedDirectory(directory)
+        return Rendezvous(directory)
     import_optional("sqlalchemy", "--storage")
     from .database import DatabaseRendezvous
 
