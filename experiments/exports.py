@@ -15,9 +15,8 @@ from eigengraft.optimizers.recipe.loading import parse_yaml, write_yaml
 from eigengraft.optimizers.recipe.overrides import refuse_empty
 
 from .files import make_directory, write_text
-from .studies.axes import Changes
 from .studies.plan import plan_runs
-from .studies.study import Study, load_study, split_axes
+from .studies.study import Changes, Study, load_study, split_axes
 from .studies.tuning import TPE, Range, Sampled
 from .training.experiment import load_experiment
 

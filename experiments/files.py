@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,8 @@ PARTIAL = ".partial"
 """Suffix of a file that is being written. Such a file remains only if the process is killed while it writes."""
 
 
+LABEL = re.compile(r"[\w.+-]+")
+"""Pattern of a label. A label, of an axis or a tried value, is part of a directory's name."""
 _LONGEST = 255
 """Largest length of a file name in bytes. It is the limit of common file systems (ext4, XFS, APFS, NTFS)."""
 

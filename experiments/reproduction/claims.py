@@ -24,9 +24,8 @@ from eigengraft.optimizers.recipe.loading import read_yaml
 from ..files import make_directory, read_json, write_text
 from ..reports.records import METRICS, Run, learning_rate, read_records
 from ..reports.seed_statistics import holm, reaches, summarize
-from ..studies.axes import Labels, Where, as_label, inside, require_known
 from ..studies.plan import cells
-from ..studies.study import Study, load_study
+from ..studies.study import Labels, Study, Where, as_label, inside, load_study, require_known
 
 Verdict = Literal["holds", "fails", "undecided"]
 

@@ -13,8 +13,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from ..reports.comparison import describe_comparisons, method_axis
 from ..reports.records import Records, Run
 from ..training.experiment import Experiment
-from .plan import PlannedRun, expected_seconds, plan_runs
-from .rounds import plan_timing, plan_tuning
+from .plan import PlannedRun, expected_seconds, plan_runs, plan_timing, plan_tuning
 from .study import Study
 
 

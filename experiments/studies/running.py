@@ -26,6 +26,8 @@ from .plan import (
     PlannedRun,
     expected_seconds,
     plan_runs,
+    plan_timing,
+    plan_tuning,
     refuse_changed,
     refuse_other_provenance,
     require_metric,
@@ -34,7 +36,6 @@ from .plan import (
 )
 from .pool import require_guarded, run_pool
 from .rendezvous import ATTEMPTS, Rendezvous, train_leased
-from .rounds import plan_timing, plan_tuning
 from .study import Study, load_study
 
 POLL = 0.5

@@ -15,10 +15,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, import_optional
 
+from ..files import LABEL
 from ..reports.records import Metric, Tried, TunedCell
 from ..training.callbacks import Limits
 from ..training.experiment import Experiment
-from .axes import LABEL
 
 Values = dict[str, Any]
 """A value for every field of a search space, by dotted path."""

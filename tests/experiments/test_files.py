@@ -13,8 +13,7 @@ from eigengraft.experiments import load_experiment
 from eigengraft.experiments.files import append_text, read_json, read_rows, replacing, short_name, write_text
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import Report
-from eigengraft.experiments.studies.plan import plan_runs
-from eigengraft.experiments.studies.rounds import plan_tuning
+from eigengraft.experiments.studies.plan import plan_runs, plan_tuning
 from eigengraft.experiments.studies.running import prepare_study
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.training.train import train

@@ -15,8 +15,7 @@ from eigengraft.experiments.reports.records import METRICS, Tried, read_records,
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.reports.tables import write_tables
 from eigengraft.experiments.reproduction.claims import collect_results
-from eigengraft.experiments.studies.plan import plan_runs
-from eigengraft.experiments.studies.rounds import plan_tuning
+from eigengraft.experiments.studies.plan import plan_runs, plan_tuning
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning import CoordinateDescent, Trial

@@ -11,7 +11,7 @@ import pytest
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.reports.records import METRICS, Run
-from eigengraft.experiments.studies.rounds import plan_tuning
+from eigengraft.experiments.studies.plan import plan_tuning
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning import TPE, Halving, Random, Range, Trial, best_trial, trial_name
 from eigengraft.experiments.training.train import train

@@ -8,9 +8,8 @@ import pytest
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import Run, read_records
 from eigengraft.experiments.reports.report import Report
-from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.studies.plan import plan_runs, plan_timing
 from eigengraft.experiments.studies.preview import preview_study
-from eigengraft.experiments.studies.rounds import plan_timing
 from eigengraft.experiments.studies.running import complete_study, prepare_study
 from eigengraft.experiments.studies.study import load_study
 
