@@ -9,9 +9,23 @@ import typer
 
 from eigengraft.errors import RecipeError
 
+
+def _import_all(sources: list[str] | None) -> list[str] | None:
+    from ..training.imports import import_component
+
+    for source in sources or ():
+        import_component(source)
+    return sources
+
+
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", metavar="FILE.py", help="a file or module that defines components; repeatable"),
+    typer.Option(
+        "--import",
+        metavar="FILE.py",
+        help="a file or module that defines components; repeatable",
+        callback=_import_all,
+    ),
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; default one per core")]
 

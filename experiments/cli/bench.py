@@ -53,10 +53,6 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     imports: Imports = None,
 ) -> None:
     """Measure the error and the time of components alone, recommend one for this machine, write rows and a figure."""
-    from ..training.imports import import_component
-
-    for source in imports or ():
-        import_component(source)
     options = {"checkpoint": checkpoint, "record": record, "device": device}
     given = {name: value for name, value in options.items() if value is not None}
     chosen = _chosen(what, overrides or [], given, only or [], candidates or [], quick)

@@ -58,7 +58,7 @@ def list_command(
     """List recipes by goal, all recipes, families of parts, or the members of a family; or search in all of them."""
     from eigengraft.optimizers.recipe.loading import shipped_recipes
 
-    registered = _registered(imports or ())
+    registered = _registered()
     if what is None:
         about = {
             BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
@@ -153,10 +153,6 @@ def diff_command(
     """
     from eigengraft.optimizers.recipe.overrides import changed_leaves
 
-    from ..training.imports import import_component
-
-    for source in imports or ():
-        import_component(source)
     declared = [_declaration_of(source) for source in (old, new)]
     if not all("task" in one for one in declared):
         declared = [one["recipe"] if "task" in one else one for one in declared]
@@ -193,7 +189,7 @@ def unknown(source: str) -> RecipeError:
     """Return the error about a name that is neither that of a recipe nor of a kind or a family."""
     from eigengraft.optimizers.recipe.loading import shipped_recipes
 
-    registered = _registered(())
+    registered = _registered()
     kinds = (kind for family in registered.values() for kind in family.members)
     hint = did_you_mean(source.lower(), dict.fromkeys([*shipped_recipes(), *registered, *kinds]), 0.5)
     return RecipeError(
@@ -208,7 +204,7 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
     Raises RecipeError if the family has no such kind.
     """
     family, _, kind = source.rpartition(".")
-    registered = _registered(())
+    registered = _registered()
     if family in registered and kind not in (known := registered[family].members):
         hint = did_you_mean(kind, known)
         raise RecipeError(
@@ -220,7 +216,7 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
 
 def print_kind(family: str, member: type[Component]) -> None:
     """Print a component: family, kind and import, its docstring with the formula, and a table of its fields."""
-    kind = next(kind for kind, own in _registered(())[family].members.items() if own is member)
+    kind = next(kind for kind, own in _registered()[family].members.items() if own is member)
     typer.echo(f"{family} {kind}, in Python: from {public_module(member)} import {member.__name__}\n")
     typer.echo(summary(member))
     table = _table("field", "values", "default", "meaning")
@@ -236,7 +232,7 @@ def print_family(name: str) -> bool:
 
     Return False, and print nothing, if there is no such family.
     """
-    family = _registered(()).get(name)
+    family = _registered().get(name)
     if family is None:
         return False
     typer.echo(f"{name}, a family: eigengraft list {name} lists its kinds\n\n{summary(family)}\n")
@@ -254,16 +250,13 @@ def _about(cls: type[Component]) -> str:
     return first_sentence(summary(cls))
 
 
-def _registered(imports: Iterable[str]) -> dict[str, type[Component]]:
+def _registered() -> dict[str, type[Component]]:
     """Return all families by name with their members, including members that imported files define."""
     from eigengraft.component import families
 
     from .. import benches  # noqa: F401  defines the families of benches
     from ..studies import study  # noqa: F401  defines all other families
-    from ..training.imports import import_component
 
-    for source in imports:
-        import_component(source)
     return families()
 
 

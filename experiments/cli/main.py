@@ -183,12 +183,9 @@ def show_command(
     from eigengraft.optimizers.recipe.loading import read_yaml, shipped_recipes
 
     from ..training.experiment import load_experiment
-    from ..training.imports import import_component
 
     path = Path(source)
     if not path.is_file() and source not in shipped_recipes():
-        for file in imports or ():
-            import_component(file)
         if kinds := catalog.find_kinds(source):
             if overrides or task is not None:
                 raise ValueError(
@@ -263,10 +260,7 @@ def schema_command(
     from ..reproduction.claims import PaperClaims
     from ..studies.study import Study
     from ..training.experiment import Experiment
-    from ..training.imports import import_component
 
-    for source in imports or ():
-        import_component(source)
     kinds: dict[str, type[Component]] = {"recipe": eigengraft.Recipe, "experiment": Experiment}
     kinds |= {"study": Study, "claims": PaperClaims}
     typer.echo(json.dumps(json_schema(kinds[of]), indent=2))
