@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,14 +96,14 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
 
     Parameters of a task come with the module types and roles of its model, so that routes can select them.
     """
-    if Path(model).suffix in (".txt", ".json", ".yaml", ".yml"):
+    if Path(model).suffix in (".json", ".yaml", ".yml"):
         return read_shapes(Path(model))
     if model in MODELS:
         return list(MODELS[model].shapes())
     if model not in Task.members:
         known = [*MODELS, *Task.members]
         raise RecipeError(
-            f"model: '{model}' is unknown{did_you_mean(model, known)}; known are {', '.join(known)}, and .txt, .json "
+            f"model: '{model}' is unknown{did_you_mean(model, known)}; known are {', '.join(known)}, and .json "
             "or .yaml files of names and shapes"
         )
     task = Task.members[model]()
@@ -115,12 +114,8 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
 
 
 def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes from a file.
-
-    .txt: lines "name 8x4"; # begins a comment, a name without a shape is a scalar.
-    .json, .yaml: {name: [8, 4]}, or a list of [name, [8, 4]].
-    """
-    data = _read(path)
+    """Return names and shapes from a YAML or JSON file: {name: [8, 4]} or {name: 8x4}, or a list of [name, [8, 4]]."""
+    data = read_yaml(path)
     rows = list(data.items()) if isinstance(data, Mapping) else data
     if not isinstance(rows, list) or not rows:
         raise RecipeError(f"{path}: must contain names and shapes, got {type(data).__name__}")
@@ -130,19 +125,6 @@ def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
             raise RecipeError(f"{path}: an entry must be a name that is not used yet, and a shape, got {row!r}")
         found[row[0]] = _shape(row[1], f"{path}: {row[0]}")
     return list(found.items())
-
-
-def _read(path: Path) -> Any:
-    if path.suffix in (".yaml", ".yml"):
-        return read_yaml(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return json.loads(text)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: names and shapes cannot be read: {error}") from None
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    return [(words[0], "x".join(words[1:])) for words in lines if words]
 
 
 def _shape(given: Any, where: str) -> tuple[int, ...]:

@@ -457,20 +457,19 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_shapes_in_files(tmp_path: Path) -> None:
     expected = [("a.weight", (8, 4)), ("b", (3,)), ("c", ())]
-    (tmp_path / "s.txt").write_text("# of a model\na.weight 8x4\nb 3  # a vector\n\nc\n")
     (tmp_path / "s.json").write_text(json.dumps([["a.weight", [8, 4]], ["b", [3]], ["c", []]]))
-    (tmp_path / "s.yaml").write_text("a.weight: [8, 4]\nb: '3'\nc: []\n")
-    for name in ("s.txt", "s.json", "s.yaml"):
+    (tmp_path / "s.yaml").write_text("a.weight: 8x4\nb: '3'  # a vector\nc: []\n")
+    for name in ("s.json", "s.yaml"):
         assert read_shapes(tmp_path / name) == expected, name
-    for text in ("a 8xb\n", "a 8x-4\n", "a 2\na 2\n", "# nothing\n"):
-        (tmp_path / "bad.txt").write_text(text)
-        with refused(RecipeError, "bad.txt"):
-            read_shapes(tmp_path / "bad.txt")
+    for text in ("a: 8xb\n", "a: 8x-4\n", "- [a, '2']\n- [a, '2']\n", "# nothing\n"):
+        (tmp_path / "bad.yaml").write_text(text)
+        with refused(RecipeError, "bad.yaml"):
+            read_shapes(tmp_path / "bad.yaml")
 
 
 def test_the_command_prints_every_rank(call: Any, tmp_path: Path) -> None:
-    (tmp_path / "s.txt").write_text("hidden.weight 8x8\n")
-    result = call("s.txt", "blocking={}", "--ranks", "2")
+    (tmp_path / "s.yaml").write_text("hidden.weight: 8x8\n")
+    result = call("s.yaml", "blocking={}", "--ranks", "2")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines() if line.split()[:1] in (["0"], ["1"])]
     assert [row[:2] for row in rows] == [["0", "1"], ["1", "0"]]
@@ -507,7 +506,7 @@ def test_the_command_writes_how_it_grows(call: Any) -> None:
         (["digits", "--mesh", "2x4", "--ranks", "4"], ("--ranks", 8, 4)),
         (["digits", "--ranks", "8,12", "--parallel", "hsdp"], ("hsdp", 8, 12)),
         (["digits", "--recipe", "soup"], ("soup", "soap")),
-        (["nothing.txt"], ("nothing.txt",)),
+        (["nothing.yaml"], ("nothing.yaml",)),
     ],
 )
 def test_wrong_options_of_the_command_are_refused(call: Any, arguments: list[str], says: tuple[object, ...]) -> None:
