@@ -268,6 +268,11 @@ def _number(value: object, metric: Metric) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else metric.worst
 
 
+RESULT_NUMBERS = (
+    *("val_loss", "val_accuracy", "train_loss", "steps", "seconds", "step_ms", "optimizer_ms"),
+    "state_bytes_per_parameter",
+)
+"""Numbers of a finished run in tables and in the results of papers and tracks, by their names in result.json."""
 MANIFEST = "study"
 _SHARED = (
     "name",

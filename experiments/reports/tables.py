@@ -14,7 +14,7 @@ from eigengraft.errors import RecipeError, counted
 from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, leaders, swept
 from .number_format import NumberFormat, number_format
-from .records import Records, Run, learning_rate, read_records
+from .records import RESULT_NUMBERS, Records, Run, learning_rate, read_records
 from .seed_statistics import Summary, Target
 
 if TYPE_CHECKING:
@@ -284,7 +284,6 @@ def format_rate(rate: float | None, edge: str = "") -> str:
     return "" if rate is None else f"{rate:g}" + (f" ({edge} tried)" if edge else "")
 
 
-_COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
 _LATEX = {
     "\\": r"\textbackslash{}",
     "{": r"\{",
@@ -547,7 +546,7 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
     """
     values = records.tuned_values(run.labels)
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
-    numbers = {column: run.result.get(column) for column in _COLUMNS}
+    numbers = {column: run.result.get(column) for column in RESULT_NUMBERS}
     return {**_identity(run, records), "peak_lr": learning_rate(run.config), **tuned, **numbers, **run.metrics}
 
 

@@ -22,7 +22,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..files import make_directory, read_json, write_text
-from ..reports.records import METRICS, Run, learning_rate, read_records
+from ..reports.records import METRICS, RESULT_NUMBERS, Run, learning_rate, read_records
 from ..reports.seed_statistics import holm, reaches, summarize
 from ..studies.plan import cells
 from ..studies.study import Labels, Study, Where, as_label, inside, load_study, require_known
@@ -137,19 +137,6 @@ def load_claims(folder: Path) -> PaperClaims:
             if pair is not None:
                 pair.require_axes(studies[claim.study], f"{path}: {where}")
     return claims
-
-
-RESULT_NUMBERS = (
-    "val_loss",
-    "val_accuracy",
-    "train_loss",
-    "steps",
-    "seconds",
-    "step_ms",
-    "optimizer_ms",
-    "state_bytes_per_parameter",
-)
-"""Numbers of a finished run that are stored, by their names in result.json."""
 
 
 @dataclass(frozen=True)

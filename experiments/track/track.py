@@ -17,9 +17,9 @@ from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_recipes
 
 from ..files import make_directory, write_text
-from ..reports.records import read_records
+from ..reports.records import RESULT_NUMBERS, read_records
 from ..reports.seed_statistics import Target
-from ..reproduction.claims import RESULT_NUMBERS, collect_results
+from ..reproduction.claims import collect_results
 from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")

@@ -21,10 +21,9 @@ from eigengraft.experiments.reports.comparison import (
     named,
     swept,
 )
-from eigengraft.experiments.reports.drawings import difference_dots
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves, stroke, styles_of
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
-from eigengraft.experiments.reports.report import Report, axis_name
+from eigengraft.experiments.reports.report import Report, axis_name, difference_dots
 from eigengraft.experiments.reports.tables import (
     TableCell,
     TextTable,
@@ -353,7 +352,7 @@ def test_tables_in_markdown_and_latex(grid):
     text = latex(panel_table(panel, records))
     assert text.count("&") == (4 + 6) * 3 and text.count(" \\\\\n") == 2 * 3 and "$-$0.467" in text and r"95~\%" in text
     assert not re.search(r"(?<!\\)[%#_]", text) and text.isascii()
-    assert text.splitlines()[3] == r"\label{tab:trial-each-at-its-own-best-lr}"
+    assert text.splitlines()[3] == r"\label{tab:grid-each-at-its-own-best-lr}"
     write_tables(records, grid)
     assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * (4 + 4)  # titles, best means
     assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\toprule") > 1 + 3

@@ -15,10 +15,9 @@ from eigengraft.experiments import RunLog
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports import figures
 from eigengraft.experiments.reports.comparison import compare, sweeps, tuning_curves
-from eigengraft.experiments.reports.drawings import difference_dots, internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.reports.report import Report
+from eigengraft.experiments.reports.report import Report, difference_dots, internals
 from eigengraft.experiments.reports.tables import (
     format_reached,
     load_metrics,
@@ -700,12 +699,12 @@ def test_the_learning_rate_is_the_one_in_force():
 def test_runs_as_a_table(study, no_pictures):
     Report(study).write()
     lines = (study / "runs.csv").read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("axis.method,seed,status,peak_lr,val_loss,val_accuracy,steps,seconds,")
+    assert lines[0].startswith("axis.method,seed,status,peak_lr,val_loss,val_accuracy,train_loss,steps,seconds,")
     assert lines[1:] == [
-        "adamw,0,complete,0.01,2,,30,0.3,10,2,8",
-        "adamw,1,complete,0.01,2.5,,30,0.3,10,2,8",
-        "soap,0,complete,0.01,0.8,,30,0.3,10,2,8",
-        "soap,1,complete,0.01,1,,30,0.3,10,2,8",
+        "adamw,0,complete,0.01,2,,,30,0.3,10,2,8",
+        "adamw,1,complete,0.01,2.5,,,30,0.3,10,2,8",
+        "soap,0,complete,0.01,0.8,,,30,0.3,10,2,8",
+        "soap,1,complete,0.01,1,,,30,0.3,10,2,8",
     ]
 
 
