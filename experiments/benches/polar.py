@@ -101,11 +101,7 @@ class PolarBench(OwnMatrices):
         return (u * s) @ v.mT, u @ v.mT
 
     def label(self, candidate: PolarSolver) -> str:
-        name = getattr(candidate, "coefficients", None)
-        if not isinstance(name, str):
-            return label(candidate)
-        kind, *fields = label(candidate, always=("coefficients",)).split()
-        return " ".join([kind, name, *(field for field in fields if field != f"coefficients={name}")])
+        return label(candidate, always=("coefficients",))
 
     def measure(self, candidate: PolarSolver, fields: Mapping[str, Any], given: tuple[Tensor, Tensor]) -> Iterator[Row]:
         g, exact = given

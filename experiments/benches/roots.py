@@ -133,7 +133,7 @@ class RootBench(MatrixBench):
                 "residual": view.cell(view.largest("residual"), view.scientific),
                 "ok": view.cell(view.least("ok"), "{:.0%}".format),
                 "definite": view.cell(view.least("definite"), "{:.0%}".format),
-                "iterations": view.span("iterations", lambda value: f"{value:.0f}"),
+                "iterations": view.cell(view.largest("iterations"), "{:.0f}".format),
                 "ms": view.cell(view.typical("milliseconds"), view.milli),
             },
         )

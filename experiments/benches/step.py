@@ -41,7 +41,7 @@ from .step_times import (
     step_times,
     take_turns,
 )
-from .view import BenchRows, LinePoints, Panel, Recommendation, Row, Table
+from .view import BenchRows, Panel, Recommendation, Row, Table
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
@@ -443,7 +443,7 @@ class StepBench(Bench):
         )
 
     def panels(self) -> tuple[Panel, Panel]:
-        lines = {"{}": _points("numbers", "amortized"), "{}, counted": _points("numbers", "counted")}
+        lines = {"{}": view.xy("numbers", "amortized"), "{}, counted": view.xy("numbers", "counted")}
         return (
             Panel("numbers in parameters", "milliseconds a step", lines),
             Panel("bytes of state a parameter", "largest step over the median",
@@ -472,10 +472,6 @@ def counted_ms(optimizer: Optimizer, card: Card) -> float:
     found = plan(optimizer.recipe, shapes, (1,), "ddp", parameters[0].dtype)
     traffic = 3.0 * sum(parameter.nbytes for parameter in parameters) + 2.0 * float(found.state[0])
     return card.milliseconds(float(found.work[0]), 0.0, traffic)
-
-
-def _points(x: str, y: str) -> LinePoints:
-    return lambda rows: sorted((row[x], row[y]) for row in rows if row[y])
 
 
 def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:

@@ -209,24 +209,14 @@ def at_worst(name: str, where: Callable[[Row], Any]) -> CellText:
     return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number_of(row, name)))))
 
 
-def span(name: str, form: Callable[[float], str]) -> CellText:
-    """Return a function from rows to the text "least - largest" of a column, or to its only value."""
-
-    def text(rows: BenchRows) -> str:
-        ends = dict.fromkeys((form(least(name)(rows)), form(largest(name)(rows))))
-        return " - ".join(ends)
-
-    return text
-
-
 def only(keep: Callable[[Row], bool], text: CellText) -> CellText:
     """Return a function that applies `text` to the rows that `keep` selects, or to all rows if it selects none."""
     return lambda rows: text([row for row in rows if keep(row)] or list(rows))
 
 
 def xy(x: str, y: str) -> LinePoints:
-    """Return a function from rows to their points (x, y), sorted by x."""
-    return lambda rows: sorted((number_of(row, x), number_of(row, y)) for row in rows)
+    """Return a function from rows to their points (x, y), sorted by x. Rows without y have none."""
+    return lambda rows: sorted((row[x], row[y]) for row in rows if row[y] is not None)
 
 
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:

@@ -136,7 +136,8 @@ def track_report_command(
     ] = False,
 ) -> None:
     """Print the steps that each entry of a track takes to each target. Write the folder's README.md and profile.svg."""
-    from ..track.report import standing, steps_table, track_page, write_profiles
+    from ..reports.figures import save_figure
+    from ..track.report import draw_profiles, standing, steps_table, track_page
     from ..track.track import load_track
 
     now = standing(load_track(), folder)
@@ -147,4 +148,4 @@ def track_report_command(
     if stale:
         raise typer.Exit(1)
     if not check:
-        write_profiles(now, folder / "profile.svg")
+        save_figure(draw_profiles(now), folder / "profile.svg")

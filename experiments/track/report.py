@@ -16,7 +16,7 @@ from pydantic import Field
 from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import read_yaml
 
-from ..reports.figures import INK, save_figure, stroke, style_axes, styles_of
+from ..reports.figures import INK, stroke, style_axes, styles_of
 from ..reports.tables import format_rate, markdown_table
 from ..reproduction.pages import renewed
 from .cost import COUNTED_MODELS, H100, TOKENS, optimizer_ms, step_costs
@@ -224,11 +224,6 @@ def draw_profiles(now: Standing) -> Figure:
     handles = axes.get_legend_handles_labels()
     figure.legend(*handles, loc="outside right center", fontsize=8.5, labelcolor=INK, frameon=False, handlelength=2.2)
     return figure
-
-
-def write_profiles(now: Standing, path: Path) -> None:
-    """Draw the profiles and save the figure. The suffix of the path determines the format."""
-    save_figure(draw_profiles(now), path)
 
 
 def _reached(one: TaskScore) -> str:

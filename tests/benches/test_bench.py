@@ -433,7 +433,7 @@ class TestPolar:
             s = 1.5 * s - 0.5 * s**3
         assert (steps["low"], steps["high"]) == pytest.approx((s.min(), s.max()))
         assert steps["distance"] == pytest.approx(np.sqrt(((s - 1) ** 2).mean()))
-        assert steps["candidate"] == "newton_schulz cubic steps=3"
+        assert steps["candidate"] == "newton_schulz steps=3 coefficients=cubic"
 
 
 class TestNames:
