@@ -337,10 +337,6 @@ def _logged_progress(name: str, figures: Callable[[Tick], str]) -> Callable[[Tic
     return on_tick
 
 
-_TIMED_STEPS = 20
-"""Number of steps, summed over all runs, after which the progress of a study shows an estimate of the time left."""
-
-
 class StudyProgress:
     """A context manager with a progress bar for a study and for each run in progress, and a line for each finished run.
 
@@ -357,11 +353,7 @@ class StudyProgress:
         self.progress = Progress(*columns, console=console, transient=True)
         self.lines = None if console.is_terminal else LogLines()
         self.runs, self.done = runs, runs - left
-        self.began = monotonic()
-        self.start_fraction: float | None = None
-        self.ended_runs = 0  # since the start
-        self.first_steps: dict[str, int] = {}  # of runs, by directory
-        self.timed_steps: dict[str, int] = {}
+        self.began: tuple[float, float] | None = None  # time and fraction at the first progress of a run
         self.study_bar = self.progress.add_task("study", total=1.0, figures="")
         self.run_bars: dict[str, TaskID] = {}
 
@@ -378,6 +370,8 @@ class StudyProgress:
     def on_event(self, event: StudyEvent) -> None:
         """Display one event of the study."""
         key = event.run.directory
+        if self.began is None and event.kind in ("progress", "done"):
+            self.began = monotonic(), event.fraction
         if event.kind == "started":
             self.run_bars[key] = self.progress.add_task(
                 escape(event.run.title), total=event.run.experiment.steps, figures=""
@@ -388,7 +382,6 @@ class StudyProgress:
                 text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
                 self.progress.console.print(text, highlight=False, soft_wrap=True)
         elif event.kind == "progress":
-            self.timed_steps[key] = event.value.step - self.first_steps.setdefault(key, event.value.step)
             tick = event.value
             shown = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss)}  {tick.step_ms:.1f} ms"
             self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
@@ -398,22 +391,18 @@ class StudyProgress:
             if key in self.run_bars:  # runs of other workers have no bar
                 self.progress.remove_task(self.run_bars.pop(key))
             self.done += 1
-            self.ended_runs += 1
             text = _describe_result(event.value, self.metric) if event.kind == "done" else "[red]failed[/red]"
             self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
         self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
 
     def _figures(self, fraction: float) -> str:
-        """Return a text with the number of finished runs, and the time left at the speed so far.
-
-        The time left is omitted until a run has ended or `_TIMED_STEPS` steps are done: at first, most of the time is
-        spent on the start of processes and on compilation.
+        """Return a text with the number of finished runs, and the time left at the speed since the first progress of a
+        run. The start of processes and compilation, which come before, do not count.
         """
-        self.start_fraction = fraction if self.start_fraction is None else self.start_fraction
-        gained, spent = fraction - self.start_fraction, monotonic() - self.began
-        text = f"{self.done} of {self.runs} runs"
-        timed = self.ended_runs > 0 or sum(self.timed_steps.values()) >= _TIMED_STEPS
-        if not timed or gained <= 0 or spent < 5 or fraction >= 1:
+        text, now = f"{self.done} of {self.runs} runs", monotonic()
+        began, first = self.began or (now, fraction)
+        spent, gained = now - began, fraction - first
+        if gained <= 0 or spent < 5 or fraction >= 1:
             return text
         return f"{text}{_left(spent * (1 - fraction) / gained)}"
 

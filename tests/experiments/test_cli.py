@@ -272,23 +272,23 @@ class TestProgress:
         assert 300 < len(written) < 400
 
 
-def test_a_study_estimates_the_time_left_once_a_run_has_ended_or_20_steps_are_done(monkeypatch):
+def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(study_commands, "monotonic", lambda: clock["now"])
-    for kind, steps in (("progress", 21), ("done", 1)):
-        clock["now"] = 0.0
-        progress = study_commands.StudyProgress(Console(file=StringIO()), runs=12, left=12)
-        assert progress._figures(0.0) == "0 of 12 runs"
-        clock["now"], run = 6.0, SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60))
-        result = SimpleNamespace(val_loss=1.0, val_accuracy=None, metrics={}, seconds=1.0)
-        progress.on_event(SimpleNamespace(kind="started", run=run, value=None, fraction=0.0))
-        for step in (1, 20):
-            tick = SimpleNamespace(step=step, steps=60, loss=1.0, step_ms=1.0)
-            progress.on_event(SimpleNamespace(kind="progress", run=run, value=tick, fraction=0.02))
-        assert progress._figures(0.02) == "0 of 12 runs"
-        value = result if kind == "done" else SimpleNamespace(step=steps, steps=60, loss=1.0, step_ms=1.0)
-        progress.on_event(SimpleNamespace(kind=kind, run=run, value=value, fraction=0.1))
-        assert progress._figures(0.1) == f"{int(kind == 'done')} of 12 runs, about 0:54 left"
+    progress = study_commands.StudyProgress(Console(file=StringIO()), runs=12, left=12)
+    run = SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60))
+    tick = SimpleNamespace(step=1, steps=60, loss=1.0, step_ms=1.0)
+    result = SimpleNamespace(val_loss=1.0, val_accuracy=None, metrics={}, seconds=1.0)
+    shown = {}
+    for now, kind, value, fraction in (
+        (0.0, "started", None, 0.0), (60.0, "progress", tick, 0.02), (62.0, "progress", tick, 0.05),
+        (66.0, "progress", tick, 0.12), (70.0, "done", result, 0.22),
+    ):  # fmt: skip
+        clock["now"] = now
+        progress.on_event(SimpleNamespace(kind=kind, run=run, value=value, fraction=fraction))
+        shown[now] = progress._figures(fraction)
+    none = dict.fromkeys((0.0, 60.0, 62.0), "0 of 12 runs")
+    assert shown == {**none, 66.0: "0 of 12 runs, about 0:53 left", 70.0: "1 of 12 runs, about 0:39 left"}
 
 
 @pytest.mark.parametrize(
