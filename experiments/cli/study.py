@@ -444,7 +444,7 @@ def differences_table(preview: StudyPreview) -> Iterator[Table]:
             for label in labels:
                 table.add_column(label, overflow="fold")
             for row in rows:
-                table.add_row(*map(Text, (row.path, *row.values)))
+                table.add_row(*map(Text, row))
             yield table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from eigengraft.component import stage_name
 
@@ -16,19 +16,9 @@ Place = tuple[str, str]
 """(panel, label): the place of a configuration among those that are compared."""
 
 
-class DiffRow(NamedTuple):
-    """A difference in a field, or a component that only some labels have.
-
-    path: dotted path.
-    values: one text for each label, empty if the label has no such field.
-    """
-
-    path: str
-    values: tuple[str, ...]
-
-
-def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[DiffRow]:
-    """Return a row for each difference between the labels of a panel.
+def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, ...]]:
+    """Return a row for each difference between the labels of a panel: its dotted path, and a text for each label, which
+    is empty if the label has no such field.
 
     A field with different values is a row. A component that only some labels have is one row with its fields. If the
     value of a label differs between panels, the name of the panel follows each value.
@@ -49,7 +39,7 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
             rows.append((path, {place: _summary(place, shared) for place in present}))
         rows += [(f"{path}.{field}".strip("."), found) for field, found in own.items()]
     labels = list(dict.fromkeys(label for _, label in places))
-    return [DiffRow(path, tuple(_text(label, found) for label in labels)) for path, found in rows]
+    return [(path, *(_text(label, found) for label in labels)) for path, found in rows]
 
 
 def _differ(found: Mapping[Place, str], among: Collection[Place]) -> bool:
