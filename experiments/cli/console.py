@@ -79,7 +79,7 @@ class LogLines:
 
 def format_loss(loss: float, decimals: int = 3) -> str:
     """Return a loss as text. A small loss has three significant digits (see `number_format`)."""
-    return number_format([loss], decimals=decimals).text(loss)
+    return format(loss, number_format([loss], decimals=decimals))
 
 
 def describe_result(result: Result) -> str:

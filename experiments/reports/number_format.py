@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 _MOST = 6
 """Most decimals of a column. Columns that need more are in scientific notation, which is easier to read from there."""
@@ -15,21 +14,10 @@ _ROUNDING = 2.0**-23
 """Relative spread up to which values count as equal: the spacing of float32, in which most losses are computed."""
 
 
-class NumberFormat(NamedTuple):
-    """The format of all numbers of a column. `kind`: "f" for fixed-point and "e" for scientific notation."""
+def number_format(values: Iterable[float], errors: Iterable[tuple[float, float]] = (), decimals: int = 3) -> str:
+    """Return the format of a column as text for `format`, such as ".3f".
 
-    decimals: int = 3
-    kind: str = "f"
-
-    def text(self, value: float, sign: str = "") -> str:
-        """Return the number as text. `sign`: "+" to write the sign of positive numbers too."""
-        return f"{value:{sign}.{self.decimals}{self.kind}}"
-
-
-def number_format(
-    values: Iterable[float], errors: Iterable[tuple[float, float]] = (), decimals: int = 3
-) -> NumberFormat:
-    """Return the format of a column: fixed-point with `decimals`, unless a number of the column is too small for it.
+    It is fixed-point with `decimals`, unless a number of the column is too small for it.
 
     A value is too small if fewer than `decimals` - 1 of its significant digits would be printed: below 0.01 for three
     decimals. An error is too small if it would be printed as zero. In both cases more decimals are used, so that all
@@ -44,12 +32,12 @@ def number_format(
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     counted = [abs(error) for error, value in errors if math.isfinite(error) and abs(error) > _ROUNDING * abs(value)]
     if min(sizes, default=1.0) >= 10.0 ** (1 - decimals) and not any(_is_zero(error, decimals) for error in counted):
-        return NumberFormat(decimals)
+        return f".{decimals}f"
     by_values = max((_decimals(size, 2 if counted else 3) for size in sizes), default=0)
     by_errors = max((_decimals(error, 2) for error in counted), default=0)
     if by_values > _MOST or any(_is_zero(error, _MOST) for error in counted):
-        return NumberFormat(2, "e")
-    return NumberFormat(min(max(decimals, by_values, by_errors), _MOST))
+        return ".2e"
+    return f".{min(max(decimals, by_values, by_errors), _MOST)}f"
 
 
 def _is_zero(size: float, decimals: int) -> bool:

@@ -13,7 +13,7 @@ from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, leaders, swept
-from .number_format import NumberFormat, number_format
+from .number_format import number_format
 from .records import RESULT_NUMBERS, Records, Run, learning_rate, read_records
 from .seed_statistics import Summary, Target
 
@@ -146,7 +146,7 @@ def rise_notice(panel: ComparisonPanel) -> str:
     return text
 
 
-def format_best(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]:
+def format_best(row: ComparisonRow, form: str) -> tuple[str, str]:
     """Return two texts: mean and spread of the best evaluation of each run, and the mean of their steps."""
     best = row.best_evaluation
     return (_NONE, "") if best is None else (format_summary(best[0], form), f"at step {best[1]:.0f}")
@@ -205,7 +205,7 @@ def format_length(row: ComparisonRow) -> tuple[str, str]:
     return format_number(row.mean("steps"), 0), format_number(sum(ended) / len(ended) if ended else None)
 
 
-def panel_format(panels: Sequence[ComparisonPanel]) -> NumberFormat:
+def panel_format(panels: Sequence[ComparisonPanel]) -> str:
     """Return one number format for all values of the compared metric in these panels: means, spreads, differences,
     intervals.
 
@@ -222,17 +222,17 @@ def panel_format(panels: Sequence[ComparisonPanel]) -> NumberFormat:
     return number_format([final.mean for final in finals], errors)
 
 
-def format_summary(summary: Summary | None, form: NumberFormat) -> str:
+def format_summary(summary: Summary | None, form: str) -> str:
     """Return mean and spread as text."""
     if summary is None:
         return _NONE
     if not math.isfinite(summary.mean):
         return "diverged"
-    spread = "" if summary.spread is None else f" \u00b1 {form.text(summary.spread)}"
-    return f"{form.text(summary.mean)}{spread}"
+    spread = "" if summary.spread is None else f" \u00b1 {summary.spread:{form}}"
+    return f"{summary.mean:{form}}{spread}"
 
 
-def format_difference(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]:
+def format_difference(row: ComparisonRow, form: str) -> tuple[str, str]:
     """Return the mean difference with its 95 % interval, and a text about its test.
 
     The text has t, the p that is not corrected for other rows, and a bootstrap interval if there are enough pairs.
@@ -251,11 +251,11 @@ def format_difference(row: ComparisonRow, form: NumberFormat) -> tuple[str, str]
     return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{drawn}"
 
 
-def signed(value: float, form: NumberFormat) -> str:
+def signed(value: float, form: str) -> str:
     """Return a number with its sign. A negative number has a typographic minus sign; the minus of an exponent stays a
     hyphen.
     """
-    text = form.text(value, "+")
+    text = format(value, f"+{form}")
     return text.replace("-", _MINUS, 1) if text.startswith("-") else text
 
 
@@ -264,9 +264,9 @@ def format_number(value: float | None, digits: int = 1) -> str:
     return _NONE if value is None else f"{value:.{digits}f}"
 
 
-def format_value(value: float | None, form: NumberFormat) -> str:
+def format_value(value: float | None, form: str) -> str:
     """Return the number in the format of its column, a dash for None."""
-    return _NONE if value is None else form.text(value)
+    return _NONE if value is None else format(value, form)
 
 
 def format_metric(value: float | None) -> str:
@@ -422,7 +422,7 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)
 
 
-def _final(row: ComparisonRow, panel: ComparisonPanel, form: NumberFormat) -> TableCell:
+def _final(row: ComparisonRow, panel: ComparisonPanel, form: str) -> TableCell:
     diverged = f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else ""
     text = format_summary(row.final, form) + (" *" if row is panel.best else "") + diverged
     return TableCell(text, bold=row.tested and row in panel.leaders)

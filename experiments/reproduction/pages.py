@@ -10,7 +10,7 @@ from statistics import fmean
 
 from eigengraft.errors import RecipeError
 
-from ..reports.number_format import NumberFormat, number_format
+from ..reports.number_format import number_format
 from ..reports.seed_statistics import Summary, summarize
 from ..reports.tables import format_rate, format_summary, markdown_table
 from ..studies.study import load_study
@@ -78,7 +78,7 @@ def study_table(results: StudyResults) -> str:
     }
     rows = []
     for labels, own in cells.items():
-        form = forms.get(_panel(own[0], results.compare), NumberFormat())
+        form = forms.get(_panel(own[0], results.compare), ".3f")
         rows.append((*labels, *_numbers(own, lengths, format_summary(losses[labels], form))))
     seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
     made = "; ".join(f"{key} {value}" for key, value in results.made.items())
@@ -118,11 +118,12 @@ def _measured(finding: ClaimFinding, claim: PaperClaim) -> str:
         lost = sum(not math.isfinite(value) for value in finding.values.values())
         return f"no value with {lost} of {len(finding.values)} seeds"
     if finding.low is None or finding.high is None or finding.low == finding.high:
-        return number_format((), [(finding.mean, 0.0)]).text(finding.mean, sign)
+        return format(finding.mean, sign + number_format((), [(finding.mean, 0.0)]))
     ends = (finding.low, finding.high)
-    form = number_format((), [((finding.high - finding.low) / 2, 0.0), (max(map(abs, (finding.mean, *ends))), 0.0)])
-    low, high = (form.text(end, sign) for end in ends)
-    return f"{form.text(finding.mean, sign)} [{low}, {high}]"
+    sizes = (finding.high - finding.low) / 2, max(map(abs, (finding.mean, *ends)))
+    form = sign + number_format((), [(size, 0.0) for size in sizes])
+    low, high = (format(end, form) for end in ends)
+    return f"{finding.mean:{form}} [{low}, {high}]"
 
 
 def renewed(text: str, tables: Mapping[str, str], where: str) -> str:

@@ -45,9 +45,9 @@ def table(found: Losses) -> list[str]:
         changes = [[by_delay[delay][seed] - loss for seed, loss in before.items()] for delay in DELAYS[1:]]
         errors = [stdev(change) / len(change) ** 0.5 for change in changes]
         form = number_format([fmean(before.values())], [(error, fmean(before.values())) for error in errors])
-        cells = [form.text(fmean(before.values()))]
+        cells = [format(fmean(before.values()), form)]
         for change, error in zip(changes, errors, strict=True):
-            cells.append(f"{form.text(fmean(change), '+')} ± {form.text(error)}")
+            cells.append(f"{fmean(change):+{form}} ± {error:{form}}")
         lines.append(f"| {METHODS[name]} | {interval} | {' | '.join(cells)} |")
     return lines
 

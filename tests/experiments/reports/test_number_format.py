@@ -5,26 +5,26 @@ import math
 import pytest
 
 from eigengraft.experiments.cli.console import format_loss
-from eigengraft.experiments.reports.number_format import NumberFormat, number_format
+from eigengraft.experiments.reports.number_format import number_format
 
 
 @pytest.mark.parametrize(
     ("values", "spreads", "expected"),
     [
-        ([2.25, 0.9], [0.35, 0.14], NumberFormat(3)),
-        ([0.512, 100.0], [0.0006, 0.02], NumberFormat(3)),  # the spread is printed as 0.001
-        ([0.512, 100.0], [0.0004, 0.02], NumberFormat(5)),
-        ([0.6], [0.1, 9.999999999998899e-05], NumberFormat(5)),  # 1e-4 but for rounding
-        ([0.024, 0.03], [2e-4, 1e-3], NumberFormat(5)),
-        ([3e-4], [], NumberFormat(6)),  # three digits
-        ([3e-4, 2.0], [2e-5, 0.1], NumberFormat(6)),
-        ([0.0012, 0.0008], [], NumberFormat(6)),
-        ([0.5], [4e-6], NumberFormat(6)),  # one digit is enough beside 0.500000
-        ([3e-5], [], NumberFormat(2, "e")),
-        ([3e-7, 2.0], [2e-8, 0.1], NumberFormat(2, "e")),
-        ([0.5, 0.5], [0.0, 1e-17], NumberFormat(3)),  # equal, but for rounding
-        ([0.0, math.inf, math.nan], [math.nan], NumberFormat(3)),
-        ([], [], NumberFormat(3)),
+        ([2.25, 0.9], [0.35, 0.14], ".3f"),
+        ([0.512, 100.0], [0.0006, 0.02], ".3f"),  # the spread is printed as 0.001
+        ([0.512, 100.0], [0.0004, 0.02], ".5f"),
+        ([0.6], [0.1, 9.999999999998899e-05], ".5f"),  # 1e-4 but for rounding
+        ([0.024, 0.03], [2e-4, 1e-3], ".5f"),
+        ([3e-4], [], ".6f"),  # three digits
+        ([3e-4, 2.0], [2e-5, 0.1], ".6f"),
+        ([0.0012, 0.0008], [], ".6f"),
+        ([0.5], [4e-6], ".6f"),  # one digit is enough beside 0.500000
+        ([3e-5], [], ".2e"),
+        ([3e-7, 2.0], [2e-8, 0.1], ".2e"),
+        ([0.5, 0.5], [0.0, 1e-17], ".3f"),  # equal, but for rounding
+        ([0.0, math.inf, math.nan], [math.nan], ".3f"),
+        ([], [], ".3f"),
     ],
 )
 def test_a_column_has_the_digits_that_its_smallest_numbers_need(values, spreads, expected):
