@@ -202,7 +202,7 @@ def _worst(row: ComparisonRow, measure: str) -> tuple[str, str]:
 def format_length(row: ComparisonRow) -> tuple[str, str]:
     """Return two texts: the mean steps, and the mean training seconds corrected for other load of the machine."""
     ended = [run.seconds()[-1] for run in row.runs if run.result]
-    return format_number(row.mean("steps"), 0), format_number(sum(ended) / len(ended) if ended else None)
+    return format_number(row.mean("steps"), ".0f"), format_number(sum(ended) / len(ended) if ended else None)
 
 
 def panel_format(panels: Sequence[ComparisonPanel]) -> str:
@@ -259,12 +259,7 @@ def signed(value: float, form: str) -> str:
     return text.replace("-", _MINUS, 1) if text.startswith("-") else text
 
 
-def format_number(value: float | None, digits: int = 1) -> str:
-    """Return the number with this many digits after the point, a dash for None."""
-    return _NONE if value is None else f"{value:.{digits}f}"
-
-
-def format_value(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str = ".1f") -> str:
     """Return the number in the format of its column, a dash for None."""
     return _NONE if value is None else format(value, form)
 
@@ -390,11 +385,11 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     if panel.risen:
         columns.append(("best evaluation", lambda row: (" ".join(format_best(row, form)),)))
     if panel.reports_accuracy:
-        columns.append(("accuracy", lambda row: (format_number(row.mean("val_accuracy"), 3),)))
+        columns.append(("accuracy", lambda row: (format_number(row.mean("val_accuracy"), ".3f"),)))
     for name in panel.further:
         means = {row.label: row.mean(name) for row in panel.rows}
         own = number_format(value for value in means.values() if value is not None)
-        columns.append((name, lambda row, means=means, own=own: (format_value(means[row.label], own),)))  # type: ignore[misc]
+        columns.append((name, lambda row, means=means, own=own: (format_number(means[row.label], own),)))  # type: ignore[misc]
     columns.append(("seeds", lambda row: (_seeds(row),)))
     if base is not None and not base.rises:
         goal = f"{base.title}\u2019s final value"
