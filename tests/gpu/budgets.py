@@ -27,8 +27,11 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +39,7 @@ import torch
 from torch import nn
 
 import eigengraft
-from eigengraft.optimizers.step import capture
+from eigengraft.optimizers.step import capture, program
 from eigengraft.optimizers.step.program import CHECKED_UPDATES
 from eigengraft.testing import DeviceCounts, accelerator
 from eigengraft.testing.device_costs import DECOMPOSITIONS
@@ -44,11 +47,10 @@ from eigengraft.testing.device_costs import DECOMPOSITIONS
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.recording import Operations, Recording
-
 TABLE = Path(__file__).with_suffix(".csv")
 WIDTH, VOCABULARY, LENGTH = 16, 131, 21
-STEPS = 5
+STEPS = CHECKED_UPDATES + 2
+"""A first gradient that updates nothing, updates in which new stages are checked, and a steady step."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,25 @@ def declared(recipe: Any) -> dict[str, Any]:
     return declaration
 
 
-def steps(recipe: Any, layers: int, dtype: torch.dtype = torch.float32) -> tuple[int, list[DeviceCounts]]:
+@contextmanager
+def unchecked() -> Iterator[int]:
+    """Leave out the checks of new stages, for counts of steady steps alone. Give the steps before the first of them."""
+    with ExitStack() as stack:
+        for module in (program, capture):
+            stack.enter_context(mock.patch.object(module, "CHECKED_UPDATES", 0))
+        yield STEPS - CHECKED_UPDATES
+
+
+def steady(recipe: Any, layers: int, dtype: torch.dtype = torch.float32) -> tuple[int, DeviceCounts]:
+    """(bytes of the parameters, counts of a steady step)."""
+    with unchecked() as before:
+        size, found = steps(recipe, layers, dtype, before + 1)
+    return size, found[-1]
+
+
+def steps(
+    recipe: Any, layers: int, dtype: torch.dtype = torch.float32, number: int = STEPS
+) -> tuple[int, list[DeviceCounts]]:
     """(bytes of the parameters, counts of the first steps); recipe: a name, or a declaration."""
     declaration = declared(recipe)
     generator, found = torch.Generator().manual_seed(0), list[DeviceCounts]()
@@ -115,7 +135,7 @@ def steps(recipe: Any, layers: int, dtype: torch.dtype = torch.float32) -> tuple
         values = [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in gpt2(layers)]
         named = [(name, nn.Parameter(value.to(run.device))) for name, value in values]
         optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
-        for _ in range(STEPS):
+        for _ in range(number):
             for _, parameter in named:
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device, dtype)
             with accelerator("cuda") as counts:
@@ -124,49 +144,63 @@ def steps(recipe: Any, layers: int, dtype: torch.dtype = torch.float32) -> tuple
     return sum(value.nbytes for _, value in values), found
 
 
-class Counted(Operations):
-    """A graph that counts the kernels of its replays, which are not those of a step that launches it."""
+class Counted:
+    """A way to capture steps: a replay launches the step again, and its kernels are counted apart."""
 
-    kernels = 0
+    def __init__(self) -> None:
+        self.kernels = 0
 
-    def replay(self) -> None:
-        with accelerator("cuda") as own:
-            super().replay()
-        Counted.kernels += own.kernels
+    def __call__(self, device: torch.device) -> Counted:
+        return self
+
+    def warm_up(self, body: capture.Body) -> None:
+        body()
+
+    def capture(self, body: capture.Body) -> Any:
+        def replay() -> None:
+            with accelerator("cuda") as own:
+                body()
+            self.kernels += own.kernels
+
+        return SimpleNamespace(replay=replay)
 
 
 def in_a_graph(recipe: str) -> tuple[int, int]:
     """(kernels in graphs, kernels outside) of a steady step with 4 layers and `graph: true`."""
-    declaration = declared(recipe) | {"graph": True}
-    generator = torch.Generator().manual_seed(0)
-    capturers = {"cuda": lambda device: Recording(Counted)}
-    with accelerator("cuda") as run, mock.patch.dict(capture.CAPTURERS, capturers), warnings.catch_warnings():
+    declaration = eigengraft.load_recipe(declared(recipe) | {"graph": True})
+    generator, graphs = torch.Generator().manual_seed(0), Counted()
+    grafts = [stage.start for rule in declaration.rules().values() for _, stage in rule.stages() if stage.kind == "graft"]
+    with (
+        accelerator("cuda") as run,
+        mock.patch.dict(capture.CAPTURERS, {"cuda": graphs}),
+        warnings.catch_warnings(),
+        unchecked() as before,
+    ):
         warnings.simplefilter("ignore")  # of recipes without a graph
         named = [(name, nn.Parameter(torch.randn(s, generator=generator).to(run.device))) for name, s in gpt2(4)]
         optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
         for _, parameter in named:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device)
-        for _ in range(
-            CHECKED_UPDATES + 6
-        ):  # a first gradient that updates nothing, then once as it is, once recorded, once checked
-            Counted.kernels = 0
+        # then once as it is, once recorded, once captured and checked, once replayed
+        for _ in range(max(before, *(start - 1 for start in grafts), 0) + 4):
+            graphs.kernels = 0
             with accelerator("cuda") as counts:
                 optimizer.step()
-    return Counted.kernels, counts.kernels - Counted.kernels
+    return graphs.kernels, counts.kernels - graphs.kernels
 
 
 def measure(recipe: str) -> tuple[Budget, DeviceCounts]:
     """(numbers of a recipe, counts of its steady step with 4 layers)."""
-    (_, few), (size, many) = (steps(recipe, layers) for layers in (4, 12))
-    steady, more = few[-1], many[-1]
+    (_, few), (size, more) = steps(recipe, 4), steady(recipe, 12)
+    own = few[-1]
     waits = [
-        sum(own.waits for line, own in counts.by_line("waits").items() if line.split()[1] not in DECOMPOSITIONS)
+        sum(found.waits for line, found in counts.by_line("waits").items() if line.split()[1] not in DECOMPOSITIONS)
         for counts in few
     ]
-    numbers = (steady.waits, steady.uploads, steady.kernels, more.kernels - steady.kernels)
+    numbers = (own.waits, own.uploads, own.kernels, more.kernels - own.kernels)
     return Budget(
         *numbers, round(more.traffic / size, 1), round(more.peak / size, 2), max(waits), *in_a_graph(recipe)
-    ), steady
+    ), own
 
 
 def table() -> dict[str, Budget]:

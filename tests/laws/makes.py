@@ -10,9 +10,9 @@ from typing import Any
 from .rows import Fault, Make
 
 EVERY = {"kind": "every", "steps": 1, "stagger": "none"}
-LATE = {"kind": "every", "steps": 2, "start": 9, "stagger": "none"}
-SPREAD = {"kind": "every", "steps": 3, "start": 8}
-DELAYED = {"kind": "every", "steps": 2, "start": 8, "min_wave_work": 1, "delay": 2}
+LATE = {"kind": "every", "steps": 2, "start": 5, "stagger": "none"}
+SPREAD = {"kind": "every", "steps": 3, "start": 4}
+DELAYED = {"kind": "every", "steps": 2, "start": 4, "min_wave_work": 1, "delay": 2}
 MOMENTUM = {"kind": "momentum", "beta": 0.9}
 SAME_DECAY = {"kind": "gram", "beta": 0.9}
 """A statistic that forgets as fast as RMS."""

@@ -12,7 +12,7 @@ from eigengraft.component import validated
 from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver, walk
 from eigengraft.testing.samples import TRAJECTORY_STEPS
 from eigengraft.testing.solver_laws import ROUNDING, SolverCase
-from eigengraft.testing.stage_case import BLOCKS, StageCase
+from eigengraft.testing.stage_case import StageCase
 
 Make = Mapping[str, Any]
 
@@ -21,8 +21,10 @@ STOPPING = ("coupled_newton", "higher_order", "newton_db")
 """Root solvers that stop at a tolerance, 1e-6 at most: the rounding of c A may give them one step more."""
 COSINES = {"svd": 1 - 1e-12, "triangular": 0.8}
 """Least cosines between P(X) and U V^T, where it is not 0.9; rows of `triangular` are orthogonal to first order."""
-BRIEF = 8
-"""Steps of trajectories of stages that have refreshed every block again by then, or never refresh."""
+BLOCKS = ((6, 5), (3,), (3, 2, 4), (1, 1))
+"""Shapes of the blocks to try. The statistics of a vector of three entries are regular after three gradients."""
+LENGTHS = (6, 8, TRAJECTORY_STEPS)
+"""Lengths of trajectories. That of a stage is the first by which it has refreshed every block again."""
 RESTLESS = "qr_iteration"
 """Ascending order and single steps: does not settle, as its docstring says and `test_bases.py` measures."""
 
@@ -63,7 +65,7 @@ class Row:
     def stage(self) -> StageCase:
         """The case of a row about a stage."""
         stage = validated(Stage, dict(self.make))  # type: ignore[type-abstract]
-        steps = BRIEF if settled_after(stage) < BRIEF else TRAJECTORY_STEPS
+        steps = next(length for length in LENGTHS if settled_after(stage) < length)
         return StageCase(stage, self.blocks, self.degree, bool(self.rotates), self.singular, steps)
 
     def solver(self, family: str) -> SolverCase[Any]:

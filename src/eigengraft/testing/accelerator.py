@@ -25,7 +25,7 @@ to torch; `missing_names` returns those that this version of torch lacks.
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -215,13 +215,16 @@ class _Memory:
     def __init__(self, device: _Device, host: Tensor) -> None:
         storage = host.untyped_storage()
         self.device, self.key, self.size = device, storage._cdata, storage.nbytes()
-        if device.held[self.key] == 0:
+        others = device.held.get(self.key, 0)
+        if others == 0:
             device.hold(self.size)
-        device.held[self.key] += 1
+        device.held[self.key] = others + 1
 
     def __del__(self) -> None:
-        self.device.held[self.key] -= 1
-        if self.device.held[self.key] == 0:
+        others = self.device.held[self.key] - 1
+        if others:
+            self.device.held[self.key] = others
+        else:
             del self.device.held[self.key]
             self.device.hold(-self.size)
 
@@ -330,7 +333,7 @@ class _Device(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         if kind == "sim":
             register_sim()
-        self.place, self.sections, self.held = torch.device(f"{kind}:0"), list[DeviceCounts](), Counter[int]()
+        self.place, self.sections, self.held = torch.device(f"{kind}:0"), list[DeviceCounts](), dict[int, int]()
 
     def __enter__(self) -> _Device:
         with ExitStack() as stack:
@@ -358,18 +361,25 @@ class _Device(TorchDispatchMode):
     def hold(self, size: int) -> None:
         """Add to the number of bytes on the device; a negative number is subtracted."""
         for counts in self.sections:
-            counts.live += size
-            counts.peak = max(counts.peak, counts.live)
+            counts.live = live = counts.live + size
+            if live > counts.peak:
+                counts.peak = live
 
-    def note(self, operation: str, **numbers: int) -> None:
+    def note(
+        self, operation: str, waits: int = 0, uploads: int = 0, downloads: int = 0, kernels: int = 0, traffic: int = 0
+    ) -> None:
         """Add numbers to the counts of all open `with` statements, for the line of code that runs."""
         line = (*_site(), operation)
         for counts in self.sections:
-            counts.add(**numbers)
-            counts.lines[line].add(**numbers)
+            counts.add(waits, uploads, downloads, kernels, traffic)
+            counts.lines[line].add(waits, uploads, downloads, kernels, traffic)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, tensors_in((args, kwargs))
+        name, tensors = _name(func), list[Tensor]()
+        kwargs = {**kwargs} if kwargs else {}
+        _collect(args, tensors)
+        if kwargs:
+            _collect(kwargs.values(), tensors)
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
         if (fake := active_fake_mode()) is not None:  # a fake tensor has the device, so fake tensors are passed on
             known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, (args, kwargs))
@@ -391,13 +401,20 @@ class _Device(TorchDispatchMode):
         if copies and name == "copy_" and (stream := _Stream.current()) is not _Stream.first:
             stream.add(lambda: func(*plain_args, **plain_kwargs))
             return args[0]
-        result = found = _computed(func, plain_args, plain_kwargs)
+        result = found = _computed(func, name, plain_args, plain_kwargs)
+        stored = list[Tensor]()
         if here or (target is None and name != "_local_scalar_dense"):
             shares = own[0] if own and func.is_view else None
             given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
-            result = _mapped(lambda x: given[id(x)] if id(x) in given else SimulatedTensor(x, shares), found)
+
+            def on_device(x: Tensor) -> Tensor:
+                made = given.get(id(x))
+                stored.append(SimulatedTensor(x, shares) if made is None else made)
+                return stored[-1]
+
+            result = _mapped(on_device, found)
         if not copies and (launched := costs.launched_kernels(func, args)):
-            stored = [x for x in tensors_in(result) if isinstance(x, SimulatedTensor)]
+            stored = [x for x in stored if isinstance(x, SimulatedTensor)]
             self.note(name, kernels=launched, traffic=costs.traffic(own, stored))
         return result
 
@@ -455,12 +472,18 @@ def _on_host(x: Any) -> Any:
     return {key: _on_host(item) for key, item in x.items()} if isinstance(x, dict) else x
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation on the CPU.
+@cache
+def _name(func: Any) -> str:
+    """Return the name of an operation without the name of its overload."""
+    return str(func.overloadpacket.__name__)
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation, whose name is given, on the CPU.
 
     Products in low precision with sums in float32 exist only on CUDA, so they are computed from float32 copies.
     """
-    if func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype":
+    if name == "bmm" and func._overloadname == "dtype":
         return torch.bmm(args[0].float(), args[1].float()).to(args[2])
     return func(*args, **kwargs)
 
