@@ -140,6 +140,7 @@ class Sizes(NamedTuple):
 
     model: whose parameters the steps are of.
     captured: whose parameters the captured steps are of.
+    intervals: intervals between refreshes that the captured steps go through.
     warm, steps: steps before the measurement, and in it.
     device, host: (order, batch) of the matrices that are decomposed there.
     tests: what pytest is called with.
@@ -147,6 +148,7 @@ class Sizes(NamedTuple):
 
     model: Any
     captured: Any
+    intervals: float
     warm: int
     steps: int
     device: tuple[tuple[int, int], ...]
@@ -158,16 +160,24 @@ SMALL = ((32, 64), (64, 64))
 """Orders on both sides of the one from which on CUDA decomposes one matrix after the other."""
 LARGE = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
 REAL = Sizes(
-    MODELS["gpt2"], GPT2(2, 128, 512, 64), 12, 20, (*SMALL, *LARGE), (*SMALL, *LARGE[:6]), (*TESTS, "-m", "gpu")
+    MODELS["gpt2"],
+    GPT2(2, 128, 512, 64),
+    3,
+    12,
+    20,
+    (*SMALL, *LARGE),
+    (*SMALL, *LARGE[:6]),
+    (*SHARED, *TESTS, "-m", "gpu"),
 )
 TINY = Sizes(
     GPT2(1, 32, 64, 16),
     GPT2(1, 32, 64, 16),
-    3,
-    3,
+    1.5,
+    2,
+    2,
     ((8, 2),),
     ((8, 2),),
-    ("tests/gpu/test_laws_on_device.py", "-k", "simulated and momentum"),
+    ("-n", "0", "tests/gpu/test_laws_on_device.py", "-k", "simulated and momentum"),
 )
 Row = dict[str, Any]
 
@@ -177,7 +187,7 @@ def laws(sizes: Sizes) -> Iterator[Row]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     with TemporaryDirectory() as folder:
         report = Path(folder, "laws.xml")
-        command = [sys.executable, "-m", "pytest", "-q", *SHARED, f"--junitxml={report}", *sizes.tests]
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *sizes.tests]
         try:
             subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=False, stdout=sys.stderr)
             suite = next(ElementTree.parse(report).iter("testsuite"))
@@ -248,7 +258,7 @@ def _captured(recipe: str, sizes: Sizes) -> Row:
         with mock.patch.dict(capture.CAPTURERS, {} if way is None else {"cuda": way}):
             named = [(name, Parameter(x.to(device))) for name, x in start]
             runs.append((named, Optimizer(named, recipe, lr=1e-3, overrides={"graph": way is not None})))
-    differing, total = 0, 3 * INTERVAL
+    differing, total = 0, int(sizes.intervals * INTERVAL)
     for step in range(total):
         given = [1e-2 * torch.randn(x.shape, generator=generator).to(device) for _, x in start]
         for named, optimizer in runs:
