@@ -92,7 +92,7 @@ class UpdateRule(Component):
         This is so if the rule has stages in `after_decay`, which receive the sum, or if a stage computes a step size,
         which multiplies the sum.
         """
-        return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
+        return bool(self.after_decay) or any(slot.step_size for slot in self._possible_slots)
 
     def lagging(self) -> bool:
         """Return True if a stage only initializes its statistics with the first gradient. Parameters then do not change

@@ -169,7 +169,9 @@ def in_a_graph(recipe: str) -> tuple[int, int]:
     """(kernels in graphs, kernels outside) of a steady step with 4 layers and `graph: true`."""
     declaration = eigengraft.load_recipe(declared(recipe) | {"graph": True})
     generator, graphs = torch.Generator().manual_seed(0), Counted()
-    grafts = [stage.start for rule in declaration.rules().values() for _, stage in rule.stages() if stage.kind == "graft"]
+    grafts = [
+        stage.start for rule in declaration.rules().values() for _, stage in rule.stages() if stage.kind == "graft"
+    ]
     with (
         accelerator("cuda") as run,
         mock.patch.dict(capture.CAPTURERS, {"cuda": graphs}),

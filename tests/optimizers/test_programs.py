@@ -23,7 +23,7 @@ from ..refusals import refused
 from ..trajectories import normal
 
 SHAPES = ((24, 16), (24, 16), (16, 40), (16,), (16,))
-STEPS = 14
+STEPS = 12
 """More than the interval of most refreshes, so that programs run before and after one."""
 
 
@@ -241,7 +241,7 @@ import torch
 from torch._dynamo.utils import counters
 from eigengraft import Optimizer
 
-shapes = ((8, 6), (8, 6), (5, 7))
+shapes = ((8, 6), (8, 6))
 for recipe in json.loads(sys.argv[1]):
     counters.clear()
     named = [(f"layers.{i}.weight", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
@@ -252,12 +252,12 @@ for recipe in json.loads(sys.argv[1]):
 
 @pytest.mark.slow  # two processes with a compiler
 def test_a_second_process_loads_programs_from_the_disk(tmp_path: Path) -> None:
-    """One of entries, whose length is a symbol, and two of blocks: of shape (8, 6) twice, and of (5, 7)."""
+    """One of entries, whose length is a symbol, and one of blocks."""
     recipes = json.dumps([{"base": "sgd", "routes": []}, {**CLIPPED, "blocking": {}}])
     found = [run("-c", COMPILE, recipes, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     assert [done.returncode for done in found] == [0, 0], found[0].stderr + found[1].stderr
     assert [done.stdout.splitlines() for done in found] == [
-        [f"{{'fxgraph_cache_{kind}': {programs}}}" for programs in (1, 2)] for kind in ("miss", "hit")
+        [f"{{'fxgraph_cache_{kind}': 1}}"] * 2 for kind in ("miss", "hit")
     ]
 
 

@@ -822,7 +822,7 @@ def test_wrong_declarations_name_the_field() -> None:
 def test_every_recipe_takes_every_averaging(name: str, averaging: dict[str, Any]) -> None:
     """Four steps, evaluation and back, and a resume from evaluation that goes on as the run that never stopped."""
     declared = {**load_recipe(name).model_dump(mode="json"), "averaging": averaging}
-    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.LayerNorm(3))
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
     optimizer = eigengraft.compose(declared, net)
     params = list(net.parameters())
     before = values(params)
@@ -837,8 +837,8 @@ def test_every_recipe_takes_every_averaging(name: str, averaging: dict[str, Any]
     optimizer.train()
     assert equal(values(params), trained)
     resumed.train()
-    drive(optimizer, params, range(4, 7))
-    drive(resumed, list(twin.parameters()), range(4, 7))
+    drive(optimizer, params, range(4, 6))
+    drive(resumed, list(twin.parameters()), range(4, 6))
     assert equal(everything(optimizer), everything(resumed))
 
 
