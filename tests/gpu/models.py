@@ -18,12 +18,12 @@ class LoRA(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, linear layers, norm, convolution, experts, a LoRA pair, one of which is wide, and a head."""
+    """Embedding, linear layers of two shapes, norm, convolution, experts, a LoRA pair and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.emb, self.lm_head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(8, 12)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 12)
         self.norm, self.conv, self.lora = nn.LayerNorm(8), nn.Conv2d(2, 4, 3), LoRA()
         self.experts = nn.Parameter(torch.randn(3, 6, 6) * 0.1)
 
