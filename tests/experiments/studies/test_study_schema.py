@@ -11,7 +11,7 @@ from eigengraft.experiments.benches import StepBench
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.track.report import PUBLISHED, Ranking
-from eigengraft.experiments.track.track import ENTRIES_FILE, Track
+from eigengraft.experiments.track.track import ENTRIES_FILE, Track, read_table
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
@@ -83,6 +83,8 @@ def kind_of(path):
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES])
 def test_every_file_of_experiments_and_papers_follows_its_schema(path):
     schema, data = schema_of(kind_of(path)), read_yaml(path)
+    if path.name == ENTRIES_FILE:
+        data = {name: dict(entry.recipe) for name, entry in read_table(path.parent).items()}
     for one in data.values() if path.name in TABLES else [data]:
         assert violations(schema, one) == []
 
