@@ -1,7 +1,8 @@
 """A benchopt solver that trains with a recipe, for benchmarks that train a torch model, such as benchmark_nanogpt.
 
-`eigengraft export benchopt` copies this file into the folder `solvers` of a benchmark. The objective must pass `model`,
-whose call returns the loss first, and `train_dataloader`, which has the method `get_distributed_data_generator`.
+`eigengraft export benchopt` copies this file into the folder `solvers` of a benchmark. The objective must pass `model`
+and `train_dataloader`. A call of `model` must return a tuple that begins with the loss. `train_dataloader` must have
+the method `get_distributed_data_generator`.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Solver(BaseSolver):
             step += 1
 
     def _evaluated(self, cb: Any, optimizer: Any) -> bool:
-        """Let benchopt evaluate the weights that the recipe evaluates, such as averaged ones. Return True if the run
-        continues.
+        """Let benchopt evaluate the model with the weights that the recipe provides for evaluation, such as averaged
+        weights. Return True if the run continues.
         """
         optimizer.eval()
         try:

@@ -1,4 +1,6 @@
-"""timm: recipes as optimizers in timm's registry. A recipe is registered for a model and reads its parameter names."""
+"""timm: recipes as optimizers in timm's registry. A recipe is registered for one model, because it needs the names of
+the model's parameters.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class RecipesContainer(OptimizersContainer):
     3e-3})])`
 
     Pass changes of a recipe as `overrides` in `optimizer_factory_kwargs_by_name`, under the name of the recipe. If
-    torchtitan splits a model into parts, groups with the same recipe become one optimizer for each part, and the routes
-    of the recipe are applied to each part separately.
+    torchtitan splits a model into parts, groups with the same recipe become one optimizer for each part. The routes of
+    the recipe, which choose an update for each parameter, are then applied to each part separately.
     """
 
     @dataclass(kw_only=True, slots=True)
