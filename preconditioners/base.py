@@ -112,8 +112,8 @@ class Inner:
 
     chain: stages of the chain, in order.
     block: shape of a block inside the chain.
-    sensitive: True if an error in the chain's second moments changes the size of every update. The format that a recipe
-        chooses for the role `second_moment` is then not used for these second moments.
+    sensitive: True if an error in the chain's second moments changes the size of every update. An entry of the recipe's
+        `storage` for the role `second_moment` then does not quantize these second moments.
     """
 
     chain: Stages
@@ -450,7 +450,7 @@ class DelayedRefresh(Stage):
 
         The method may run in another thread. It reads a copy of the stage's slots, and must not write state.
 
-        context: steps and corrections of the update at which the refresh is due, without signals.
+        context: step numbers and bias corrections of the update at which the refresh is due. It has no signals.
         """
 
     @abstractmethod
@@ -563,8 +563,8 @@ def run_chain(
 ) -> Tensor:
     """Run the stages of a chain in order.
 
-    Each stage maps the direction that the stage before it returned. While the direction is still the gradient, the
-    result of a stage without state replaces both gradient and direction for the following stages.
+    Each stage maps the direction that the stage before it returned. Until a stage with state has run, gradient and
+    direction are the same tensor, and the result of each stage replaces both of them for the following stages.
 
     Args:
         stages: the chain.
@@ -572,7 +572,8 @@ def run_chain(
         gradient: `[N, *block]`, which the chain does not change.
         direction: `[N, *block]`, the incoming direction: the object `gradient` itself if no stage with state has run
             yet.
-        context: steps, corrections and signals. If `context.priming` is set, all stages with state are only primed.
+        context: step numbers, bias corrections and signals. If `context.priming` is set, all stages with state are only
+            primed.
 
     Returns:
         The last direction `[N, *block]`.

@@ -25,10 +25,10 @@ of the phase k / n in a period n is k, but in floating point n * (k / n) may be 
 class Cadence(Component, ABC, family="cadence"):
     """The rule that decides which blocks of a stack are due for a refresh.
 
-    A member defines `due_again`, and `due` adds the first refresh of each block. The decision is made on the host
-    before the hooks of a step run. It uses only numbers that are on the host: the steps, phases and seeds of the
-    context. The phase of a block is a number from 0 to 1 that shifts its refreshes within a period, so that not all
-    blocks are due at once.
+    A subclass defines `due_again`. The method `due` of this class adds the first refresh of each block. The decision is
+    made on the host before the hooks of a step run. It uses only numbers that are on the host: the steps, phases and
+    seeds of the context. The phase of a block is a number from 0 to 1 that shifts its refreshes within a period, so
+    that not all blocks are due at once.
     """
 
     number: ClassVar[tuple[str, str] | None] = ("every", "steps")
@@ -125,12 +125,13 @@ class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
     t is the number of the block's own step; `start`, `offset` and `steps` are fields. With `stagger: none` all blocks
-    are due at once, as in the published codes. With `stagger: cost` the phases spread the blocks over the interval in
-    waves of about equal work. A wave is the set of blocks that are due in the same step.
+    are due at once, as in the published implementations of the optimizers. With `stagger: cost` the phases spread the
+    blocks over the interval in waves of about equal work. A wave is the set of blocks that are due in the same step.
 
-    The number of waves is as large as possible, as long as the mean work of a wave is at least `min_wave_work` times
-    the work of the costliest block. Ranks refresh the blocks of a wave in parallel, so that some ranks wait if a wave
-    has fewer blocks than there are ranks. With `min_wave_work: 1` all steps cost about the same.
+    The number of waves is the largest for which the mean work of a wave is at least `min_wave_work` times the work of
+    the costliest block. Waves should be large if there are several ranks: the ranks refresh the blocks of a wave in
+    parallel, and some of them wait if a wave has fewer blocks than there are ranks. With `min_wave_work: 1` there is
+    one wave in each step, so that all steps cost about the same.
 
     With `delay: k` a refresh that is due at t reads the state of update t and takes effect at update t + k. Until then
     it is computed beside training, if the device can do so. The first refresh of a block takes effect at once.
@@ -214,10 +215,10 @@ class Every(Cadence):
 
 
 def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: bool) -> NDArray[np.int64]:
-    """Return the steps 0 .. `steps` - 1 of a period in which blocks with these phases are due.
+    """Return for each phase the step of a period, 0 .. `steps` - 1, at which blocks with this phase are due.
 
-    offset: step in which blocks with the phase 0 are due.
-    staggered: False if all blocks are due in this step, whatever their phases.
+    offset: step at which blocks with the phase 0 are due.
+    staggered: False if all blocks are due at the step of the phase 0, whatever their phases.
     """
     spread = phases if staggered else phases * 0
     due: NDArray[np.int64] = (((spread * steps + ROUNDED) // 1 + offset) % steps).astype(np.int64)

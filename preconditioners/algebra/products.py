@@ -94,7 +94,8 @@ _FEW = 16
 """Number of columns below which products are slow, because the columns do not fill a vector register."""
 _LONG = 4
 """A middle axis counts as long if its length exceeds this number times the product of the lengths after it. For a long
-axis, one product of a reordered copy is faster than many products with few columns each.
+axis, x is copied in another order of axes, so that one product multiplies all columns. This is faster than one product
+with few columns for each index of the axes before it.
 """
 
 _SHORT = 64
@@ -144,10 +145,12 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     """Return x multiplied by the matrix of every axis, without a copy of x for each axis.
 
-    Each product X^T M^T multiplies the first axis by its matrix M and moves this axis to the end, so that the next axis
-    becomes the first. The last `short` axes are moved together, by one copy of x.
+    The first axis of x is multiplied by its matrix M as X^T M^T, where X is x as a matrix with this axis as rows. The
+    product moves the axis to the end, so that the next axis becomes the first. This is repeated for all axes except the
+    last `short` axes, which are then at the front. They are multiplied there, and one copy of x moves them to the end
+    together.
 
-    short: number of axes at the end that are too short for this product; 0 for none.
+    short: number of axes at the end that are too short for the product X^T M^T; 0 for none.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -239,9 +242,10 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Return a copy of a matrix `[c, k]` with padding between its rows, whose columns a CPU reads faster.
+    """Return a copy of a matrix `[c, k]` with padding between its rows.
 
-    Without padding, all entries of a column may compete for one set of the cache.
+    A CPU reads the columns of the copy faster. Without padding, all entries of a column may compete for one set of the
+    cache.
     """
     copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
     return copied.copy_(rows)
@@ -287,6 +291,6 @@ def _first_rows(blocks: int, rows: int) -> Tensor:
 
 
 _ONE_BY_ONE = 1 << 12
-"""Number of entries of a block from which `reordered` copies blocks one by one on a CPU. For smaller blocks the
-separate calls cost more time than they save.
+"""Smallest block, in entries, for which `reordered` copies blocks one by one on a CPU. For smaller blocks the separate
+calls cost more time than they save.
 """

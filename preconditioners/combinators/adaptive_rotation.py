@@ -1,4 +1,6 @@
-"""A rotation of coordinates, computed from the result of a chain in rotated coordinates (ARO, arXiv:2602.09006)."""
+"""A chain that runs in rotated coordinates. Each new rotation is computed from the result of the chain in the
+coordinates of the last rotation (ARO, arXiv:2602.09006).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ from ..roots.power_qr import householder
 
 
 class AdaptiveRotation(Stage):
-    """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T),  f = inner, one step of the power method towards max <d, Q f(Q^T d)>
+    """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T)  and  f = inner
 
     d is the direction, and Q `[N, n, n]` is an orthogonal matrix that multiplies one axis of length n. f is the chain
-    `inner`, which has no state: for example `sign`, or `sinkhorn`. If f is the direction of steepest descent in a norm,
-    as `sign` is in the maximum norm, the stage is steepest descent in this norm after a rotation Q of the coordinates.
-    Q is chosen so that <d, Q f(Q^T d)> is large.
+    `inner`, which has no state: for example `sign`, or `sinkhorn`. The update of Q is one step of the power method for
+    the maximum of <d, Q f(Q^T d)>. If f is the direction of steepest descent in a norm, as `sign` is in the maximum
+    norm, the stage is steepest descent in this norm after a rotation Q of the coordinates.
 
-    The shorter axis is rotated, or with `side: left` the first axis, as in the authors' code. If a longer axis is
-    rotated, some rows of Q^T d have only rounding errors, which signs would make large. Blocks with one axis are passed
-    to `inner` unrotated.
+    The shorter axis is rotated, or with `side: left` the first axis, as in the authors' code. If the longer axis is
+    rotated, some rows of Q^T d have only rounding errors, and a chain such as `sign` makes these rows as large as the
+    others. Blocks with one axis are passed to `inner` unrotated.
     """
 
     kind: Literal["adaptive_rotation"] = "adaptive_rotation"

@@ -75,13 +75,14 @@ class Sum(Stage):
 
 
 class Transform(Stage):
-    """inner(T(g), d)  with T = before, g the gradient and d the direction;  d is T(g) while the direction is still g.
+    """inner(T(g), d)  with T = before, g the gradient and d the direction
 
     Every stage of `inner` receives T(g) as its gradient, from which it computes statistics and second moments. If no
-    stage with state precedes this one, the direction is the gradient, and `inner` receives T(g) as its direction, too.
+    stage with state precedes this one, gradient and direction are the same tensor, and `inner` receives T(g) as its
+    direction, too.
 
-    The chain T may have state, as in MARS. The stage is not needed for a T without state at the beginning of a recipe:
-    the stages of T may then precede the stages of `inner` in one chain. An example is `[clip_norm, momentum, rms]`,
+    The chain T may have state, as in MARS. If T has no state and is at the beginning of a recipe, this stage is not
+    needed: the stages of T may precede the stages of `inner` in one chain. An example is `[clip_norm, momentum, rms]`,
     which is Adam with clipped gradients.
     """
 

@@ -21,9 +21,9 @@ class Graft(Stage):
     """D ||M|| / ||D||  with D = direction(d), M = magnitude(d);  both chains receive the same gradient and direction d.
 
     Before step `start` the result is M, but the statistics of the chain `direction` already accumulate (Shi et al.
-    2023, section 3.5.2). In every step the chain `after` is applied to the grafted direction and, with a state of its
-    own, to M. If `after` is a momentum, these two states are the two momenta of Distributed Shampoo in JAX (Anil et al.
-    2020).
+    2023, section 3.5.2). In every step the chain `after` is applied twice, with separate states: to the grafted
+    direction, and to M. If `after` is a momentum, these two states are the two momenta of Distributed Shampoo in JAX
+    (Anil et al. 2020).
     """
 
     kind: Literal["graft"] = "graft"

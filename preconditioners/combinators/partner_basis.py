@@ -26,10 +26,11 @@ class PartnerBasis(Stage):
     W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y does not have full rank, the pseudoinverse of R is used.
     While Y is 0, X is not changed.
 
-    The change of W does not depend on how W is written as a product: if Y is multiplied from the right by an invertible
-    matrix, and X by the inverse transpose of this matrix, then W, its change and, except for the choice of U, g R^(-1)
-    stay the same (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al. 2026,
-    LoRA-Muon, arXiv:2606.12921).
+    W stays the same if Y is multiplied from the right by an invertible matrix, and X by the inverse transpose of this
+    matrix. g R^(-1) is then only multiplied from the right by an orthogonal matrix, because U changes. The update of W
+    stays the same if `inner` commutes with such rotations of the last axis, as polar factors and `shampoo` with `axes:
+    {side: right}` do (Yen et al. 2024, LoRA-RITE, arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al.
+    2026, LoRA-Muon, arXiv:2606.12921).
 
     When U changes, the state of `inner` is transported by P = U^T U_before. First moments M become M P^T, second
     moments are multiplied by the Hadamard square of P in the same way, and r x r statistics V become P V P^T.

@@ -1,4 +1,6 @@
-"""Rows written as a gain times a direction, each with a chain of its own: weight normalization inside the optimizer."""
+"""Rows written as a gain times a unit vector: weight normalization inside the optimizer. One chain updates the gains,
+another chain the vectors.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,22 @@ class RowGains(Stage):
 
     d_g = row sums of d U;   d_V = diag(g / n) (d - diag(d_g) U);   D = inner(d_V),  a = gain(d_g)
 
-    W is the parameter, d the direction, and lr the learning rate. Each row of W has a gain g_i and a unit vector U_i,
-    the normalized row of V. d_g and d_V are the directions of g and V. A row has the entries of one index of the first
-    axis, and a vector is one row. Blocking should not cut rows.
+    W is the parameter, d its direction, and lr the learning rate. Row i of W has the entries with index i of the first
+    axis; a vector is one row. The row has a gain g_i and a unit vector U_i, the normalized row of V. d_g and d_V are
+    the directions of g and V, and d U is a product of entries. Blocking should not cut rows.
 
     This is weight normalization (Salimans & Kingma 2016, arXiv:1602.07868) without a change of the model. With Muon as
     `inner` and Adam as `gain` it is Muown (Lion et al. 2026, arXiv:2605.10797).
 
-    The result is (W - W') / lr, where W' is W after the step. It is computed in a form in which lr is already divided
-    out, so that no digits cancel and lr may be 0:
+    The result is (W - W') / lr, where W' is W after the step. The formula below for its row i has no division by lr, so
+    that no digits cancel and lr may be 0. In it, n'_i = ||V_i - lr D_i||.
 
-    U a + diag(g - lr a) (U diag((lr ||D||^2 - 2 <V, D>) / (n' (n' + n))) + D / n'),   n' = ||V - lr D||,  by rows
+    U_i a_i + (g_i - lr a_i) (U_i (lr ||D_i||^2 - 2 <V_i, D_i>) / (n'_i (n'_i + n_i)) + D_i / n'_i)   for each row i
 
     g is computed as the norm of each row of W, so that it is also right for weights that were loaded or rounded since
-    the last step. g after the step is never below 0. The slot `norm` stores n, which starts as g and grows from step to
-    step, so that a row turns less and less. For a row of W that is 0, U is undefined, and the result is D.
+    the last step. g after the step is never below 0. The slot `norm` stores n, which starts as g. While D is nearly
+    orthogonal to V, as d_V is, n grows from step to step, so that a row turns less and less. For a row of W that is 0,
+    U is undefined, and the result is D.
     """
 
     kind: Literal["row_gains"] = "row_gains"

@@ -24,12 +24,12 @@ class QRIteration(BasisSolver):
 
     A is the statistic, Q its basis, and o the order of the columns by ascending (or descending) diag B. This is the QR
     option of eigenvalue-corrected Distributed Shampoo. Use it to reproduce runs of that code, and `power_qr` or
-    `adaptive_qr` otherwise. Unlike in the original code, one Newton-Schulz step keeps Q, which is a product of many
-    factors, orthonormal.
+    `adaptive_qr` otherwise. Q is a product of many factors. Unlike in the original code, one Newton-Schulz step keeps
+    it orthonormal.
 
     In ascending order the basis does not converge: a QR step moves dominant columns to the front, so that every refresh
     reverses the order. For a 32 x 32 matrix of condition number 100, ||B - diag B|| / ||B|| is still 0.7 after 64
-    refreshes. In descending order it is 1e-5; this order equals `power_qr` in exact arithmetic.
+    refreshes. In descending order it is 1e-5. With this order, the result is that of `power_qr` in exact arithmetic.
     """
 
     kind: Literal["qr_iteration"] = "qr_iteration"

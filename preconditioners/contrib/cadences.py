@@ -15,8 +15,9 @@ from eigengraft.step_context import StepContext
 from ..cadence import Cadence
 
 DRAWS = 1 << 32
-"""Number of the first random stream from which `noise` draws refreshes; the field `seed` is added to it. It is far
-from the streams of other purposes, so that the numbers are independent of theirs.
+"""Number of the random stream from which `noise` draws refreshes if the field `seed` is 0. A larger seed is added to
+this number. The number is far from the numbers of streams for other purposes, so that draws for different purposes are
+independent.
 """
 
 

@@ -47,9 +47,9 @@ class Chebyshev(Iterative):
 
     T_k are the Chebyshev polynomials, and c_k the coefficients of the series of x^(-1/p) on [low, high]. The sum X is
     close to C^(-1/p), and the result C^(-q/p) is its q-th power (DASH, arXiv:2602.02016). C is (A + r I) / t, with A
-    the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`. The interval [low, high]
-    must contain the eigenvalues of C, which are in [r / t, 1]. The solver accepts exponents e = q/p with p <= 64 and q
-    <= 8. The residual is max |X^p C - I|.
+    the matrix and r the ridge. t is a bound or an estimate of the largest eigenvalue of A + r I, chosen by the field
+    `scaling`. The interval [low, high] must contain the eigenvalues of C, which are in [r / t, 1] if t is a bound. The
+    solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is max |X^p C - I|.
 
     Each degree costs one product of `[N, d, d]`, by Clenshaw's recurrence. The error falls as exp(-2 degree sqrt(low /
     high)), so that a ridge of 1e-3 needs about a hundred terms. With few terms the series is inaccurate on a wide
@@ -121,8 +121,8 @@ class HigherOrder(Coupled):
     result is the q-th power of X. C is A + r I, divided by its trace, with A the matrix and r = max(eps * largest row
     sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
 
-    The residual is the larger of max |X^p C - I| and the iteration's own error. In float32 it is about 1e-7 p times the
-    condition number. The default ridge is therefore larger than that of `coupled_newton`.
+    The residual is the larger of max |X^p C - I| and the iteration's own error. In float32 the residual may be up to
+    about 1e-7 p times the condition number. The default ridge is therefore larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"
@@ -157,9 +157,9 @@ class NewtonDB(Coupled):
     """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
 
     This is the Newton-Schulz form of Denman and Beavers' iteration (Higham 2008, equation 6.35). Y and Z are `[N, d,
-    d]`, and C is (A + r I) / t, with A the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by
-    `scaling`. The solver accepts the exponents 1/2 and 1/4. For 1/4 it runs the iteration twice, the second time on the
-    Y of the first run (DASH, arXiv:2602.02016).
+    d]`, and C is (A + r I) / t, with A the matrix and r the ridge. t is a bound or an estimate of the largest
+    eigenvalue of A + r I, chosen by the field `scaling`. The solver accepts the exponents 1/2 and 1/4. For 1/4 it runs
+    the iteration twice, the second time on the Y of the first run (DASH, arXiv:2602.02016).
 
     The eigenvalues of Z Y start in (0, 1], and each step multiplies the smallest by up to 9/4. The residual is ||Z Y -
     I||. In float32, if the condition number of C is close to 1e7, rounding errors decouple Y from Z, and the residual

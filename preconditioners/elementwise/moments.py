@@ -205,7 +205,7 @@ class HeavyBall(Stage):
         return torch.add(m * self.beta, direction, alpha=weight) if self.nesterov else m
 
     def _weight(self, step: Tensor) -> Tensor:
-        """Return the weight of the direction in a step: 1 in the first step, and 1 - dampening in all others."""
+        """Return the weight of the direction with `undamped_start`: 1 in the first step, and 1 - dampening later."""
         return torch.where(step == 1, 1.0, torch.full_like(step, 1 - self.dampening))
 
 

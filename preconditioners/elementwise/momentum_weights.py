@@ -127,8 +127,9 @@ _NEWTON_STEPS = 200
 statistics.
 """
 _DUAL_TOLERANCE = 1e-12
-"""Largest error of a statistic that `entropy_kernel` accepts, relative to the range of the averaged numbers. float64
-reaches about 1e-15.
+"""Largest error of a statistic that `entropy_kernel` accepts. A statistic is the mean of a function of age. Its error
+is divided by the range of this function, the largest minus the smallest value. In float64 the error reaches about
+1e-15.
 """
 
 

@@ -25,7 +25,7 @@ class Scale(Stage):
     d is the direction; the values of `rule` are:
 
     constant:      1
-    match_rms:     sqrt(max(m, n)), with factor 0.2 the update RMS of Adam (Liu et al. 2025, Moonlight)
+    match_rms:     sqrt(max(m, n)); with factor 0.2 updates have about the RMS of Adam's (Liu et al. 2025, Moonlight)
     aspect:        sqrt(max(1, m / n)) (Jordan et al. 2024, Muon)
     spectral:      sqrt(m / n) (Yang et al. 2023)
     inverse_mean:  2 / (m + n) (Frans et al. 2025, SPlus)
@@ -35,7 +35,7 @@ class Scale(Stage):
                    a sum of p matrices m x c (Bernstein & Newhouse 2024, Modular Duality; Pethick et al. 2025, Scion).
                    sqrt(m / n) for matrices. Blocking must not merge axes, which would hide p.
 
-    Factors that depend on the norm of d are the stage `normalize`.
+    For factors that depend on the norm of d, use the stage `normalize`.
     """
 
     kind: Literal["scale"] = "scale"
@@ -81,8 +81,8 @@ class Normalize(Stage):
     unit_norm:        target = 1
     norm_preserving:  target = ||gradient||
 
-    Before the first stage that keeps state the gradient is d itself, and `norm_preserving` then only multiplies by
-    `factor`. To give the result of stages without state the norm of their input, use a `graft` with these stages as
+    Before the first stage that keeps state, gradient and direction are the same tensor, and `norm_preserving` only
+    multiplies by `factor`. There, a `graft` restores the norm that d had before some stages: set these stages as
     `direction` and `identity` as `magnitude`. For factors that depend on the shape alone, use the stage `scale`.
     """
 

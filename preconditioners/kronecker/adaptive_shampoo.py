@@ -108,11 +108,11 @@ class AdaptiveShampoo(Factored):
         return wanted
 
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
-        """Decompose the present statistic A of the blocks that are due, and let it replace S where this succeeds.
+        """Decompose the present statistic A of the due blocks. Where the decomposition succeeds, A replaces S.
 
         a: A `[N, d, d]`.
-        due: (indices of the rows to decompose, bool `[N]`). The bool is True for blocks that are due. On a device all
-            rows are decomposed, because the host does not read the bool, and the other blocks do not use the result.
+        due: (rows, mask). rows: indices of the blocks to decompose. mask: bool `[N]`, True for due blocks. Only due
+            blocks take the result. On a device `rows` has all blocks, because the host does not read the mask.
         """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])

@@ -66,8 +66,8 @@ class Factored(Stage):
         return d
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        """Return a value that is equal for axes whose matrices one call of the solver may compute. The default is
-        one value for all axes.
+        """Return a key for an axis. A solver may compute the matrices of axes with equal keys and equal shapes in one
+        call. The default is the same key for all axes.
         """
         return None
 
@@ -170,12 +170,13 @@ class Factored(Stage):
 
         Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
         their matrices together have at most as many entries as the blocks, so that the stack needs no more memory than
-        other parts of a step.
+        other parts of a step. The matrices are those of the blocks that are refreshed now.
 
-        The blocks are all blocks of the stack if the size of a matrix is a multiple of a cache line. Otherwise they are
-        the blocks that are refreshed now, so that the groups do not depend on the number of these blocks: for such
-        sizes the last bits of products depend on the addresses of the matrices, and other groups would change the
-        results.
+        The entries of these matrices are compared with the entries of all blocks of the stack if the size of a matrix
+        is a multiple of a cache line. For other sizes the last bits of products depend on the addresses of the
+        matrices, so that other groups would change the results. The entries are then compared with those of the
+        refreshed blocks only. Both numbers are proportional to the number of refreshed blocks, so that the groups do
+        not depend on it.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:

@@ -9,7 +9,8 @@ Legend:
     m: first moments `[N, *block]` in the new basis.
     s_i: the present sums of v over all axes except i, `[N, length of axis i]`.
     d_i: the values that these sums should have according to the statistic, diag(Q_i^T A_i Q_i), called marginals.
-    w_j: weights of axis j in sums over this axis, for statistics that are whitened along j, `[N, length of axis j]`.
+    w_j: weights `[N, length of axis j]`. If the statistics are whitened along axis j, each sum over axis j has these
+        weights.
 """
 
 from __future__ import annotations
@@ -191,9 +192,12 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """Return the weights w_i `[N, d]` of an axis in sums over this axis, for statistics that are whitened along it.
+    """Return the weights w_i `[N, length of the axis]` of sums over an axis along which the statistics are whitened.
 
-    The weights are the eigenvalues d divided by their mean, clamped to at least `floor`, and raised to `exponent`.
+    The weights are the marginals d divided by their mean, clamped to at least `floor`, and raised to `exponent`.
+
+    d: the marginals of the axis, which are the eigenvalues of its statistic in the basis.
+    exponent: power by which the statistics are whitened, `Statistic.needs_power`.
     """
     values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
     return to_power(values, float(exponent))
@@ -207,17 +211,17 @@ def fit_second_moments(
     slots: the slots of the chain, as `chain_slots` yields them.
     marginals: by axis i of the block, the sums d_i of squared gradients over all other axes, which follow from the
         statistic.
-    weights: by axis j of the block, the weights w_j in sums over this axis. Empty: the statistics are not whitened.
+    weights: by axis j of the block, the weights w_j of sums over this axis. Empty: the statistics are not whitened.
 
     A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
-    y^T / mean(x) with vectors x and y. A change of one entry of v is in the sum of its row and in that of its column,
-    and would count twice if x and y were corrected in full. If the marginals of x and y are known, each vector is
-    therefore multiplied by the square root of its full correction.
+    y^T / mean(x) with vectors x and y. A change of one entry of v changes the sum of its row and the sum of its column.
+    It would count twice if x and y both took their full correction. If the marginals of x and of y are known, each
+    vector is therefore multiplied by the square root of its full correction.
 
     Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
-    for every first moment m. The limit is the larger of two numbers. The first is mean m^2 / mean v, the value for a v
-    with equal entries, in any basis. The second is 1 - b, the value of m^2 / v after one gradient that outweighs all
-    others, if both moments have the decay b.
+    for every first moment m. The limit is the larger of mean m^2 / mean v and 1 - b. The first number is the value of
+    mean(m^2 / v) for a v with equal entries, in any basis. The second number is the value of m^2 / v after one gradient
+    that is much larger than all others, if both moments have the decay b.
     """
     first, second = _moments(slots, state)
     for scope, own in second:

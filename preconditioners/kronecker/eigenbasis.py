@@ -48,16 +48,18 @@ class Eigenbasis(Factored, DelayedRefresh):
       current: the stage observes and refreshes before the gradient is used. A single gradient is diagonal in its own
           basis, and the inner chain would normalize the rounding errors off the diagonal. Therefore set `refresh.start`
           to 2 or more.
-      lagged: the stage observes and refreshes afterwards, as published. The first gradient is used for the basis only.
+      lagged: the stage observes and refreshes afterwards, as in the authors' code of SOAP. The first gradient is used
+          for the basis only.
 
     transport: the change of inner state when Q changes by R = Q_old^T Q_new. Vectors are slots such as first moments,
     squares are slots such as second moments.
       exact: vectors are rotated, squares are transported by (R*R)^T, where * is the product of entries.
-      marginals: as exact. Then second moments v are fitted, for every axis, to sums that follow from the statistics in
-          any basis: for the first axis of a matrix, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. Finally v is scaled up so that
-          RMS(m / sqrt(v)) of a block, with m the first moment, is at most the larger of RMS(m) / sqrt(mean v) and
-          sqrt(1 - beta), with beta the decay of v.
-      permute: vectors are rotated, squares are only reordered as the columns are, as published.
+      marginals: as exact, and then the second moments v are fitted. In any basis, the statistics give the sums that v
+          should have: for the first axis of a matrix, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. v is fitted to these sums for
+          every axis. Finally v of each block is scaled up until RMS(m / sqrt(v)), with m the first moment, is at most
+          the larger of RMS(m) / sqrt(mean v) and sqrt(1 - beta), with beta the decay of v.
+      permute: vectors are rotated. Squares are only reordered in the order of the columns of Q, as in the authors' code
+          of SOAP.
       none: no state changes.
 
     statistic_frame: the basis in which the statistic of axis i is accumulated.

@@ -57,10 +57,10 @@ class Shampoo(Factored, DelayedRefresh):
         return super().slots(block)
 
     def _require_fit(self, block: tuple[int, ...]) -> None:
-        """Raise ValueError if the roots that a block needs cannot be computed.
+        """Raise ValueError if the stage cannot compute the roots and powers of factors that a block needs.
 
-        The solver must accept the exponents of the block. If the statistic reads powers of factors, the stored roots
-        must determine these powers.
+        The solver must accept the exponents of the block. If the statistic whitens gradients, it reads a power of each
+        factor. The stage must be able to compute this power from the factor, or from its stored root.
         """
         order = len(block)
         for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):

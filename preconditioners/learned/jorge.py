@@ -26,18 +26,18 @@ class Jorge(LearnedFactors):
     d is the direction, x_i the product along axis i, and k the number of axes with a factor. A is Shampoo's statistic,
     which is not stored: A <- b A + (1 - b) S with S = G G^T and G the unfolding of the gradient along the axis. If A
     and S commute, this corresponds to A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b X)^(-e) with X = A^(-1) S. The decay b
-    is chosen so that (1 - b) / b = 1 / ||X||_F; the second term then has norm 1. With R = A^(-e), and the binomial
-    series to second order (section 3):
+    is chosen so that (1 - b) / b = 1 / ||X||_F. With Y = X / ||X||_F, the last factor is then (I + Y)^(-e). The
+    binomial series to second order replaces it by K (section 3). With R = A^(-e) the two forms are:
 
-    published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
-    symmetric: X = R^(1/2e) S R^(1/2e);           R <- (1 + 1 / ||X||_F)^e h R h,  h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2
+    published: X = R^(1/e) S;            R <- (1 + 1 / ||X||_F)^e R K,    K = I - e Y + e (e + 1) / 2 Y^2
+    symmetric: X = R^(1/2e) S R^(1/2e);  R <- (1 + 1 / ||X||_F)^e h R h,  h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2
 
-    For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2, and the result is R_1 d R_2. In the paper the magnitude
-    of the update is set by grafting.
+    For matrices, e = 1/4, K = I - Y / 4 + 5/32 Y^2, and the result is R_1 d R_2. In the paper the magnitude of the
+    update is set by grafting.
 
     In the published form R loses its symmetry, and drifts away from the root when the eigenbasis of S turns. The
-    symmetric form, which is not in the paper, multiplies R by h from both sides. h^2 equals the bracket to second
-    order, and R stays symmetric and positive definite.
+    symmetric form, which is not in the paper, multiplies R by h from both sides. h^2 equals K to second order, and R
+    stays symmetric and positive definite.
 
     Two safeguards are not in the paper either. The ridge `eps` keeps R bounded in directions without gradients, and A
     is treated as no smaller than the smallest normal number of its dtype.

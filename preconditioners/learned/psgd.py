@@ -43,20 +43,24 @@ that its numbers are independent of all others.
 
 
 class PSGD(LearnedFactors):
-    """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k, whitening: P tends to E[g g^T]^(-1/2), the minimizer of the criterion
+    """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k;  P tends to E[g g^T]^(-1/2), so that it whitens the gradient g.
 
-    c(P) = E[h^T P h + v^T P^(-1) v]  with h = g + damping v, v ~ N(0, I)  (Li 2022, arXiv:2211.04422, section 2; Li
-    2024, arXiv:2402.11858). g is the gradient, d the direction, and v a random probe. A refresh makes one step for each
-    axis i, where T_i is the descent direction of the chosen `form` and l_i the size of T_i:
+    d is the direction, and v ~ N(0, I) a random probe. The steps minimize the criterion c(P) = E[h^T P h + v^T P^(-1)
+    v] with h = g + damping v. Without damping, its minimizer is E[g g^T]^(-1/2) (Li 2022, arXiv:2211.04422, section 2;
+    Li 2024, arXiv:2402.11858).
+
+    A_i and B_i are the unfoldings along axis i of the tensors A and B below, d_i is the length of that axis, and n the
+    number of entries of a block. T_i is the descent direction of the chosen `form`, and l_i the size of T_i. L_i <-
+    max(b L_i + (1 - b) l_i, l_i) is a slowly falling bound of l_i, with b = smoothing, and m = lr_preconditioner. A
+    refresh makes one step for each axis i:
 
     triangular: A = Q h, B = Q^(-T) v;  T_i = A_i A_i^T - B_i B_i^T,  l_i = ||A_i A_i^T + B_i B_i^T||_2;
                 Q_i <- Q_i - (m / L_i) triu(T_i) Q_i
     quad:       A = P h;  T_i = A_i A_i^T - (n / d_i) I,  l_i = ||A_i A_i^T||_2 + n / d_i;
-                Q_i <- (I - m / (2 L_i) T_i) Q_i (I - m / (2 L_i) T_i), symmetric; matrix products only
+                Q_i <- (I - m / (2 L_i) T_i) Q_i (I - m / (2 L_i) T_i)
 
-    A_i and B_i are the unfoldings of A and B along axis i, d_i the length of that axis, and n the number of entries of
-    a block. m = lr_preconditioner, b = smoothing, and L_i <- max(b L_i + (1 - b) l_i, l_i) is a slowly falling bound of
-    l_i.
+    With `triangular` the Q_i are upper triangular. With `quad` they are symmetric, and a step needs only matrix
+    products.
 
     Q starts as (mean g^4 + damping^4)^(-1/8) I, with g the first gradient. P is unique, but the Q_i are not: after each
     step they are rescaled to equal largest entries. The probe v follows from the block's seed and step, not from a
@@ -123,7 +127,8 @@ class PSGD(LearnedFactors):
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """Return the factors. For blocks that are updated for the first time they are scaled to their initial value.
+        """Return the factors. The factors of blocks that are updated for the first time are scaled to their initial
+        value.
 
         fresh: bool `[N]`, True for these blocks.
         """

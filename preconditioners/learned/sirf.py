@@ -27,18 +27,18 @@ and of inputs for axis 1.
 
 
 class SIRF(LearnedFactors):
-    """P d  with P = K_1 K_1^T x ... x K_k K_k^T, stored as the K_i:  P tends to (E[B g g^T] + damping I)^(-1), no root.
+    """P d  with P = K_1 K_1^T x ... x K_k K_k^T, stored as the K_i;  P tends to (E[B g g^T] + damping I)^(-1)
 
-    g is the gradient, d the direction, B the batch size, and x_i the product along axis i. For each axis i of length
-    d_i, with n entries in a block and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
+    g is the gradient, d the direction, B the batch size, and x_i the product along axis i. d_i is the length of axis i,
+    n the number of entries of a block, a = momentum, and b = lr_preconditioner. H_i is the unfolding along axis i of
+    H = sqrt(B) g x_1 K_1^T ... x_k K_k^T. A refresh updates the factor K_i and its momentum m_i for each axis i:
 
     s = (d_i / n H_i H_i^T + damping prod_{j != i} (tr(K_j^T K_j) / d_j) K_i^T K_i - I) / 2
     m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||) m_i)
 
-    H_i is the unfolding of H along axis i, m_i the momentum of the factor, a = momentum, and b = lr_preconditioner. The
-    second line is a matrix exponential to first order, so that (K K^T)^(-1) is a running mean of the statistics to
-    first order in b. The field `axes` chooses axes whose K is diagonal. Because P is an inverse without a root, P g is
-    proportional to 1 / g, and learning rates are in other units than Adam's.
+    While ||m_i|| <= 1, the new K_i is K_i exp(-b m_i) to first order in b. To this order, (K K^T)^(-1) is a running
+    mean of the statistics. The field `axes` chooses axes whose K is diagonal. P is an inverse, not an inverse root.
+    Therefore P g is proportional to 1 / g, and learning rates are in other units than Adam's.
 
     With `moments: layer` E[g g^T] is approximated as in K-FAC (SINGD, Lin et al. 2024, arXiv:2312.05705, figure 4). For
     a layer `y = W x`, U is the mean of x x^T over its inputs x (signal `activation_gram`), and G the mean of u u^T over

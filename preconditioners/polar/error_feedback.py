@@ -71,9 +71,7 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Return the bases Q of the subspaces. For blocks that are updated for the first time they are random
-        numbers.
-        """
+        """Return the bases Q of the subspaces. The bases of blocks that are updated for the first time are random."""
         if context.holds(lambda steps: steps > 1) is True:
             return q
         fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)

@@ -140,7 +140,8 @@ class Triangular(PolarSolver):
     removes from row i its components along the rows before row i.
 
     The rows become nearly orthogonal unit vectors, but not the orthonormal rows nearest to X. The result depends on the
-    order of the rows: if X is multiplied by a rotation from the left, the result is not. Rows of zeros stay zero.
+    order of the rows. A rotation of X from the left rotates a polar factor in the same way, but not this result. Rows
+    of zeros stay zero.
     """
 
     kind: Literal["triangular"] = "triangular"

@@ -32,22 +32,24 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 
     @abstractmethod
     def of_scaled(self, a: Tensor) -> Tensor:
-        """Return the bound for matrices whose largest entry has absolute value 1, or 0 for a zero matrix."""
+        """Return the bound `[N]` for matrices whose largest absolute entry is 1. The bound of a zero matrix is 0."""
 
 
 class GuaranteedBound(EigenvalueBound):
     """min(m + s sqrt(d - 1),  max_i (|A| x)_i / x_i) (1 + margin),  m = tr A / d,  s^2 = ||A - m I||_F^2 / d
 
     The first term is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1). It is exact if all
-    eigenvalues except the largest are equal, and for positive semi-definite A at most the trace and the Frobenius norm.
+    eigenvalues except the largest are equal. For positive semi-definite A it exceeds neither the trace nor the
+    Frobenius norm.
 
     The second term bounds the spectral radius of |A|, hence of A, for every vector x > 0 (Collatz 1942). Here x = |A| 1
     is the vector of row sums, with which the second term is Minc's (1988) row-sum bound and at most the largest row
     sum. Entries of x below 2^-20 times the largest entry are raised to that value.
 
-    margin = (2 d + 10) machine epsilon makes up for rounding errors: a sum of d terms in any order has a relative error
-    of at most d u. The second term contains three such sums one after another, the first term two, and s is computed as
-    a norm, not as a difference of two traces. The bound is valid down to the smallest normal number.
+    margin = (2 d + 10) machine epsilon makes up for rounding errors. A sum of d terms in any order has a relative error
+    of at most d u. The errors of three such sums add up in the second term, and those of two sums in the first term. s
+    is computed as a norm, because a difference of two traces would lose digits. The bound is valid down to the smallest
+    normal number.
     """
 
     kind: Literal["guaranteed"] = "guaranteed"

@@ -35,10 +35,10 @@ class CANS(Iterative):
     """Y <- Y E,  Z <- E Z,  E = a I + b Z Y  over the pairs (a, b), from  Y = C,  Z = I:  Z tends to C^(-1/2)
 
     This is Chebyshev-accelerated Newton-Schulz (CANS, arXiv:2506.10935). Y and Z are `[N, d, d]`. C is (A + r I) /
-    (safety t), with A the matrix, r the ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`, so
-    that the eigenvalues of C are in (0, 1). A step is three products for every matrix. No value is tested, so the host
-    never waits for a device. The solver accepts the exponents 1/2 and 1/4. For 1/4 there are two passes, the second
-    with the Y of the first pass as C.
+    (safety t), with A the matrix and r the ridge. t is a bound of the largest eigenvalue of A + r I, chosen by the
+    field `scaling`. Therefore the eigenvalues of C are in (0, 1). A step is three products for every matrix. No value
+    is tested, so the host never waits for a device. The solver accepts the exponents 1/2 and 1/4. For 1/4 there are two
+    passes, the second with the Y of the first pass as C.
 
     An eigenvalue of C above 1 would converge to a root of the wrong sign, because the polynomial of the first pair is
     negative just above 1. The residual max |Z C Z - I| does not show this. Therefore t is a guaranteed bound by

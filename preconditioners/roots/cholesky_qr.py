@@ -120,8 +120,9 @@ def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
     rounding.
 
     The function replaces Householder QR on devices, where Householder QR is a call of cuSOLVER for each matrix. The
-    columns of x are scaled to length 1, and 2 u q is added to them, with u the machine epsilon. If a column depends
-    linearly on the columns before it, this gives its result a direction of q. Where x is not finite, the result is q.
+    columns of x are scaled to length 1, and 2 u q is added to them, with u the machine epsilon. A column that depends
+    linearly on the columns before it gets its direction from 2 u q, not from rounding errors. Where x is not finite,
+    the result is q.
 
     x: `[N, d, r]`, d >= r.
     q: `[N, d, r]`, orthonormal columns.

@@ -1,8 +1,9 @@
 """Inverse roots by a coupled iteration with the best polynomial for the range of eigenvalues in each step.
 
-This is the method of Polar Express (arXiv:2505.16932) for inverse p-th roots. It needs fewer steps than Newton's
-iteration, which multiplies a small eigenvalue of M by ((p + 1) / p)^p < e a step. The polynomials here multiply it by
-17 for p = 2, and by 29 for p = 4.
+This is the method of Polar Express (arXiv:2505.16932) for inverse p-th roots. In each step a matrix M, which tends to
+I, is multiplied by a polynomial of M. Newton's iteration multiplies a small eigenvalue of M by ((p + 1) / p)^p in each
+step, which is less than 2.72. The polynomials here multiply it by 17 for p = 2, and by 29 for p = 4, so that fewer
+steps are needed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ LEAST_RIDGE = 8
 largest eigenvalue. With 8, the float32 roots of singular matrices are more accurate than those of `eigh`.
 """
 _CUSHION = 5e-4
-"""Smallest eigenvalue of M for which polynomials are optimized. A polynomial for smaller eigenvalues would move
-larger eigenvalues down to the size of the smallest, where rounding errors of M weigh most. With 5e-4, float32 roots
-are as exact as those of `coupled_newton`, and no more products are needed.
+"""Least lower end of the range of eigenvalues of M for which a polynomial is optimized. If the range began lower, the
+polynomial would make some larger eigenvalues as small as the smallest eigenvalue, and small eigenvalues suffer most
+from rounding errors of M. With 5e-4, float32 roots are as exact as those of `coupled_newton`, and no more products are
+needed.
 """
 _MARGIN = 1.001
-"""Eigenvalue of M up to which a step keeps eigenvalues at most 1. The first polynomials are steep near 1. Without
-this margin, rounding errors of eigenvalues at 1 grow tenfold a step, and the iteration may diverge.
+"""Upper end of the range of eigenvalues of M that the first steps map to at most 1. It is slightly above 1, because the
+first polynomials are steep near 1. Without this margin, rounding errors of eigenvalues at 1 grow tenfold in each step,
+and the iteration may diverge.
 """
 
 
@@ -64,13 +67,13 @@ class CoupledMinimax(Iterative):
 
     a, b and c minimize the largest |x^(1/p) f(x) - 1| over the eigenvalues x that M may have in this step. f is then
     scaled so that no eigenvalue of the next M exceeds 1. X and M are `[N, d, d]`. X tends to C^(-1/p) and M to I. For
-    an odd p, one factor T is on the left of M only. C is (A + r I) / t, with A the matrix, r the ridge, and t the bound
-    of the largest eigenvalue of A + r I by `scaling`. The root C^(-q/p) is the q-th power of X. The solver accepts
-    exponents e = q/p with p <= 64 and q <= 8.
+    an odd p the step is M <- T^((p-1)/2) T M T^((p-1)/2). C is (A + r I) / t, with A the matrix and r the ridge. t is a
+    bound or an estimate of the largest eigenvalue of A + r I, chosen by the field `scaling`. The root C^(-q/p) is the
+    q-th power of X. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
 
     The number of steps follows from the ridge, the order and the dtype, not from values, so that the host never waits
     for a device. The eigenvalues of C are assumed to be at least max(eps, 8 u) / sqrt(d), with u the machine epsilon,
-    and eps only if it is `relative`. If `scaling` exceeds sqrt(d) times the largest eigenvalue, or the matrix has an
+    or 8 u / sqrt(d) with `relative: false`. If t exceeds sqrt(d) times the largest eigenvalue, or the matrix has an
     eigenvalue below 0, the residual ||M - I|| may stay large, and the root then counts as failed.
 
     For p = 4 and order 1024, float32 roots with a ridge of 1e-6 need 34 products; `coupled_newton` often needs 64 to
@@ -146,7 +149,8 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
     s = [0.0, (1 - low**0.25) / width, (1 - low**0.67) / width, 1.0]
     for _ in range(20):
         goal = [(1 - width * at) ** (-1 / p) for at in s]
-        # f has degree 2, so that the third divided difference of its values, (1 - sign error) goal, is 0
+        # the values of f at s are (1 - sign * error) * goal; their third divided difference is 0, because f has degree
+        # 2, and this equation gives the error
         weights = [1 / prod(at - other for other in s if other != at) for at in s]
         error = sum(w * y for w, y in zip(weights, goal, strict=True)) / sum(
             w * sign * y for w, sign, y in zip(weights, signs, goal, strict=True)

@@ -163,10 +163,10 @@ def rational(kind: str, exponent: Fraction) -> str | None:
 class CoupledNewton(Coupled):
     """X <- X T,  M <- T^p M,  T = ((p + 1) I - M) / p,  from  X = z^(1/p) I,  M = z C,  z = (1 + p) / 2
 
-    This is the iteration of Iannazzo 2006 (Higham 2008, section 7.3). C is (A + r I) / t, with A the matrix, r the
-    ridge, and t the bound of the largest eigenvalue of A + r I by `scaling`. X `[N, d, d]` tends to C^(-1/p) and M to
-    I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The root C^(-q/p) is the q-th power of X. The
-    solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
+    This is the iteration of Iannazzo 2006 (Higham 2008, section 7.3). C is (A + r I) / t, with A the matrix and r the
+    ridge. t is a bound or an estimate of the largest eigenvalue of A + r I, chosen by the field `scaling`. X `[N, d,
+    d]` tends to C^(-1/p) and M to I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The root C^(-q/p)
+    is the q-th power of X. The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
 
     Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max.
     Settings that reproduce Distributed Shampoo in JAX: relative_to power_iteration (steps 100), norm max, stop rise,

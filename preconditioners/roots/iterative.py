@@ -46,10 +46,10 @@ class Solved(NamedTuple):
 class Iterative(RootSolver):
     """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
 
-    A is the matrix and e the exponent. The ridge is added in this class only: r = max(eps * size, floor), or max(eps,
-    floor) if not `relative`, where size is the largest eigenvalue of A as `relative_to` bounds or estimates it. t
-    bounds or estimates the largest eigenvalue of A + r I; if t is an upper bound, the eigenvalues of C are in [r / t,
-    1]. t, r and `floor` are in units of A.
+    A is the matrix and e the exponent. The ridge is added in this class only. With `relative` it is r = max(eps * size,
+    floor), else r = max(eps, floor). size is a bound or an estimate of the largest eigenvalue of A, chosen by the field
+    `relative_to`. t is a bound or an estimate of the largest eigenvalue of A + r I, chosen by the field `scaling`. If t
+    is a bound, the eigenvalues of C are in [r / t, 1]. t, r and `floor` are in units of A.
 
     A matrix fails if it or its root is not finite, if the residual (which has no unit) is not below `max_error`, or if
     the root has no Cholesky factor. The last test is needed because the iterations may converge to a matrix with
@@ -57,8 +57,8 @@ class Iterative(RootSolver):
     the failure.
 
     Failures are solved again up to `retries` times, each time with ten times the ridge. In place of a matrix that is
-    not finite, the identity is solved. Products never mix matrices, so that a matrix that fails does not change the
-    results of other matrices by a bit.
+    not finite, the identity is solved. Products never mix matrices, so that the results of the other matrices are bit
+    for bit the same as if no matrix had failed.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
@@ -95,7 +95,8 @@ class Iterative(RootSolver):
 
         c: C `[N, d, d]`, scaled matrices that contain the ridge.
         exponent: e.
-        ridge: the ridge in C, in units of the size of the original matrix; 0 if it is not known on the host.
+        ridge: lower bound of r / s, where r is the ridge in units of A, and s is the size of A, measured by `scaling`.
+            It is 0 if the host does not know r / s.
         """
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ class Iterative(RootSolver):
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
         """Return (size, ridge), `[N]` each: the size by which matrices A are divided, and their ridge in this unit.
 
-        size: the bound of A by `scaling`, or the absolute ridge if that is larger.
+        size: bound of the largest eigenvalue of A that `scaling` gives, or the absolute ridge if that is larger.
         ridge: ridge in units of `size`; 1 for a zero matrix.
         """
         none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times

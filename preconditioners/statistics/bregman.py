@@ -37,10 +37,10 @@ class Bregman(Statistic):
     the old factors. With `gauss_seidel` each factor is refreshed before it is read for the next axis (Duvvuri et al.
     2024, CASPR's adaptive form).
 
-    A factor is replaced by r I while it has no data, or no root or basis. With `first: rms` r = RMS(G)^(2/k) for k
-    factors, so that all factors have one unit; with `first: identity` r = 1. Set `refresh.start` so late that factors
-    have full rank: a factor of few gradients is singular, and whitening by its root without a ridge distorts the
-    running mean for a long time.
+    A factor is replaced by r I while it has no data, and while its root or basis has not been computed. With `first:
+    rms` r = RMS(G)^(2/k) for k factors, so that all factors have the same unit. With `first: identity` r = 1. Set
+    `refresh.start` so late that factors have full rank. A factor of few gradients is singular, and whitening by its
+    root without a ridge distorts the running mean for a long time.
     """
 
     kind: Literal["bregman"] = "bregman"

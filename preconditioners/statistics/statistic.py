@@ -219,7 +219,7 @@ class SlowMean(Schedulable):
 
 
 class Statistic(Schedulable, ABC, family="statistic"):
-    """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate E_k = A_k / c, times max(tr(E_k), floor)^(-s)
+    """A_k <- b A_k + w O_k  for each axis k with a factor;  E_k = A_k / c;  estimate E_k max(tr(E_k), floor)^(-s)
 
     A member of the family defines O_k by `contribution`; this class accumulates it.
 
@@ -228,8 +228,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
     - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
 
     With `slow: {beta: b', weight: v}` a second running mean S_k of the same contributions has the decay b', and E_k is
-    (1 - v) A_k / c + v S_k / c' in place of A_k / c, with c' as c. The K-FAC of the output head in modded-nanogpt's
-    track 3 (2026, #341) has two such means.
+    (1 - v) A_k / c + v S_k / c' in place of A_k / c. c' is computed from b' as c is from b. The K-FAC of the output
+    head in modded-nanogpt's track 3 (2026, #341) has two such means.
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
@@ -302,9 +302,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def needs_power(self) -> Fraction | None:
-        """Exponent p of the powers of other axes' factors from which contributions are computed.
-
-        None: contributions do not depend on the factors of other axes.
+        """Exponent p, if the contribution to the factor of an axis is computed with the p-th powers of the factors of
+        other axes. None: contributions do not depend on the factors of other axes.
         """
         return None
 
@@ -321,11 +320,11 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of the running mean (or sum) of squared gradients that is on the diagonal of a factor in any basis.
+        """Decay b of a running mean (or sum) of squared gradients, if the marginals diag(Q^T A_k Q) are such a mean.
+        Otherwise None.
 
-        The diagonal is diag(Q^T A_k Q) for a basis Q. It is such a mean if it accumulates the squared gradients in the
-        basis Q, summed over all axes except k. If `needs_power` is p, the squares are weighted by the power p of the
-        other axes' eigenvalues. None: the diagonal is no such mean.
+        Q is a basis of axis k. The gradients are squared in the basis, and summed over all axes except k. If
+        `needs_power` is p, each square is weighted by the power p of the other axes' eigenvalues.
         """
         return None
 
