@@ -237,7 +237,7 @@ def _recipe_advice(kind: str) -> str:
     return f", which is the name of a recipe; {stages}" if kind in shipped() else ""
 
 
-Stage.kind_advice = staticmethod(_recipe_advice)
+Stage.kind_advice.append(_recipe_advice)
 
 
 def read_yaml(path: str | Path) -> Any:

@@ -130,8 +130,8 @@ class Component(BaseModel, metaclass=ComponentType):
     number: ClassVar[tuple[str, str] | None] = None
     """For errors: (kind of a member, name of its field) that a user probably means who writes a number in place of a
     component."""
-    kind_advice: ClassVar[Callable[[str], str]] = staticmethod(lambda kind: "")
-    """Function of an unknown kind of a family that returns the part of the error with advice, or "" for no advice."""
+    kind_advice: ClassVar[list[Callable[[str], str]]] = []
+    """Functions of an unknown kind of a family that return the part of the error with advice, or "" for no advice."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a field: advice} for fields that users look for in this component although they belong
     elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""
@@ -149,7 +149,7 @@ class Component(BaseModel, metaclass=ComponentType):
     def __pydantic_init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if family is not None:
-            cls.family_name, cls.members = family, {}
+            cls.family_name, cls.members, cls.kind_advice = family, {}, []
             _FAMILIES[family] = cls
         elif cls.family_name is not None:
             _refuse_hidden_methods(cls, cls.model_fields.keys())
@@ -251,7 +251,7 @@ class Component(BaseModel, metaclass=ComponentType):
         if found is None:
             name = kind if isinstance(kind, str) else ""
             others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
-            hint = f", which is a {' and a '.join(others)}" if others else cls.kind_advice(name)
+            hint = f", which is a {' and a '.join(others)}" if others else "".join(own(name) for own in cls.kind_advice)
             hint = hint or did_you_mean(name.lower(), cls.members, 0.5)
             raise PydanticCustomError(
                 "unknown_kind",
