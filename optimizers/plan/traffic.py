@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eigengraft.blocking.blocks import Piece
 from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Counts, Layout, holding
 from eigengraft.distributed.param_gather import pack_rows
@@ -23,11 +22,6 @@ from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import numbers_sent
 from ..stacks.stack import round_bytes
 from ..step.exchange import decay_source
-
-AxisNumbers = tuple[int, ...]
-Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
-"""Shape of a parameter, its shape after small axes were merged, and the pieces (ranges of axes) of a block. Blocks for
-which these are equal have equal numbers of entries on each rank."""
 
 
 @dataclass
@@ -108,7 +102,8 @@ def wire(
     """
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = Traffic(ranks), Traffic(ranks)
-    holdings: dict[Place, Counts] = {}
+    # [R] entries that each rank holds of a block, by shapes and pieces; blocks at equal places have equal numbers
+    holdings = dict[tuple[object, ...], Counts]()
     for groups in rounds:
         own = [block_groups[index] for index in groups]
         if layouts[0].replicated:
