@@ -162,8 +162,8 @@ class Factored(Stage):
             self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
-        """Return the root or basis of every axis that has a factor, by axis."""
-        return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
+        """Return the root or basis of every axis that has a factor, by axis. They must not be changed in place."""
+        return {axis: state.read(f"{self.matrix}.{axis}") for axis in self.factor_axes(state.block)}
 
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
         """Return the axes in groups, such that a solver may receive the matrices of a group as one stack.

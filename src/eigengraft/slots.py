@@ -356,17 +356,30 @@ class State:
         if watch is not None:
             watch.stored(self, name, value)
 
+    def read(self, name: str) -> Tensor:
+        """Return the slot `[n, *shape]`, which must not be changed in place. Under a mask it is not copied."""
+        value, _ = self._stored(name)
+        if self.written and (watch := self.storage.watch) is not None:
+            watch.loaded(StateKey.join(self.path, name), value)
+        return value
+
     def _load(self, name: str) -> Tensor:
-        key = StateKey.join(self.path, name)
-        if (how := self.storage.encoded.get(key)) is not None:
-            return how.codec.decode(self._encoded(key, how), how.slot, how.dtype)
-        if key not in self.tensors:
-            raise self._undeclared(name)
-        value = self._select(self.tensors[key])
+        value, decoded = self._stored(name)
+        if decoded:
+            return value
         if self.mask is not None or not self.written:
             value = value.clone()
         self._loaded[name] = value
         return value
+
+    def _stored(self, name: str) -> tuple[Tensor, bool]:
+        """Return (the slot of the selected rows, True if a codec has decoded it)."""
+        key = StateKey.join(self.path, name)
+        if (how := self.storage.encoded.get(key)) is not None:
+            return how.codec.decode(self._encoded(key, how), how.slot, how.dtype), True
+        if key not in self.tensors:
+            raise self._undeclared(name)
+        return self._select(self.tensors[key]), False
 
     def _store(self, name: str, value: Tensor) -> None:
         key = StateKey.join(self.path, name)

@@ -45,6 +45,18 @@ def test_masks_of_usable_gradients_are_launched_for_stacks() -> None:
     assert many[-1].traffic <= 22 * size and many[-1].waits == 0, many[-1].by_line("traffic")
 
 
+@pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo"])
+def test_roots_and_bases_are_not_copied_under_a_mask(recipe: str) -> None:
+    """Statistics and moments are, because a step writes them."""
+    _, found = steps({"base": recipe, "failure": {"detect": "device"}}, 4)
+    lines = found[-1].by_line("kernels")
+    copied, stored = (
+        [own.kernels for line, own in lines.items() if "/slots.py" in line and end in line.split()]
+        for end in ("clone", "where")
+    )
+    assert copied == stored, lines
+
+
 OTHERS = [
     *({"averaging": kind} for kind in sorted(Averaging.members.keys() - {"anchored"})),
     {"averaging": {"kind": "anchored", "start": 2, "full": 3}},
