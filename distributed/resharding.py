@@ -103,6 +103,36 @@ def collect(
     return found
 
 
+def gather(
+    rank_group: RankGroup, layouts: Sequence[Layout], shards: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Gather sharded tensors on all ranks, in one collective. Return the full tensors.
+
+    Of ranks that hold the same entries only those of the first replica send them.
+
+    layouts: the layout of each tensor.
+    shards: the shards of this rank.
+    """
+    pairs = list(zip(layouts, shards, strict=True))
+    sizes = [
+        [0 if layout.replicas[rank] else layout.boxes[rank].numel * shard.element_size() for layout, shard in pairs]
+        for rank in range(rank_group.size)
+    ]
+    first = [as_bytes(shard).to(device) for layout, shard in pairs if not layout.replicas[rank_group.rank]]
+    sent = torch.cat(first) if first else torch.empty(0, dtype=torch.uint8, device=device)
+    received = rank_group.all_gather_uneven(sent, [*map(sum, sizes)], "full tensors").wait()
+    data = [torch.split(part, own) for part, own in zip(received, sizes, strict=True)]
+    found = []
+    for index, (layout, shard) in enumerate(pairs):
+        full = shard.new_empty(layout.shape, device=device)
+        for box, replica, parts in zip(layout.boxes, layout.replicas, data, strict=True):
+            if not replica:
+                # a view in another dtype must begin at a multiple of that dtype's size
+                full[box.within(whole_box(layout.shape))] = parts[index].clone().view(shard.dtype).view(box.shape)
+        found.append(full)
+    return found
+
+
 def _exchange(
     rank_group: RankGroup,
     messages: Sequence[Sequence[Tensor]],

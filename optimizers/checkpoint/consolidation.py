@@ -14,7 +14,7 @@ from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
 from ..inspect.reporting import ComposedOptimizer
 from ..state.shown_state import host_state
-from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
+from .sharded_state import ShardedStateDict, full_tensors, gathered, shard_hook, sharded_state
 
 GATHER_FIRST = (
     "if a training framework saves on one rank alone, all ranks must gather the state first: with Hugging Face's "
@@ -68,12 +68,12 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
         _synchronize(rank_groups, "consolidate_state_dict")
         for param_set in optimizer.param_sets:
             states = param_set.views() if param_set.rank_group is None else sharded_state(param_set)
-            for parameter, own in zip(param_set.parameters, states, strict=True):
-                kept = host_state(optimizer.state[parameter])
-                for key in sorted(own):  # one tensor after the other, in the same order on all ranks
-                    value = full_tensor(own[key])
-                    kept.update({key: value.detach().to("cpu", copy=True)} if here else {})
-                found[parameter] = kept
+            pairs = list(zip(param_set.parameters, states, strict=True))
+            found.update({parameter: host_state(optimizer.state[parameter]) for parameter, _ in pairs})
+            keys = [(parameter, key) for parameter, own in pairs for key in sorted(own)]  # the same order on all ranks
+            full = full_tensors([own[key] for _, own in pairs for key in sorted(own)])
+            for (parameter, key), value in zip(keys, full, strict=True):
+                found[parameter].update({key: value.detach().to("cpu", copy=True)} if here else {})
     ordered = chain.from_iterable(optimizer.param_sets.parameters)
     state = {index: found[parameter] for index, parameter in enumerate(ordered) if parameter in found}
     optimizer.param_sets.consolidated = {"state": state} if here else ShardedStateDict(state={})

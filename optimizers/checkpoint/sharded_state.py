@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from eigengraft.distributed.layouts import divided
-from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.distributed.resharding import Entry, collect, spread
+from eigengraft.distributed.layouts import Layout, divided
+from eigengraft.distributed.rank_group import RankGroup, mesh_group
+from eigengraft.distributed.resharding import Entry, collect, gather, spread
 from eigengraft.numerics import is_dtensor, local
 from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import HostBuffer
@@ -72,28 +73,38 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 
 
 PIECE = 1 << 26
-"""Bytes of full tensors that ranks exchange at a time. An exchange of all state at once would take as much memory as
-the state, which offloading saves, and more than 64 MiB would hardly be faster."""
+"""Bytes of full tensors that ranks exchange or gather at a time. An exchange of all state at once would take as much
+memory as the state, which offloading saves, and more than 64 MiB would hardly be faster."""
+T = TypeVar("T")
+
+
+def _pieces(sizes: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
+    """Yield lists of items, in order. The items of a list have at most `PIECE` bytes in sum, or it has one item.
+
+    sizes: (item, bytes of its full tensor).
+    """
+    piece, size = list[T](), 0
+    for item, nbytes in sizes:
+        if piece and size + nbytes > PIECE:
+            yield piece
+            piece, size = [], 0
+        piece.append(item)
+        size += nbytes
+    if piece:
+        yield piece
 
 
 def _owned(entries: Sequence[Mapping[str, Entry]]) -> Iterator[list[tuple[int, str, Entry]]]:
     """Yield lists of state tensors with an owner, as (position of the parameter, key, entry).
 
-    Ranks exchange the tensors of a list together. A list has at most `PIECE` bytes, or one tensor.
+    Ranks exchange the tensors of a list together.
     """
-    chunk, size = list[tuple[int, str, Entry]](), 0
-    for position, own in enumerate(entries):
-        for key, entry in own.items():
-            if entry.owner is None:
-                continue
-            nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-            if chunk and size + nbytes > PIECE:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append((position, key, entry))
-            size += nbytes
-    if chunk:
-        yield chunk
+    return _pieces(
+        ((position, key, entry), math.prod(entry.shape) * entry.dtype.itemsize)
+        for position, own in enumerate(entries)
+        for key, entry in own.items()
+        if entry.owner is not None
+    )
 
 
 def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key: str) -> Location | None:
@@ -158,11 +169,71 @@ def shard_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict
 
 def gathered(state_dict: Any) -> Any:
     """Return a state dict with plain tensors on the CPU in place of DTensors. All ranks must call it."""
-    if isinstance(state_dict, Mapping):
-        return {key: gathered(value) for key, value in state_dict.items()}
-    if isinstance(state_dict, (list, tuple)):
-        return type(state_dict)(gathered(value) for value in state_dict)
-    return full_tensor(state_dict).detach().cpu() if isinstance(state_dict, Tensor) else state_dict
+    found = list(_tensors(state_dict))
+    full = {id(x): value.detach().cpu() for x, value in zip(found, full_tensors(found), strict=True)}
+    return _replaced(state_dict, full)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Return the tensors in nested mappings, lists and tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(value)
+
+
+def _replaced(tree: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """Return nested mappings, lists and tuples with other tensors, which are given by the id of the present ones."""
+    if isinstance(tree, Mapping):
+        return {key: _replaced(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replaced(value, tensors) for value in tree)
+    return tensors[id(tree)] if isinstance(tree, Tensor) else tree
+
+
+def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Return DTensors as full plain tensors, and plain tensors unchanged, one after another.
+
+    All ranks must call it, with the same DTensors in the same order, and take all of the results.
+    """
+    full = _full_dtensors([x for x in tensors if is_dtensor(x)])
+    return (next(full) if is_dtensor(x) else x for x in tensors)
+
+
+def _full_dtensors(dtensors: Sequence[Any]) -> Iterator[Tensor]:
+    """Return DTensors as full plain tensors, one after another.
+
+    Successive DTensors on the same ranks are gathered in one collective, at most `PIECE` bytes at a time, because a
+    state has thousands of small tensors.
+    """
+    layouts = [_sharded(x) for x in dtensors]
+    ranks = [
+        None if layout is None else (x.device_mesh.device_type, x.device_mesh.mesh.flatten().tolist())
+        for x, layout in zip(dtensors, layouts, strict=True)
+    ]
+    for same, run in itertools.groupby(range(len(dtensors)), lambda index: ranks[index]):
+        found = list(run)
+        if same is None:
+            yield from (full_tensor(dtensors[index]) for index in found)
+            continue
+        rank_group, device = RankGroup(mesh_group(dtensors[found[0]].device_mesh)), torch.device(same[0])
+        for part in _pieces((index, dtensors[index].numel() * dtensors[index].element_size()) for index in found):
+            cut = [layout for index in part if (layout := layouts[index]) is not None]
+            yield from gather(rank_group, cut, [dtensors[index].to_local() for index in part], device)
+
+
+def _sharded(x: Any) -> Layout | None:
+    """Return the layout of a sharded DTensor, or None for any other DTensor.
+
+    None is also returned if the ranks of the mesh are not in ascending order, as those of its process group are.
+    """
+    mesh = x.device_mesh
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks) or any(placement.is_partial() for placement in x.placements):
+        return None
+    layout = Layout.from_placements(tuple(x.shape), tuple(mesh.mesh.shape), tuple(x.placements))
+    return None if layout.replicated else layout
 
 
 def full_tensor(x: Any) -> Any:

@@ -40,6 +40,11 @@ def wanted(source: str, target: str) -> list[tuple[str, str]]:
     return [cases[turn % 4], cases[(turn + 2) % 4], *few]
 
 
+def kinds(source: str, name: str) -> list[str]:
+    """The kinds of a case that are loaded from a source: others are not saved there."""
+    return sorted({kind for target in TARGETS for found, kind in wanted(source, target) if found == name})
+
+
 def case(name: str, place: str, **more: Any) -> dict[str, Any]:
     return {"place": place[:-1], "recipe": CASES[name]["recipe"], "overrides": CASES[name].get("overrides", []), **more}
 
@@ -57,7 +62,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     saves = [Run("one", "trajectories:run", 0, one)]
     for source in SOURCES:
         kept = [name for name in NAMES if name != "quantized" or source == "fsdp3"]
-        job = {name: case(name, source, folder=folder(source, name)) for name in kept}
+        job = {name: case(name, source, folder=folder(source, name), kinds=kinds(source, name)) for name in kept}
         saves.append(Run(f"save {source}", "snapshots:save", int(source[-1]), job))
     found = launch(sorted(saves, key=lambda run: run.world), tmp_path_factory.mktemp("saves"), limit=400)
     loads = []
@@ -105,6 +110,14 @@ def test_reading_state_moves_nothing_and_a_part_is_not_pickled(outcomes: dict[st
         for found in rank.result.values():
             assert found["moved"] == [] and "one rank's shard" in found["refused"]
             assert "full_state_dict()" in found["refused"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_full_state_dict_gathers_many_tensors_in_one_message(outcomes: dict[str, list[Outcome]], source: str) -> None:
+    """Not one by one."""
+    for rank in outcomes[f"save {source}"]:
+        for name, found in rank.result.items():
+            assert found["messages"] == 1 and found["tensors"] > 20, (name, found)
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -54,7 +54,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
 
     saves = [Run("one", "trajectories:run", 0, {name: case(PLAIN[name], name, "plain") for name in PLAIN})]
     for place in PLACES:
-        job = {name: case(RECIPES[name], name, place, folder=folder(place, name)) for name in RECIPES}
+        kinds = ["flat", "tree"]
+        job = {name: case(RECIPES[name], name, place, folder=folder(place, name), kinds=kinds) for name in RECIPES}
         saves.append(Run(f"save {place}", "offload:save", 2, job))
     found = launch(saves, tmp_path_factory.mktemp("saves"), limit=300)
     loads = []

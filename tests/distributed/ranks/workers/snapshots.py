@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,9 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import local
 
 from .models import divided, lay_out
@@ -49,16 +54,19 @@ def state_of(module: nn.Module, optimizer: Optimizer, kind: str) -> tuple[dict[s
 
 
 def save(job: dict[str, Any]) -> dict[str, Any]:
-    """job: {case: {folder, place, recipe, overrides}}. Files of every kind; whether reading moved a parameter."""
+    """job: {case: {folder, kinds, place, recipe, overrides}}. Files of these kinds; whether reading moved a parameter,
+    and the number of full tensors and of the messages in which they were gathered."""
     found, group = {}, dist.new_group(backend="gloo")  # asynchronous saves must not share a group with training
     for name, case in job.items():
-        folder = Path(case.pop("folder"))
+        folder, kinds = Path(case.pop("folder")), case.pop("kinds")
         module, optimizer = start(**case)
         go_on(module, optimizer, 0, HALF)
         before = values(module)
-        dcp.save(state_of(module, optimizer, "tree")[0], checkpoint_id=folder / "tree")
-        whole = {"optimizer": optimizer.full_state_dict(), "parameters": before}
-        full = state_of(module, optimizer, "full")[0]
+        if "tree" in kinds:
+            dcp.save(state_of(module, optimizer, "tree")[0], checkpoint_id=folder / "tree")
+        with counted() as messages:
+            whole = {"optimizer": optimizer.full_state_dict(), "parameters": before}
+        full = state_of(module, optimizer, "full")[0] if "full" in kinds else None
         if dist.get_rank() == 0:
             torch.save(whole, folder / "whole.pt")
             torch.save(full, folder / "full.pt")
@@ -68,17 +76,41 @@ def save(job: dict[str, Any]) -> dict[str, Any]:
         except RuntimeError as error:
             refused = str(error)
         after = values(module)
-        state = state_of(module, optimizer, "flat")[0]
-        saved = dcp.async_save(state, checkpoint_id=folder / "flat", process_group=group)
+        saved = None
+        if "flat" in kinds:
+            state = state_of(module, optimizer, "flat")[0]
+            saved = dcp.async_save(state, checkpoint_id=folder / "flat", process_group=group)
         said = consolidate(optimizer, whole["optimizer"])
         go_on(module, optimizer, HALF, STEPS)
-        saved.result()
+        if saved is not None:
+            saved.result()
         found[name] = {
             "consolidated": said,
             "refused": refused,
             "moved": [n for n in before if not torch.equal(before[n], after[n])],
+            "tensors": sum(len(own) for own in whole["optimizer"]["state"].values()),
+            "messages": len(messages),
         }
     return found
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What asks for full tensors within this context: one name a message."""
+    messages: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            messages.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(DTensor, "full_tensor", noted("one tensor", DTensor.full_tensor)),
+        patch.object(RankGroup, "all_gather_uneven", noted("many tensors", RankGroup.all_gather_uneven)),
+    ):
+        yield messages
 
 
 def consolidate(optimizer: Optimizer, expected: dict[str, Any]) -> str:
