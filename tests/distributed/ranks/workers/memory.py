@@ -16,7 +16,7 @@ from eigengraft import load_recipe
 from .models import lay_out, model
 from .trajectories import give
 
-LAYERS, BUCKET = 100, 10 * 4 * 64 * 64
+LAYERS, BUCKET = 60, 10 * 4 * 64 * 64
 """Matrices of the model of `hold`, and bytes of a bucket: with a bucket of 10 matrices a message is one matrix."""
 
 
