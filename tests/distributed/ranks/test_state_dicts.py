@@ -17,9 +17,10 @@ pytestmark = pytest.mark.slow
 LAYOUTS = ("plain 1", "fsdp2 2", "compiled 2", "fsdp2 3", "tp 3", "hsdp 4", "grouped 4")
 """Layout and number of ranks, in ascending order. compiled: DDP within other wrappers; grouped: DDP in two groups.
 On three ranks parts are uneven, and some are empty."""
-SAVED = ["tree", "offload", "full", "full offload", "flat", "trained", "whole"]
+SAVED = ["tree", "offload", "full offload", "flat", "trained", "whole"]
 KINDS = [*SAVED, "full broadcast"]
-"""Flags of torch's StateDictOptions; tree: none; whole: `full_state_dict` of the optimizer. What torch flattens and
+"""Flags of torch's StateDictOptions; tree: none; whole: `full_state_dict` of the optimizer; full broadcast: how a file
+of the kind "full offload" is loaded, too. What torch flattens and
 gathers in one it cannot load itself, not even for its own AdamW (2.13: KeyError of 'param_groups.0.params.0')."""
 CELLS = [
     (LAYOUTS[(place + turn) % len(LAYOUTS)], target, kind)

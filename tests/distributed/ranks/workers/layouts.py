@@ -68,12 +68,12 @@ class Few(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(5, 7)
-        self.wide = nn.Linear(9, 4, bias=False)
+        self.wide = nn.Linear(6, 4, bias=False)
         self.norm = nn.LayerNorm(3, bias=False)
 
     def parameter_views(self) -> dict[str, dict[str, object]]:
         """Sections, and heads of a transposed matrix."""
-        views: dict[str, dict[str, object]] = {"wide.weight": {"outputs": "last", "heads": 3}}
+        views: dict[str, dict[str, object]] = {"wide.weight": {"outputs": "last", "heads": 2}}
         return {**views, "up.weight": {"sections": [3, 4]}} if hasattr(self, "up") else views
 
 

@@ -3,6 +3,7 @@ those that stop in one layout and go on in another."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import eigengraft
-from eigengraft import Optimizer, load_recipe
+from eigengraft import Optimizer, Recipe, load_recipe
 from eigengraft.numerics import local
 from eigengraft.optimizers import submodel
 
@@ -88,7 +89,7 @@ def follow(module: nn.Module, recipe: str, overrides: list[str], part: bool = Fa
     if part:
         with torch.device("meta"):
             given = submodel(module, full=stack())
-    go_on(module, eigengraft.compose(load_recipe(recipe, overrides), given), range(STEPS))
+    go_on(module, eigengraft.compose(loaded(json.dumps(recipe), tuple(overrides)), given), range(STEPS))
 
 
 def go_on(module: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
@@ -129,7 +130,13 @@ FLAGS = {
 def start(layout: str, recipe: Any, overrides: list[str]) -> tuple[nn.Module, Optimizer]:
     """The small model in a layout; plain: as it is."""
     module = laid(layout, small)
-    return module, eigengraft.compose(load_recipe(recipe, overrides), module)
+    return module, eigengraft.compose(loaded(json.dumps(recipe), tuple(overrides)), module)
+
+
+@cache
+def loaded(recipe: str, overrides: tuple[str, ...]) -> Recipe:
+    """A recipe of this JSON with overrides."""
+    return load_recipe(json.loads(recipe), overrides)
 
 
 def uninterrupted(job: dict[str, Any]) -> None:
@@ -185,7 +192,7 @@ def load(job: dict[str, Any]) -> dict[str, dict[str, list[float]] | str]:
 
 def resume(module: nn.Module, optimizer: Optimizer, folder: Path, kind: str) -> None:
     """Loads what was saved; with broadcast, the first rank alone has read it."""
-    saved = folder / kind.replace(" broadcast", "")
+    saved = folder / kind.replace("broadcast", "offload")
     if kind == "whole":
         state = torch.load(saved.with_suffix(".pt"), weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
