@@ -381,7 +381,7 @@ def started(tmp_path, monkeypatch):
     study = {"base": base, "axes": {"method": {"ended": {"steps": 41}, "gated": gated}}}
     (tmp_path / "trial.yaml").write_text(json.dumps(study))
     command = ("-m", "eigengraft", "ablate", "trial.yaml", "--out", "out", "--workers", "1")
-    process = start(*command, folder=tmp_path)
+    process = start(*command, folder=tmp_path, **FORK_SPAWNED)
     ended, gated = (tmp_path / "out" / f"method={method}" / "seed-0" for method in ("ended", "gated"))
     wait_for(lambda: process.poll() is not None or (gated / "checkpoint.pt").exists())
     assert process.poll() is None, process.communicate()

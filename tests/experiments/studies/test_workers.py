@@ -22,7 +22,7 @@ from eigengraft.experiments.studies.rendezvous import FileLeases
 from eigengraft.experiments.studies.running import StudyJob, complete_study, prepare_study, run_study, submit_study
 from eigengraft.experiments.studies.study import load_study
 
-from ...processes import fork_what_is_spawned
+from ...processes import FORK_SPAWNED, fork_what_is_spawned, start
 from ...refusals import check_said, refused
 
 TINY = {
@@ -309,10 +309,27 @@ def test_wrong_storage(url, error, says, tmp_path):
         running.rendezvous_at("one", tmp_path, url).fetch()
 
 
+TASK_OF_A_JOB = """
+import os, runpy
+os.environ["SUBMITIT_LOCAL_JOB_ID"] = str(os.getpid())
+runpy.run_module("submitit.core._submit", run_name="__main__")
+"""
+"""What submitit's controller of a job on this machine starts: a task that knows the job by its number."""
+
+
 @pytest.mark.slow
 def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
-    """Two processes that submitit starts on this machine."""
-    pytest.importorskip("submitit", reason="the extra `slurm` is not installed")
+    """Two jobs that submitit submits to this machine, and whose results it reads. Their tasks are forked: controllers,
+    tasks and workers in interpreters of their own would import torch four times."""
+    submitit = pytest.importorskip("submitit", reason="the extra `slurm` is not installed")
+
+    def start_task(folder, command, **options):
+        assert "submitit.core._submit" in command and options["tasks_per_node"] == 1
+        variables = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_GLOBALID": "0"}
+        variables |= {"SUBMITIT_LOCAL_NODEID": "0", "SUBMITIT_LOCAL_LOCALID": "0", "SUBMITIT_LOCAL_JOB_NUM_NODES": "1"}
+        return start("-c", TASK_OF_A_JOB, str(folder), folder=tmp_path, **variables, **FORK_SPAWNED)
+
+    monkeypatch.setattr(submitit.local.local, "start_controller", start_task)
     (tmp_path / "two.yaml").write_text(json.dumps({"base": TINY, "axes": {"lr": [0.001, 0.01, 0.1]}, "seeds": [0, 1]}))
     one, directory = load_study(tmp_path / "two.yaml"), tmp_path / "out"
     jobs = submit_study(one, directory, "local", jobs=2, workers=1, options=["timeout_min=5"])
