@@ -399,9 +399,9 @@ def private():
 
 def parameters(count):
     torch.manual_seed(0)
-    found = [nn.Parameter(torch.randn(384, 384) / 20) for _ in range(count)]
+    found = [nn.Parameter(torch.randn(192, 192) / 20) for _ in range(count)]
     for parameter in found:
-        parameter.grad = torch.randn(384, 384)
+        parameter.grad = torch.randn(192, 192)
     return found
 
 torch.set_num_threads(1)
@@ -410,8 +410,8 @@ roles = ("statistic", "basis", "first_moment", "second_moment") if sys.argv[2] =
 storage = dict.fromkeys(roles, offload)
 warm = Optimizer(parameters(2), "soap", overrides={"storage": storage, "routes": []})
 warm.step(), warm.step()
-given = parameters(48)
-room = 100 << 20
+given = parameters(96)
+room = 50 << 20
 limit = private() + room
 if sys.argv[3] == "limited":
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -429,7 +429,7 @@ print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in given)).hexd
 
 @pytest.mark.slow
 def test_steps_and_checkpoints_take_less_memory_than_the_state(tmp_path: Path) -> None:
-    """100 MiB of private memory beside parameters and gradients suffice for 160 MiB of state in a file alone."""
+    """50 MiB of private memory beside parameters and gradients suffice for 80 MiB of state in a file alone."""
     runs = [
         run_process("-c", LIMITED, str(tmp_path), *how, folder=tmp_path)
         for how in (("disk", "limited"), ("memory", "limited"), ("memory", "free"))
