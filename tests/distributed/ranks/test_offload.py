@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 ROLES = ("statistic", "basis", "first_moment", "second_moment")
 FILE = {"kind": "offload", "to": "disk", "min_elements": 1}
 CODED = {**FILE, "inner": {"kind": "int8", "min_elements": 1}}
-OVERRIDES = list(TRAJECTORIES["soap"]["overrides"])
+OVERRIDES = [*TRAJECTORIES["soap"]["overrides"], "blocking.size=16", "blocking.merge=16"]
+"""With a third of the blocks, because every state tensor of a checkpoint is a file."""
 RECIPES: dict[str, Any] = {
     "adamw": {"base": "adamw", "storage": dict.fromkeys(ROLES[2:], FILE)},
     "soap": {"base": "soap_fitted", "storage": dict.fromkeys(ROLES, FILE)},
