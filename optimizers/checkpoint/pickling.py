@@ -13,7 +13,7 @@ from ..isolation import isolation
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
 
-T = TypeVar("T", bound=ComposedOptimizer)
+_T = TypeVar("_T", bound=ComposedOptimizer)
 
 
 def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
     }
 
 
-def restored(cls: type[T], saved: dict[str, Any]) -> T:
+def restored(cls: type[_T], saved: dict[str, Any]) -> _T:
     """Build an optimizer of class `cls` from the contents of a pickle, as `snapshot` returns them."""
     optimizer = cls.__new__(cls)
     state = defaultdict[Any, Any](dict, {key: own for key, own in saved["state"].items() if not torch.is_tensor(key)})

@@ -75,15 +75,15 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 PIECE = 1 << 26
 """Bytes of full tensors that ranks exchange or gather at a time. An exchange of all state at once would take as much
 memory as the state, which offloading saves, and more than 64 MiB would hardly be faster."""
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def _pieces(sizes: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
+def _pieces(sizes: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
     """Yield lists of items, in order. The items of a list have at most `PIECE` bytes in sum, or it has one item.
 
     sizes: (item, bytes of its full tensor).
     """
-    piece, size = list[T](), 0
+    piece, size = list[_T](), 0
     for item, nbytes in sizes:
         if piece and size + nbytes > PIECE:
             yield piece
