@@ -12,7 +12,7 @@ from .records import learning_rate
 # Names, seeds and descriptions do not distinguish methods.
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 
-Place = tuple[str, str]
+_Place = tuple[str, str]
 """(panel, label): the place of a configuration among those that are compared."""
 
 
@@ -26,11 +26,11 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
     configs: panel -> label -> configuration.
     """
     places = {(panel, label): config for panel, cells in configs.items() for label, config in cells.items()}
-    components: dict[str, dict[str, dict[Place, str]]] = {}
+    components: dict[str, dict[str, dict[_Place, str]]] = {}
     for place, config in places.items():
         for path, field, text in _fields("", _effective(config)):
             components.setdefault(path, {}).setdefault(field, {})[place] = text
-    rows: list[tuple[str, dict[Place, str]]] = []
+    rows: list[tuple[str, dict[_Place, str]]] = []
     for path, fields in components.items():
         present = list(dict.fromkeys(place for found in fields.values() for place in found))
         own = {field: found for field, found in fields.items() if _differ(found, present)}
@@ -42,19 +42,19 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
     return [(path, *(_text(label, found) for label in labels)) for path, found in rows]
 
 
-def _differ(found: Mapping[Place, str], among: Collection[Place]) -> bool:
+def _differ(found: Mapping[_Place, str], among: Collection[_Place]) -> bool:
     """Return True if in some panel the values differ, or only some labels have a value."""
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
 
 
-def _summary(place: Place, fields: Mapping[str, Mapping[Place, str]]) -> str:
+def _summary(place: _Place, fields: Mapping[str, Mapping[_Place, str]]) -> str:
     """Return the fields of a component as one text: its kind or chain, then names and values. `false` is left out."""
     texts = [(field, found[place]) for field, found in fields.items() if found.get(place, "false") != "false"]
     return ", ".join(text if field in ("", "kind") else f"{field} {text}" for field, text in texts)
 
 
-def _text(label: str, found: Mapping[Place, str]) -> str:
+def _text(label: str, found: Mapping[_Place, str]) -> str:
     values = {panel: text for (panel, owner), text in found.items() if owner == label}
     if len(set(values.values())) <= 1:
         return next(iter(values.values()), "")
