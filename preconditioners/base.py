@@ -25,7 +25,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
-from .checked_mode import CheckedHooks, Hooks, call_text, require_direction
+from .checked_mode import CheckedHooks, Hooks, call_text, wrong_direction
 
 
 class FirstMoment(NamedTuple):
@@ -380,8 +380,9 @@ class Stage(Schedulable, ABC, family="stage"):
         try:
             if not lagged:
                 self._observe_and_refresh(state, gradient, direction, context)
-            result = self._hooks(state).apply(state, gradient, direction, context)
-            result = require_direction(f"{state.path}: apply()", result, direction)
+            result: object = self._hooks(state).apply(state, gradient, direction, context)
+            if not isinstance(result, Tensor) or result.shape != direction.shape:
+                raise wrong_direction(f"{state.path}: apply()", result, direction)
             if lagged:
                 self._observe_and_refresh(state, gradient, direction, context)
             return result

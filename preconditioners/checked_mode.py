@@ -123,7 +123,8 @@ class Checks(Watch):
         dtype or device.
         """
         what = self._calls[-1].what
-        value = require_direction(what, value, direction)
+        if not isinstance(value, Tensor) or value.shape != direction.shape:
+            raise wrong_direction(what, value, direction)
         if value.dtype != direction.dtype or value.device != direction.device:
             raise ContractError(
                 f"{what} must return a direction in {direction.dtype} on {direction.device}, got {value.dtype} on "
@@ -171,22 +172,19 @@ class CheckedHooks:
         return result
 
 
-def require_direction(what: str, value: object, direction: Tensor) -> Tensor:
-    """Return the result of `apply`. Raise ContractError unless it is a tensor of the shape of the direction.
+def wrong_direction(what: str, value: object, direction: Tensor) -> ContractError:
+    """Return the error about a result of `apply` that is no tensor of the shape of the direction.
 
     Any other shape would be broadcast by later operations, without an error.
 
     what: path of the stage, or a text that begins with it, for the message.
     """
-    if isinstance(value, Tensor) and value.shape == direction.shape:
-        return value
     shape = _stack(tuple(direction.shape[1:]))
     if not isinstance(value, Tensor):
         got = "nothing; is a `return` missing?" if value is None else type(value).__name__
-        raise ContractError(f"{what} must return a direction of shape {shape}, got {got}")
-    raise ContractError(
-        f"{what} must return a direction of shape {shape} with N = {len(direction)}, got {list(value.shape)}"
-    )
+        return ContractError(f"{what} must return a direction of shape {shape}, got {got}")
+    given = list(value.shape)
+    return ContractError(f"{what} must return a direction of shape {shape} with N = {len(direction)}, got {given}")
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:

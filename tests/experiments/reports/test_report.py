@@ -137,12 +137,13 @@ def test_comparison_by_hand(study):
 @pytest.mark.parametrize("labels", [{}, {"soap": "SOAP of 2024"}])
 def test_a_method_keeps_its_color_whatever_it_is_compared_with(study, baseline, labels):
     (panel,) = compare(read_records(study, baseline, labels=labels))
-    before = [row.style for row in panel.rows]
-    assert before[0] == 0 and before[1] not in (0, 1, 2, 4)  # colors of others
+    before = {row.label: row.style for row in panel.rows}
+    soap = labels.get("soap", "soap")
+    assert before["adamw"] == 0 and before[soap] not in (0, 1, 2, 4)  # colors of others
     write_study(study, [("soap", 0, None), ("muon", 0, None), ("adamw", 0, None)])
     write_run(study / "method=muon" / "seed-0", ADAM, [4.0, 3.0])
     (panel,) = compare(read_records(study, baseline, labels=labels))
-    assert [row.style for row in panel.rows] == [before[1], 4, before[0]]
+    assert {row.label: row.style for row in panel.rows} == {**before, "muon": 4}
 
 
 TRIED = [{"values": {"lr": 0.01}, "mean": 3.0, "stopped": None}]
@@ -334,9 +335,9 @@ def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
     (panel,) = compare(records)
     assert {row.label: row.first(records.target) for row in panel.rows} == {"adamw": 40, "soap": 20, "muon": None}
     text = Page(Report(tmp_path).write().read_text(encoding="utf-8")).text
-    assert "steps to 2" in text and "0.50\u00d7" in text and "acceptance test of track 3" in text
+    assert "steps to validation loss 2" in text and "0.50\u00d7" in text and "acceptance test of track 3" in text
     lines = (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines()
-    assert [line.split(" | ")[-4] for line in lines[2:] if "|" in line] == ["steps to 2", "---", "40", "20", "never"]
+    assert [line.split(" | ")[-4] for line in lines[2:] if "|" in line] == ["steps to validation loss 2", "---", "40", "20", "never"]
 
 
 def test_parquet_has_every_number_of_every_run(study):
