@@ -45,7 +45,7 @@ the CPU's cache, and the number for a GPU needs little memory."""
 
 
 def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
-    """Join fields into one float64 tensor on a device, in one upload and one copy."""
+    """Join fields into one float64 tensor on a device. Numbers of the host take one upload, and tensors one copy."""
     known = {name: values for name, values in fields.items() if not isinstance(values, Tensor)}
     numbers = torch.tensor([x for values in known.values() for x in values], dtype=torch.float64, device=device)
     uploaded = dict(zip(known, torch.split(numbers, [len(values) for values in known.values()]), strict=True))

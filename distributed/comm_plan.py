@@ -326,7 +326,7 @@ def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
 def send_shards(
     plan: CommPlan, index: int, name: str, message: Tensor, rank_group: RankGroup | None = None
 ) -> Work[Tensor]:
-    """Start to send the message of a round, as `pack_shards` returns it, to the owners of its blocks.
+    """Start to send the message of a round, as `pack_shards` returns it, to the ranks that own its blocks.
 
     index: index of the round.
     name: name of the message in errors.

@@ -117,7 +117,7 @@ class ParamGather:
         return f"updates of rows of {name_some([self.names[rows.position] for rows in chosen], 1)}"
 
     def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
-        """Start to send the rows that this rank has updated to each other rank that holds the same entries."""
+        """Start to send the rows that this rank has updated to all other ranks that hold the same entries."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         own = {rank: [self._view(held, rows, me) for rows in chosen if self._share(rows, rank)] for rank in ranks}
         sources = [x for views in own.values() for x in views]

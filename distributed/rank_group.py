@@ -106,7 +106,8 @@ class RankGroup:
 
     def subgroup(self, size: int) -> RankGroup:
         """Return the group of `size` consecutive ranks that contains this one. Raises ValueError if `size` does not
-        divide R."""
+        divide the number of ranks.
+        """
         if self.size % size:
             raise ValueError(f"distribution.group_size: must divide the number of ranks, {self.size}, got {size}")
         first = self.rank - self.rank % size

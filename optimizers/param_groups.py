@@ -142,11 +142,10 @@ class Defaults(dict[str, Any]):
 
 
 def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool = False) -> dict[str, Any]:
-    """Return a param group without options that choose torch's implementation, such as `foreach` and `fused`.
+    """Check a param group. Return it without options that choose torch's implementation, such as `foreach` and `fused`.
 
     recipe: JSON text of the optimizer's recipe.
-    follows_peak: True if the recipe depends on the peak of the learning rate, which is `max_lr` if this is larger than
-        `lr`.
+    follows_peak: True if the recipe depends on the peak of the learning rate, the larger of `max_lr` and `lr`.
 
     Raises:
         ValueError: the group has a different recipe, or a key that would have no effect although the user expects one:

@@ -451,7 +451,8 @@ class DelayedRefresh(Stage):
 
         The method may run in another thread. It reads a copy of the stage's slots, and must not write state.
 
-        context: step numbers and bias corrections of the update at which the refresh is due. It has no signals.
+        context: step numbers and bias corrections of the update at which the refresh is due. Signals are not available
+            in it.
         """
 
     @abstractmethod

@@ -268,9 +268,9 @@ class Bench(Component, ABC, family="bench"):
             torch.set_num_threads(threads)
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of one problem, a list for each cell. A cell is one candidate on one problem.
+        """Yield the rows of one problem, in one list for each candidate.
 
-        A bench that overrides this method to measure all candidates together yields one cell for each problem.
+        A bench that overrides this method to measure all candidates together yields one list with all rows.
         """
         given = problem.make()
         first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]

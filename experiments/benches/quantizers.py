@@ -315,7 +315,9 @@ class StorageProblem:
     times: dict[Any, dict[str, float]]
 
     def condition(self) -> float:
-        """Return the condition number; infinity if the smallest eigenvalue is below the rounding of float64."""
+        """Return the condition number of A; infinity if the smallest eigenvalue is below the rounding errors of
+        float64.
+        """
         low, high = self.values.amin(-1), self.values.amax(-1)
         rounding = self.a.shape[-1] * torch.finfo(torch.float64).eps * high
         return worst_of(torch.where(low > rounding, high / low, torch.inf))

@@ -259,7 +259,7 @@ class StatisticBench(OwnMatrices):
         )
 
     def _at_end(self, name: str, form: Callable[[float], str]) -> Callable[[BenchRows], str]:
-        """Return a function from rows to the text of a column's mean over layers, after the largest number of
+        """Return a function that maps rows to a text: the mean of a column over layers, for the largest number of
         gradients.
         """
 

@@ -83,7 +83,9 @@ def _outdated(pages: Mapping[Path, str], renew: bool) -> list[str]:
 
 
 def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
-    """Print the verdict of every claim. Return the names of claims that the folder wrongly expects to hold."""
+    """Print the verdict of every claim. Return the names of claims that do not hold although the paper's folder expects
+    so.
+    """
     from ..reproduction.claims import disproved, judge
     from ..reproduction.pages import read_studies
 

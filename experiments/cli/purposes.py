@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Purpose(NamedTuple):
-    """One group of a list.
+    """One group in a printed list of recipes or components, which are grouped by what they are for.
 
     title: purpose of the members.
     when: situation in which a member is needed.
@@ -191,7 +191,7 @@ it.
 
 @cache
 def recipe_numbers() -> dict[str, RecipeNumbers]:
-    """Return the numbers of all shipped recipes, by name."""
+    """Return the measured and counted numbers of each shipped recipe, by its name."""
     return {name: RecipeNumbers(*own) for name, own in _numbers_file()["recipes"].items()}
 
 

@@ -186,7 +186,9 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        """True if other load slowed the run: a tenth of the rows had steps of 1.5 times the median or more."""
+        """True if other load slowed the run: steps took 1.5 times the median, or longer, in at least a tenth of the
+        rows.
+        """
         found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
         return len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
 
@@ -346,7 +348,7 @@ FEW_EVALUATIONS = 5
 
 @dataclass(frozen=True)
 class Records:
-    """All runs of a directory. They are compared along the axis `compare` with the runs labeled `baseline`.
+    """All runs of a directory. The runs of each label of one axis are compared with the runs labeled `baseline`.
 
     A panel without runs of the baseline has no differences.
 
@@ -355,8 +357,8 @@ class Records:
     baseline: label of the baseline; empty: nothing is subtracted.
     tuned: results of searches.
     target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
-    equal: "steps" if all runs have the steps of their configuration, "seconds" if they train as long as the baseline.
-    originals: label in the study, by the text that replaces it in the report.
+    equal: "steps" if each run has the steps of its configuration, "seconds" if each run trains as long as the baseline.
+    originals: for each label of the report, the label of the study that it replaces.
     tuned_in: where the learning rates were tuned, if the study says so.
     """
 

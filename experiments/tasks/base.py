@@ -293,7 +293,7 @@ class Examples(Dataset):
     batch_size: examples of a training batch, at least 1 and at most all training examples.
     fingerprint: identity of the data.
     scale: divisor of inputs that are stored as uint8; such inputs are converted to float32 when they are used.
-    columns: names of the columns of inputs; (): messages number them.
+    columns: names of the columns of inputs, for messages; (): messages have the number of a column.
     """
 
     def __init__(

@@ -53,7 +53,9 @@ EMPTY_PAGE = "# Track\n\n" + "\n".join(
 
 
 class Ranking(Component):
-    """A published ranking of methods that are entries of a track."""
+    """A published ranking of methods, which are entries of a track (a set of small tasks on which recipes are
+    compared).
+    """
 
     source: str = Field(min_length=1, description="where it was published")
     ranks: str = Field(min_length=1, description="ranked number, and what it was measured on")

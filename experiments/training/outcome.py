@@ -140,7 +140,9 @@ class Diagnostics:
             self.optimizer.watch_next_step()
 
     def after(self, step: int) -> None:
-        """Write the table of a step that gets one: a line for each parameter, stage and measure, over all blocks."""
+        """If the step gets a table, write it. The table has a line for each parameter, stage and measure, with one
+        value for all blocks.
+        """
         if not self._due(step):
             return
         rows = self.optimizer.inspect().by_parameter().records()

@@ -36,8 +36,8 @@ class RecipeChange:
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
     settings: other differences, such as a decay. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: new name of the saved recipe, if it was renamed since the save and another recipe, that of the optimizer,
-        has its old name; else None.
+    renamed: None, or the new name of the saved recipe, if it was renamed since the save and the recipe of the optimizer
+        is another one that now has the old name.
     """
 
     meaning: tuple[str, ...] = ()

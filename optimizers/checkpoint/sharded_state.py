@@ -184,7 +184,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _replaced(tree: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """Return nested mappings, lists and tuples with other tensors, which are given by the id of the present ones."""
+    """Return a copy of nested mappings, lists and tuples in which tensors are replaced by others.
+
+    The new tensors are given by the id of the old ones.
+    """
     if isinstance(tree, Mapping):
         return {key: _replaced(value, tensors) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

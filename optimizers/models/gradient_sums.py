@@ -134,7 +134,7 @@ class GradientSums(ABC):
             yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
 
     def takers(self) -> dict[int, ParamPlace]:
-        """Return the position of each parameter whose update requests the signal, by id."""
+        """Return the position of each parameter whose update requests this signal, by id of the parameter."""
         sets = self.optimizer.param_sets
         takers = sets.signals.takers(self.name, sets.rows())
         return {key: place for key, place in self.places() if key in takers}

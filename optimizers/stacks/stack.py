@@ -236,7 +236,9 @@ class StackState:
 
     @cached_property
     def entries(self) -> list[list[Tensor]]:
-        """State of each block for compiled kernels: a list by row, with a view `[1, numel, 1, ...]` of each tensor."""
+        """State of each block, for compiled kernels: for each row, a list with a view `[1, numel, 1, ...]` of each
+        tensor.
+        """
         shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
         slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
         return [[slot[row] for slot in slots] for row in range(len(self.stack.param_ids))]

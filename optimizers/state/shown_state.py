@@ -222,8 +222,8 @@ def host_changes(
 
     state: `optimizer.state` with these changes.
     shown: record of `optimizer.state` as the optimizer has written it.
-    mode: iterate that the parameters hold.
-    rebuilt: True if the parameter set is new and does not hold the earlier values.
+    mode: the iterate, for training or for evaluation, that the parameters hold.
+    rebuilt: True if the parameter set was made anew, so that its state does not hold the earlier values.
     """
     moved, reset, found = shown.moved(), param_set.counts_set_back(), HostChanges(param_set)
     rows = zip(param_set.names, param_set.parameters, visible(param_set, mode), strict=True)

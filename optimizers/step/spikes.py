@@ -127,7 +127,8 @@ class SpikeWindow:
 
 
 class SpikeCheck:
-    """The check of an optimizer for spikes: it decides for each step, and changes steps that are spikes.
+    """The check of an optimizer for spikes of the loss or of the gradient norm. It also changes the steps that are
+    spikes.
 
     window: the values of earlier steps.
     """

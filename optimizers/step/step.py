@@ -306,7 +306,8 @@ class ParamSet:
 
         groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
         moved: `[P]`, True for parameters that the step changes.
-        numbers: by index of a stack whose step a graph captures, the numbers that the graph reads on the device.
+        numbers: for each stack whose step is captured by a graph, by index: the numbers on the device that the graph
+            reads.
         """
         stacks = [own for states in groups for own in states]
         self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))

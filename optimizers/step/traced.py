@@ -157,8 +157,8 @@ def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
 
 @dataclass(frozen=True)
 class EntryProgram:
-    """An object from which a program is traced. The program updates parameters and their state in place by an
-    entry-wise chain and its write.
+    """An object from which a program is traced. The program updates parameters and their state in place: it runs a
+    chain of entry-wise stages and writes the result into the parameters.
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.

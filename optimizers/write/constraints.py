@@ -326,7 +326,7 @@ class ParameterUpdate:
         put(tensors, after, self.mask)
 
     def slice_rows(self, chosen: Sequence[int]) -> ParameterUpdate:
-        """Return the update of the tensors with the chosen indices, without constraints."""
+        """Return the update of the tensors with the chosen indices. It has no constraints."""
         if len(chosen) == len(self.updates):  # which the caller chooses in order
             return replace(self, constraints=())
         mask = None if self.mask is None else [self.mask[index] for index in chosen]

@@ -289,7 +289,11 @@ class Rates:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """For each of P parameters, the index of the first group whose values equal those of the parameter's group."""
+        """For each of P parameters, the index of the first param group that has the same rates as the parameter's own
+        group.
+
+        Parameters with equal indices can be updated together.
+        """
         if len(self.hypers) == 1:
             return self.groups
         firsts = np.zeros(max(self.hypers, default=0) + 1, dtype=np.int64)

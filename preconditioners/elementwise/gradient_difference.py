@@ -19,8 +19,9 @@ class GradientDifference(Stage):
     """d + gamma b / (1 - b) (d - d_last),  d_last the direction d of the last step, 0 at first
 
     b is `beta`, and d is usually the gradient. Adding its change since the last step reduces the variance of the
-    momentum that follows. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) is a `transform`: its `before`
-    has this stage and a clipping to norm 1, and its `inner` has a momentum with decay b and any second moments.
+    momentum that follows. MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2) is a stage `transform`. Its
+    field `before` has this stage and a clipping to norm 1, and its field `inner` has a momentum with decay b and second
+    moments of any kind.
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"

@@ -1,4 +1,4 @@
-"""The base of statistics, and the statistics without whitening.
+"""The base class of statistics, and the statistics that do not whiten the gradient.
 
 A statistic chooses the axes of a block that have a factor, computes the contribution of a gradient to each factor,
 accumulates contributions, and returns the estimate that a solver receives.

@@ -19,7 +19,8 @@ from .base import Blockwise, largest_size
 
 
 class LinearFormat(Blockwise, ABC):
-    """The code of a number is round(z) with z = Q y, where y is the number divided by the scale of its block.
+    """The code of a number is round(z) with z = Q y, where Q is the largest code, and y is the number divided by the
+    scale of its block.
 
     Numbers are rounded to nearest, ties to even, or stochastically without bias.
     """

@@ -271,8 +271,8 @@ class Storage:
     counters: function that returns the seed and the step of each selected row, int64 `[n]` each, from which random
         numbers for stochastic rounding are computed. None: values are rounded to nearest.
     watch: observer of loads and writes of slots; None: there is none.
-    delayed: delayed refreshes that are computed beside training; None: the results of a delayed refresh are computed
-        when the refresh is due.
+    delayed: delayed refreshes that are computed beside training; None: nothing is computed beside training, and the
+        results of a delayed refresh are computed in the step that begins it.
     """
 
     encoded: Mapping[str, EncodedSlot]

@@ -1,4 +1,4 @@
-"""Constraints of the 2026 record of modded-nanogpt's track 3."""
+"""Constraints on parameters that the 2026 record of modded-nanogpt's track 3 uses."""
 
 from __future__ import annotations
 

@@ -289,11 +289,11 @@ class ModuleFacts:
 class Batches(View):
     """A rule for tensors of three or more axes: the last two axes are matrices, the others number a batch of matrices.
 
-    The weight of a convolution is an exception: it is one tensor, which `blocking` merges. A convolution is recognized
-    by its module. If the module is not known, a tensor counts as the weight of a convolution if its axes after the
-    second are at most 16 long. For two kinds of shapes this is a guess: three axes with a last axis of at most 16, and
-    more than three axes with an axis above 16 after the second one. Stages that need matrices refuse these shapes if
-    the module is not known.
+    The weight of a convolution is an exception: it is one tensor, whose axes `blocking` merges. A convolution is
+    recognized by its module. If the module is not known, a tensor counts as the weight of a convolution if its axes
+    after the second are at most 16 long. For two kinds of shapes this is a guess: three axes with a last axis of at
+    most 16, and more than three axes with an axis above 16 after the second one. Stages that need matrices refuse these
+    shapes if the module is not known.
     """
 
     kind: Literal["batches"] = "batches"

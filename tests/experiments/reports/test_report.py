@@ -337,7 +337,13 @@ def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
     text = Page(Report(tmp_path).write().read_text(encoding="utf-8")).text
     assert "steps to validation loss 2" in text and "0.50\u00d7" in text and "acceptance test of track 3" in text
     lines = (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines()
-    assert [line.split(" | ")[-4] for line in lines[2:] if "|" in line] == ["steps to validation loss 2", "---", "40", "20", "never"]
+    assert [line.split(" | ")[-4] for line in lines[2:] if "|" in line] == [
+        "steps to validation loss 2",
+        "---",
+        "40",
+        "20",
+        "never",
+    ]
 
 
 def test_parquet_has_every_number_of_every_run(study):
