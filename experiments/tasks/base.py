@@ -47,14 +47,37 @@ def absolute_path(path: str, home: Path = Path()) -> str:
     return str((home / Path(path).expanduser()).absolute())
 
 
-class Batch(NamedTuple):
-    """Inputs [B, ...] of the model, and targets [B, ...] that the loss compares with its outputs.
-
-    Targets are integer classes if the task uses the loss of the base class.
-    """
+class _Pair(NamedTuple):
+    """The fields of a `Batch`, which adds checks."""
 
     inputs: Tensor
     targets: Tensor
+
+
+class Batch(_Pair):
+    """Inputs [B, ...] of the model, and targets [B, ...] that the loss compares with its outputs.
+
+    Targets are integer classes if the task uses the loss of the base class. Raises TypeError for values that are no
+    tensors, and ValueError for different numbers of rows.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, inputs: Tensor, targets: Tensor) -> Batch:
+        for name, value in (("inputs", inputs), ("targets", targets)):
+            got: object = value  # code of the user may pass anything
+            if not isinstance(got, Tensor):
+                remedy = "torch.from_numpy(...)" if isinstance(got, np.ndarray) else "torch.as_tensor(...)"
+                raise TypeError(
+                    f"Batch.{name}: a torch.Tensor is required, got {type(got).__name__}; convert it with {remedy}"
+                )
+        rows, others = inputs.shape[:1], targets.shape[:1]
+        if rows != others or not rows:
+            raise ValueError(
+                f"Batch: the first axis must have the same length in inputs and targets, got inputs "
+                f"{list(inputs.shape)} and targets {list(targets.shape)}; give each row of inputs its target"
+            )
+        return super().__new__(cls, inputs, targets)
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy of this batch on `device`."""
@@ -382,9 +405,21 @@ class Task(Component, family="task"):
 
     @final
     def new_data(self) -> Dataset:
-        """Return the data. Raises TaskError if `load` fails."""
+        """Return the data. Raises TaskError if `load` fails or returns no dataset with a fingerprint."""
         with located_call(self, "load"):
-            return self.load()
+            data: object = self.load()  # code of the user may return anything
+        who = f"task.{getattr(self, 'kind', '?')}: load() must return"
+        if not isinstance(data, Dataset):
+            raise TaskError(
+                f"{who} a Dataset, got {type(data).__name__}; for data in memory return Examples(Batch(inputs, "
+                "targets), Batch(inputs, targets), batch_size, fingerprint)"
+            )
+        if not isinstance(mark := getattr(data, "fingerprint", None), Fingerprint):
+            raise TaskError(
+                f"{who} a Dataset with a Fingerprint as its `fingerprint`, got {type(mark).__name__}; set "
+                "`self.fingerprint = Fingerprint.of(source, content)`, with the bytes of the data as content"
+            )
+        return data
 
     @final
     def new_model(self, seed: int) -> nn.Module:

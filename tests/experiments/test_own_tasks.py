@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ OWN_FIELDS = {
 """Package -> (field of an experiment, kind, field of the kind) for components that the next test defines in a file."""
 
 OWN_FILE = """
-from typing import Literal
+from typing import Any, Literal
 from eigengraft.experiments.tasks import Task
 from eigengraft.experiments.training.callbacks import Callback
 from eigengraft.experiments.training.schedule import LearningRateSchedule
@@ -139,6 +140,47 @@ def test_examples_refuse_a_batch_size_that_the_data_do_not_allow(size: int) -> N
     with refused(ValueError, "batch_size", 4, size):
         Examples(Batch(x, x), Batch(x, x), size, Fingerprint.of("zeros", b""))
     Examples(Batch(x, x), Batch(x, x), 4, Fingerprint.of("zeros", b""))
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "words"),
+    [
+        (lambda x: (x, x[:3]), ValueError, ("[4, 1]", "[3, 1]")),
+        (lambda x: (x, x[0, 0]), ValueError, ("[4, 1]", "[]")),
+        (lambda x: (x.numpy(), x), TypeError, ("Batch.inputs", "ndarray", "torch.from_numpy")),
+        (lambda x: (x, [0, 1, 0, 1]), TypeError, ("Batch.targets", "list", "torch.as_tensor")),
+    ],
+)
+def test_a_batch_refuses_other_types_and_unequal_rows(
+    parts: Callable[[Tensor], Any], kind: type[Exception], words: tuple[str, ...]
+) -> None:
+    with refused(kind, *words):
+        Batch(*parts(torch.zeros(4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "words"),
+    [
+        ("load", lambda self: (1, 2), ("load() must return", "Dataset", "tuple", "Examples")),
+        ("load", lambda self: type("Unmarked", (Examples,), {"__init__": lambda self: None})(), ("Fingerprint.of",)),
+        ("load", lambda self: Batch(np.zeros(3), torch.zeros(3)), ("TypeError", "torch.from_numpy", "load()")),  # type: ignore[arg-type]
+        ("load", lambda self: Batch(torch.zeros(3), torch.zeros(2)), ("[3]", "[2]")),
+        ("build", lambda self: nn.Linear(5, 10), ("Linear(in_features=5",)),
+    ],
+)
+def test_a_structural_fault_breaks_one_law(
+    method: str, function: Callable[[Task], Any], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Digits, method, function)
+    with refused(LawError, "task.digits", *words) as caught:
+        check_task(Digits(width=4))
+    assert str(caught.value).count("[law") == 1
+
+
+def test_a_batch_that_is_a_tuple_breaks_one_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Examples, "batch", lambda self, seed, step: (self.train.inputs, self.train.targets))
+    with refused(LawError, "a training batch", "Batch(inputs, targets)", "tuple"):
+        check_task(Digits(width=4))
 
 
 @pytest.fixture
@@ -255,13 +297,16 @@ def test_an_error_that_breaks_many_laws_is_told_once_with_a_line_of_the_task() -
         kind: Literal["absent_for_test"] = "absent_for_test"
 
         def load(self) -> Dataset:
-            return Digits(layers=int(Path("/no/such/file").read_text())).load()
+            return Digits().load()
 
         def build(self) -> nn.Module:
-            return nn.Linear(1, 1)
+            return Digits(width=4).build()
+
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return outputs.mean() * int(Path("/no/such/file").read_text())
 
     try:
-        with refused(LawError, "9 laws", "FileNotFoundError", "test_own_tasks.py", "the data are finite") as caught:
+        with refused(LawError, "4 laws", "FileNotFoundError", "test_own_tasks.py", "the loss is a mean") as caught:
             check_task(Absent())
     finally:
         Task.members.pop("absent_for_test")
@@ -457,7 +502,7 @@ def test_no_overrides_may_be_written_as_none() -> None:
 
 TABLE = """
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.errors import counted
 
-from .laws import Case, Law, in_parentheses, require, the_declaration_survives
+from .laws import Case, Law, LawError, in_parentheses, require, the_declaration_survives
 
 if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Batch, Task
@@ -20,6 +22,43 @@ _BATCHES = 50
 """Number of training batches to check: enough to contain most rows of a small data set."""
 _IGNORED = -100
 """Class that the cross-entropy of torch ignores."""
+
+
+def the_data_are_batches(case: Case[Task]) -> None:
+    """The method `load` returns a dataset with a fingerprint, whose training and validation data are batches."""
+    from eigengraft.experiments.tasks import Batch
+
+    with _faults_of_task(case):
+        data = case.component.new_data()
+        for name, batch in (("training", data.batch(0, 0)), ("validation", next(iter(data.evaluation()), None))):
+            require(isinstance(batch, Batch), f"a {name} batch", "Batch(inputs, targets)", _type_of(batch))
+
+
+def the_model_accepts_the_batches(case: Case[Task]) -> None:
+    """The method `build` returns a model that maps inputs of training and validation batches to a tensor."""
+    from eigengraft.experiments.tasks.base import located_errors
+
+    with _faults_of_task(case):
+        data, model = case.component.new_data(), case.component.new_model(0).eval()
+        for name, batch in (("training", data.batch(0, 0)), ("validation", next(iter(data.evaluation())))):
+            with located_errors(case.component, model, batch), torch.no_grad():
+                outputs: object = model(batch.inputs)
+            require(isinstance(outputs, Tensor), f"outputs for a {name} batch", "a tensor", _type_of(outputs))
+
+
+@contextmanager
+def _faults_of_task(case: Case[Task]) -> Iterator[None]:
+    """Raise LawError in place of a TaskError in the block. A TaskError names the method or the layer that failed."""
+    from eigengraft.experiments.tasks import TaskError
+
+    try:
+        yield
+    except TaskError as error:
+        raise LawError(str(error).removeprefix(f"{case.who}: ")) from error
+
+
+def _type_of(value: object) -> str:
+    return "nothing" if value is None else type(value).__name__
 
 
 def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
@@ -192,6 +231,8 @@ def _equal(one: Batch, two: Batch) -> bool:
 
 
 TASK_LAWS: tuple[Law[Case[Task]], ...] = (
+    Law(the_data_are_batches, decisive=True),
+    Law(the_model_accepts_the_batches, decisive=True),
     Law(the_declaration_survives),
     Law(batches_are_a_pure_function_of_seed_and_step),
     Law(the_data_are_finite),
