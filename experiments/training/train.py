@@ -146,7 +146,8 @@ class Trainer:
         """Train from the last checkpoint, or from the start, to the end, and return the result."""
         self._continue()
         self.diagnostics.rewind(self.step)
-        self.callbacks.start()
+        with self._recorded_errors(self.step + 1):
+            self.callbacks.start()
         metrics: Metrics | None = None
         while self.step < self.experiment.steps:
             lr = float(self.optimizer.param_groups[0]["lr"])
@@ -169,7 +170,9 @@ class Trainer:
                 self._write_row(lr, metrics)
             if not finite:
                 return self._finish(None, fault.text)
-            if not self.window.losses and self.callbacks.stop(tick):  # a row was written
+            with self._recorded_errors(self.step):
+                ends = not self.window.losses and self.callbacks.stop(tick)  # a row was written
+            if ends:
                 break
             if self._due(self.experiment.checkpoint_every) or self.step == self.branch:
                 self._save()
@@ -190,7 +193,8 @@ class Trainer:
 
     @contextmanager
     def _recorded_errors(self, step: int, evaluation: bool = False) -> Iterator[None]:
-        """Write the fault behind an error of a step, or of the evaluation after it, to fault.json, and raise it again.
+        """Write the fault behind an error to fault.json, and raise it again. The error was raised by a step, by the
+        evaluation after it, or by a callback.
 
         On several ranks nothing is written, because the launcher reports the error of a rank.
         """

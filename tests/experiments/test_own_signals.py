@@ -9,7 +9,9 @@ from torch import Tensor
 
 from eigengraft import RecipeError, Request, Signal, Stage, State, StepContext, Traits, register_signal
 from eigengraft.experiments import load_experiment, train
+from eigengraft.experiments.doctor import diagnose
 from eigengraft.experiments.training.callbacks import Callback, RunView
+from eigengraft.experiments.training.outcome import Tick
 
 from ..refusals import refused, warned
 
@@ -94,6 +96,26 @@ def test_a_signal_that_nothing_provides_is_refused_before_the_first_step(tmp_pat
     with refused(RecipeError, "update.needs_brightness", "brightness"):
         train(load_experiment(experiment("needs_brightness")), tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+    diagnosis = diagnose(tmp_path)
+    (found,) = diagnosis.findings
+    assert (found.kind, found.step, diagnosis.unfinished) == ("error", 1, "") and "brightness" in found.text
+
+
+class Fails(Callback):
+    """A callback that raises an error after a row of metrics."""
+
+    kind: Literal["fails_for_test"] = "fails_for_test"
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        raise ValueError("the log is full")
+
+
+def test_the_doctor_names_the_error_of_a_callback(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the log is full"):
+        train(load_experiment({**experiment("sign"), "callbacks": ["fails_for_test"]}), tmp_path)
+    diagnosis = diagnose(tmp_path)
+    (found,) = diagnosis.findings
+    assert (found.kind, diagnosis.unfinished) == ("error", "") and "the log is full" in found.text
 
 
 def test_a_signal_that_a_stage_may_lack_is_said_to_be_missing(tmp_path: Path) -> None:
