@@ -34,6 +34,7 @@ from .tasks import Task
 from .tasks.base import loss_fault
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
+from .training.outcome import Result
 from .training.rundir import RunDirectory
 from .training.train import isolated_run
 
@@ -98,6 +99,11 @@ LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which inputs or initial weights count as too
 large.
 """
+
+QUICK_DATA = 2**26
+"""Largest size of data, in bytes, that `diagnose_result` loads again. Loading 64 MiB takes about a second."""
+QUICK_STEP = 1e3
+"""Largest time of a step, in milliseconds, of runs whose first batch `diagnose_result` computes again."""
 
 FindingKind = Literal[
     FaultCause, "inputs", "loss", "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"
@@ -489,6 +495,15 @@ def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosi
         ValueError: there is no run.
     """
     return [diagnose(run.directory, with_task) for run in read_records(Path(directory)).runs if run.config]
+
+
+def diagnose_result(directory: str | Path, experiment: Experiment, result: Result) -> Diagnosis:
+    """Find the faults of a run that has ended, as `diagnose` does. The task is loaded only if this takes a second or
+    less: the data are small, and the run was on the CPU, with short steps and undivided batches.
+    """
+    size = read_object(Path(directory) / "env.json").get("data", {}).get("size", math.inf)
+    undivided = experiment.device == "cpu" and experiment.accumulate is None
+    return diagnose(directory, undivided and size <= QUICK_DATA and result.step_ms <= QUICK_STEP)
 
 
 def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:

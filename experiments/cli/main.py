@@ -135,7 +135,7 @@ def train_command(
     ] = None,
 ) -> None:
     """Train once; the same command again continues a stopped run."""
-    from ..doctor import diagnose
+    from ..doctor import diagnose_result
     from ..training.experiment import load_experiment
     from ..training.parallel import is_first_process
     from ..training.train import train
@@ -155,9 +155,10 @@ def train_command(
         raise KeyboardInterrupt(directory) from None
     if is_first_process():
         typer.echo(f"{describe_result(result)}\n{directory}")
-        if found := diagnose(directory, with_task=False):
+        if found := diagnose_result(directory, loaded, result):
             kinds = ", ".join(dict.fromkeys(one.kind for one in found.findings))
-            typer.echo(f"something went wrong: {kinds}; `eigengraft doctor {directory}` says what to do")
+            checks = ", and checks the data" if found.notes else ""
+            typer.echo(f"something went wrong: {kinds}; `eigengraft doctor {directory}` says what to do{checks}")
     if result.diverged or result.diagnosis:
         raise typer.Exit(1)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError, Stage, State, StepContext
 from eigengraft.experiments import Experiment, RunLog, Tick, train
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all
+from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all, diagnose_result
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
@@ -257,6 +257,38 @@ def test_inputs_of_different_scale_are_found_in_a_regression(tmp_path: Path, mon
     monkeypatch.setattr(Patient, "loss", lambda _, outputs, targets: (outputs - targets).square().mean())
     found = treated(patient("scale", steps=20), tmp_path).findings
     assert [one.kind for one in found][:1] == ["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("sickness", "fields", "kinds"),
+    [
+        ("huge", {"recipe": "sgd", "lr": 0.1}, "inputs, learning rate"),
+        ("scale", {"recipe": "soap_fitted", "lr": 0.003}, "inputs"),
+        ("softmax", {}, "loss"),
+    ],
+)
+def test_train_ends_with_the_causes_that_the_doctor_finds(
+    sickness: Sickness, fields: dict[str, Any], kinds: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    file = json.dumps(patient(sickness, **fields).model_dump(mode="json"))
+    (tmp_path / "exp.yaml").write_text(file)
+    output = CliRunner().invoke(app, ["train", str(tmp_path / "exp.yaml"), "--out", str(directory)]).output
+    assert lacking(output, f"{kinds};", f"doctor {directory}") == []
+    assert ", ".join(one.kind for one in diagnose(directory).findings) == kinds
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "loaded"), [({}, 1, True), ({}, 2**40, False), ({"accumulate": 2}, 1, False)]
+)
+def test_the_end_of_a_run_loads_its_task_only_if_this_is_quick(
+    fields: dict[str, Any], size: int, loaded: bool, tmp_path: Path
+) -> None:
+    experiment = patient("softmax", **fields)
+    result = train(experiment, tmp_path)
+    env = read_object(tmp_path / "env.json")
+    (tmp_path / "env.json").write_text(json.dumps({**env, "data": {**env["data"], "size": size}}))
+    assert bool(diagnose_result(tmp_path, experiment, result)) == loaded
 
 
 @pytest.mark.parametrize(("task", "named"), [({"kind": "text"}, False), ({"kind": "text", "init": "standard"}, True)])
