@@ -89,7 +89,7 @@ def list_command(
     if not any(found.values()):
         missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
         hint = "" if what in lists else did_you_mean(what, lists)
-        raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {_OF_FILES}")
+        raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {OF_FILES}")
     for name, rows in found.items():
         if rows:
             heads = {BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"), RECIPES: _RECIPE_HEADS}
@@ -181,8 +181,8 @@ def _declaration_of(source: str) -> dict[str, Any]:
     return load_recipe(source).model_dump(mode="json")
 
 
-_OF_FILES = "--import FILE.py adds the kinds that a file defines"
-"""Hint in errors about names that do not exist."""
+OF_FILES = "--import FILE.py adds the kinds that a file defines"
+"""Hint in errors of commands about names that do not exist."""
 
 
 def unknown(source: str) -> RecipeError:
@@ -194,7 +194,7 @@ def unknown(source: str) -> RecipeError:
     hint = did_you_mean(source.lower(), dict.fromkeys([*shipped_recipes(), *registered, *kinds]), 0.5)
     return RecipeError(
         f"show: there is no recipe, kind, family or file '{source}'{hint or '.'} `eigengraft list` shows all names; "
-        f"{_OF_FILES}"
+        f"{OF_FILES}"
     )
 
 
@@ -208,7 +208,7 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
     if family in registered and kind not in (known := registered[family].members):
         hint = did_you_mean(kind, known)
         raise RecipeError(
-            f"{source}: {family} has no kind '{kind}'{hint or f'; `eigengraft list {family}` lists them'}; {_OF_FILES}"
+            f"{source}: {family} has no kind '{kind}'{hint or f'; `eigengraft list {family}` lists them'}; {OF_FILES}"
         )
     found = ((name, own.members.get(kind)) for name, own in sorted(registered.items()) if family in ("", name))
     return [(name, member) for name, member in found if member is not None]

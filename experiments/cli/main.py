@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import eigengraft
+from eigengraft.component import is_unknown_kind
 from eigengraft.errors import RecipeError, hide_installed_lines, with_notes
 
 from ..files import short_name
@@ -53,7 +54,8 @@ class Commands(TyperGroup):
                 raise typer.Exit(2) from None
             if ctx.params.get("debug") or not _is_for_users(error):
                 raise
-            print_error("error", with_notes(error))
+            hint = [catalog.OF_FILES] if is_unknown_kind(error) and self._has_option(ctx, "imports") else []
+            print_error("error", "\n".join([with_notes(error), *hint]))
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:
@@ -68,8 +70,13 @@ class Commands(TyperGroup):
         if option is not None and getattr(option, "help", None):
             value = option.metavar or str(option.type.name).upper()
             error.message = f"{name}: its value {value} is missing; {option.help}"
-        elif command is not None and option is None and any(one.name == "overrides" for one in command.params):
+        elif option is None and self._has_option(ctx, "overrides"):
             error.message = f"there is no option {name}; settings have no dashes, as in {str(name).lstrip('-')}=VALUE"
+
+    def _has_option(self, ctx: Any, name: str) -> bool:
+        """Return True if the command that runs has an argument or option of this name."""
+        command = self.commands.get(ctx.invoked_subcommand)
+        return command is not None and any(one.name == name for one in command.params)
 
 
 _OPTIONAL = ("matplotlib", "jinja2", "pandas", "scipy")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
@@ -245,24 +245,17 @@ class Component(BaseModel, metaclass=ComponentType):
     def member(cls, kind: object) -> type[Component]:
         """Return the member of this family called `kind`.
 
-        For an unknown kind, raises an error that names the nearest kind and all kinds.
+        For an unknown kind, raises an error that names the nearest kind or, if no kind is near, all kinds.
         """
         found = cls.members.get(kind) if isinstance(kind, str) else None
         if found is None:
             name = kind if isinstance(kind, str) else ""
             others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
             hint = f", which is a {' and a '.join(others)}" if others else "".join(own(name) for own in cls.kind_advice)
-            hint = hint or did_you_mean(name.lower(), cls.members, 0.5)
-            raise PydanticCustomError(
-                "unknown_kind",
-                "unknown {family} kind {kind}{hint} (the kinds are {kinds}; --import FILE.py adds those of a file)",
-                {
-                    "family": cls.family_name,
-                    "kind": repr(kind),
-                    "hint": hint,
-                    "kinds": ", ".join(sorted(cls.members)),
-                },
-            )
+            near = "" if hint else did_you_mean(name.lower(), cls.members, 0.5)
+            hint = near or f"{hint} (the kinds are {', '.join(sorted(cls.members))})"
+            values = {"family": cls.family_name, "kind": repr(kind), "hint": hint}
+            raise PydanticCustomError(_UNKNOWN_KIND, "unknown {family} kind {kind}{hint}", values)
         return found
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -412,6 +405,17 @@ def _register(cls: type[Component]) -> None:
             f"{known.__module__}.{known.__qualname__}; choose another kind"
         )
     cls.members[kind] = cls
+
+
+_UNKNOWN_KIND: Final = "unknown_kind"
+"""Type of the errors of pydantic about unknown kinds."""
+
+
+def is_unknown_kind(error: BaseException | None) -> bool:
+    """Return True if an error, or an error that led to it, is about an unknown kind."""
+    if isinstance(error, ValidationError) and any(fault["type"] == _UNKNOWN_KIND for fault in error.errors()):
+        return True
+    return error is not None and is_unknown_kind(error.__cause__ or error.__context__)
 
 
 def families() -> dict[str, type[Component]]:

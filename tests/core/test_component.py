@@ -108,6 +108,20 @@ def test_a_whole_number_is_a_number() -> None:
     assert RMS(beta=1).beta == 1.0
 
 
+@pytest.mark.parametrize(
+    ("solver", "has", "lacks"),
+    [
+        ("coupled_newtn", "'coupled_newton'", "eigh"),
+        ("power_qr", "(the kinds are ", "--import"),
+        ("zzz", "eigh", "--import"),
+    ],
+)
+def test_all_kinds_are_listed_only_if_none_is_near(solver: str, has: str, lacks: str) -> None:
+    with refused(RecipeError, f"'{solver}'", has) as caught:
+        Shampoo(solver=solver)
+    assert lacks not in str(caught.value).replace(solver, "")
+
+
 def test_a_family_takes_an_instance_a_mapping_or_a_bare_kind() -> None:
     expected = Shampoo(every=Every(steps=10))
     for refresh in (Every(steps=10), {"kind": "every", "steps": 10}, {"kind": "every"}, "every"):

@@ -588,7 +588,7 @@ WRONG = {
     ),
     "unknown task": (
         ["train", "exp.yaml", "task=digit"],
-        ("task", "digit", "digits"),
+        ("task", "digit", "digits", "--import FILE.py"),
     ),
     "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ("'saop'", "soap")),
     "fault in a recipe given in the file": (["train", "own.yaml"], ("recipe.update.rms.beta", 3)),
