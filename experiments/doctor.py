@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eigengraft.errors import RecipeError, counted, name_some
+from eigengraft.errors import RecipeError, counted, name_some, near_path
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
@@ -332,6 +332,10 @@ class Record:
     def read(cls, directory: Path, with_task: bool = True) -> Record:
         """Read the directory of a run. Raises RecipeError for any other directory."""
         run = Run({}, 0, directory)
+        if not directory.is_dir():
+            kind = "is a file, not a directory" if directory.exists() else "does not exist"
+            hint = near_path(directory) or "; give the directory of a run"
+            raise RecipeError(f"{directory}: {kind}{hint}")
         if not run.config:
             runs = sorted(str(path.parent) for path in directory.glob("**/config.json"))[:3]
             hint = f"; choose one of its runs, such as {', '.join(runs)}" if runs else "; give the directory of a run"

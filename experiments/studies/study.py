@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
-from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines
-from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
+from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines, near_path
+from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
 
 from ..files import LABEL, short_name
@@ -431,9 +431,9 @@ def shipped_studies() -> dict[str, Path]:
 def _existing(source: str | Path) -> Path:
     path = shipped_studies().get(str(source), Path(source))
     if not path.is_file():
-        raise RecipeError(
-            f"study: there is no file '{source}', and no shipped study of this name ({', '.join(shipped_studies())})"
-        )
+        names = ", ".join(shipped_studies())
+        hint = near_path(path, YAML_SUFFIXES) or f"; the shipped studies are {names}"
+        raise RecipeError(f"study: there is no file and no shipped study '{source}'{hint}")
     return path
 
 

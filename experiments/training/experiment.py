@@ -18,8 +18,8 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import OTHER_NAMES, Component, validated
-from eigengraft.errors import RecipeError, did_you_mean
-from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe, read_yaml
+from eigengraft.errors import RecipeError, did_you_mean, near_path
+from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
 from eigengraft.signals import follows_run
 
@@ -218,7 +218,8 @@ def load_experiment(
 def read_experiment(path: Path) -> dict[str, Any]:
     """Return the mapping in an experiment file. Paths of files in it no longer depend on the working directory."""
     if not path.is_file():
-        raise RecipeError(f"experiment: there is no file '{path}'; give an existing file")
+        hint = near_path(path, YAML_SUFFIXES) or "; give an existing file"
+        raise RecipeError(f"experiment: there is no file '{path}'{hint}")
     data = read_yaml(path)
     if isinstance(data, Mapping) and "axes" in data:
         raise RecipeError(f"{path}: the file is a study, not an experiment; run it with `eigengraft ablate {path}`")

@@ -16,7 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from eigengraft.component import Component, components_in
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, near_path
 
 from ..tasks.base import absolute_path
 
@@ -118,7 +118,8 @@ def names_a_file(source: str) -> bool:
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise RecipeError(f"imports: there is no file '{path}'; give an existing file")
+        hint = near_path(path, (".py",)) or "; give an existing file"
+        raise RecipeError(f"imports: there is no file '{path}'{hint}")
     known = [module for module in sys.modules.values() if getattr(module, "__file__", None) == str(path)]
     if known and known[0].__name__ != "__main__":
         return known[0]

@@ -22,11 +22,14 @@ from typing import Any
 import torch
 
 from eigengraft.component import RENAMED, Component, as_declared, plain, stage_name, validated
-from eigengraft.errors import RecipeError, did_you_mean, near_names
+from eigengraft.errors import RecipeError, did_you_mean, near_names, near_path
 from eigengraft.preconditioners import Stage
 
 from .overrides import Overrides, apply_overrides, assign_paths, json_value, override_pairs
 from .recipe import SCHEMA_VERSION, Recipe, adam_route
+
+YAML_SUFFIXES = (".yaml", ".yml")
+"""Suffixes of the names of YAML files."""
 
 RecipeSource = str | PathLike[str] | Mapping[str, Any] | Sequence[Any] | Recipe
 """A shipped name, the path of a YAML file, JSON text, a mapping, a list of stages, or a recipe."""
@@ -55,7 +58,7 @@ def load_recipe(source: RecipeSource, overrides: Overrides = (), parse: Callable
 
 def _validated(source: Any) -> Recipe:
     raw = raw_recipe(source)
-    if not (isinstance(source, (str, PathLike)) and str(source).endswith((".yaml", ".yml"))):
+    if not (isinstance(source, (str, PathLike)) and str(source).endswith(YAML_SUFFIXES)):
         return validated(Recipe, raw)
     try:
         return validated(Recipe, raw)
@@ -198,7 +201,7 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
             raise RecipeError(f"recipe: malformed JSON text ({error})") from None
     if text in shipped():
         return _inherited({"name": text, **shipped()[text]}, None, _longer(derived, text))
-    if text.endswith((".yaml", ".yml")):
+    if text.endswith(YAML_SUFFIXES):
         path = Path(text) if folder is None else folder / text
         data = read_yaml(path)
         if isinstance(data, Mapping) and "axes" in data:
@@ -248,7 +251,7 @@ def read_yaml(path: str | Path) -> Any:
     """
     path = Path(path)
     if not path.is_file():
-        raise RecipeError(f"{path}: there is no such file")
+        raise RecipeError(f"{path}: there is no such file{near_path(path, (path.suffix, *YAML_SUFFIXES))}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

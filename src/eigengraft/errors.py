@@ -83,6 +83,22 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
     return list(dict.fromkeys([*found, *similar]))
 
 
+def near_path(path: Path, suffixes: Iterable[str] | None = None) -> str:
+    """Return the question "did you mean ...?" for a path that does not exist, as the end of an error; "" if no path in
+    the same folder is near. Files are compared without their suffixes.
+
+    suffixes: suffixes of the paths that may be suggested. None: directories may be suggested.
+    """
+    if not path.parent.is_dir():
+        return ""
+    if suffixes is None:
+        known, name = {one.name: one for one in path.parent.iterdir() if one.is_dir()}, path.name
+    else:
+        known, name = {one.stem: one for one in path.parent.iterdir() if one.suffix in suffixes}, path.stem
+    near = near_names(name, sorted(known))
+    return f", did you mean '{known[near[0]]}'?" if near else ""
+
+
 def _letters(name: str) -> str:
     """Return the letters and digits of a name, in lower case, without underscores and other characters."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

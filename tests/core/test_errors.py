@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from eigengraft import errors
-from eigengraft.errors import counted, did_you_mean, hide_installed_lines, near_names, typing_errors
+from eigengraft.errors import counted, did_you_mean, hide_installed_lines, near_names, near_path, typing_errors
 from eigengraft.optimizers.recipe.loading import shipped
 
 
@@ -40,6 +40,17 @@ def test_the_nearest_of_shipped_recipes_is_suggested_or_none() -> None:
 )
 def test_names_that_have_a_common_word_are_near(name: str, known: list[str], hint: str) -> None:
     assert did_you_mean(name, known) == (f", did you mean '{hint}'?" if hint else "")
+
+
+def test_a_path_with_another_suffix_or_a_typing_error_is_near(tmp_path: Path) -> None:
+    for name in ("exp.yaml", "exq.yml", "exp.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "runs").mkdir()
+    yaml = (".yaml", ".yml")
+    assert near_path(tmp_path / "exp.yml", yaml) == f", did you mean '{tmp_path / 'exp.yaml'}'?"
+    assert near_path(tmp_path / "exqq.yml", yaml) == f", did you mean '{tmp_path / 'exq.yml'}'?"
+    assert near_path(tmp_path / "rums") == f", did you mean '{tmp_path / 'runs'}'?"
+    assert near_path(tmp_path / "other.yaml", yaml) == near_path(tmp_path / "no" / "exp.yml", yaml) == ""
 
 
 def test_one_thing_is_counted_in_the_singular() -> None:

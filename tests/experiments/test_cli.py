@@ -548,6 +548,10 @@ def test_version() -> None:
 
 WRONG = {
     "no such file": (["train", "nowhere.yaml"], ("nowhere.yaml",)),
+    "a file with another suffix": (["train", "exp.yml"], ("exp.yml", "'exp.yaml'")),
+    "no such recipe file": (["train", "exp.yaml", "recipe=minee.yaml"], ("minee.yaml",)),
+    "no such directory": (["doctor", "takne"], ("takne", "exist", "'taken'")),
+    "a file for the doctor": (["doctor", "exp.yaml"], ("exp.yaml",)),
     "a directory": (["train", "."], ("experiment", "'.'")),
     "malformed YAML": (
         ["train", "broken.yaml"],
