@@ -530,7 +530,8 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
     """Add a note to an error that a hook raised. The note names the stage's class, its path, and a file and line.
 
     The line is the last one that was reached in the user's code, that is, outside of this library and of torch. If no
-    such line was reached, it is the last line of all. No note is added if the message already has the path, or if a
+    such line was reached, it is the last line of all. If the hook used a shape as a tensor, a second note says that
+    `block` is a shape. No note is added if the message already has the path, or if a
     stage inside this one has added a note.
     """
     begin = "raised in the stage "
@@ -540,6 +541,8 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
     others = [(f, line) for f, line in reached if f.f_globals["__name__"].partition(".")[0] not in _PACKAGES] or reached
     frame, line = others[-1]
     error.add_note(f"{begin}{path}, {type(stage).__name__} ({frame.f_code.co_filename}:{line})")
+    if isinstance(error, AttributeError) and isinstance(error.obj, tuple) and error.name in dir(Tensor):
+        error.add_note(f"`block` is the shape of one block, a tuple, and has no `.{error.name}`; write `Slot(block)`")
 
 
 @contextmanager

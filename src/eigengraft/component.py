@@ -394,9 +394,11 @@ def _register(cls: type[Component]) -> None:
         )
     parents = [base for base in cls.__mro__[1:] if base in cls.members.values()]
     if parents:
+        parent = parents[0].__name__
+        family = next(base.__name__ for base in cls.__mro__ if issubclass(base, Component) and base.is_family())
         raise TypeError(
-            f"{cls.__name__}: {parents[0].__name__} is a member of a family and cannot be subclassed; wrap it, or add "
-            "a field to it"
+            f"{cls.__name__}: {parent} is a member of the family '{cls.family_name}' and cannot be subclassed; "
+            f"subclass {family} with a field of type {parent}, whose methods you call, or add a field to {parent}"
         )
     known = cls.members.get(kind)
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

@@ -459,7 +459,7 @@ class BrokenQuantizer(Quantizer):
         ("writes", ("encode()", "x", "mul_")),
         ("stacked", (0,)),
         ("random", ("torch's global generator", "test_testing.py", "encode()", "uniform")),
-        ("hides", ("nan",)),
+        ("hides", ("nan", "encode", "amax")),
         ("loose", ("largest", "[4, ...]", "Tensor", "[]")),
         ("shift", ("up", 0.001)),
         ("loses", (0.5, 0.9)),
@@ -470,6 +470,22 @@ def test_quantizers_that_break_a_law_are_told_which(fault: str, says: tuple[obje
     with refused(LawError, *says) as caught:
         check_quantizer(BrokenQuantizer(fault=fault))
     assert str(caught.value).startswith("quantizer.broken_for_test: ")
+
+
+def test_a_stage_that_asks_a_shape_for_its_shape_is_told_so(registry: None) -> None:
+    class Shaped(Stage):
+        """d"""
+
+        kind: Literal["shaped_for_test"] = "shaped_for_test"
+
+        def slots(self, block: Any) -> Any:
+            return {"v": Slot(block.shape)}
+
+        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+            return direction
+
+    with refused(LawError, "update.shaped_for_test", "'shape'", "Slot(block)"):
+        check_stage(Shaped())
 
 
 def test_a_sound_quantizer_gets_a_report() -> None:
