@@ -134,11 +134,17 @@ class ComparisonRow:
         curves = (run.curve(self.metric) for run in self.runs)
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
 
+    def summary(self, field: str) -> Summary | None:
+        """Return the mean and the spread over seeds of a number in result.json or of a metric `val.NAME`. Return None
+        if no run has it.
+        """
+        found = ({**run.result, **run.metrics}.get(field) for run in self.runs)
+        return summarize([value for value in found if value is not None])
+
     def mean(self, field: str) -> float | None:
         """Return the mean over seeds of a number in result.json or of a metric `val.NAME`, None if no run has it."""
-        found = ({**run.result, **run.metrics}.get(field) for run in self.runs)
-        values = [value for value in found if value is not None]
-        return fmean(values) if values else None
+        summary = self.summary(field)
+        return None if summary is None else summary.mean
 
     def curve(self, along: Abscissa = "steps", drawn: Metric | None = None) -> Curve | None:
         """Return a metric against steps, seconds, tokens or FLOPs, over the evaluations that all started runs have.

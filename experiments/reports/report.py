@@ -26,7 +26,7 @@ from . import figures
 from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, tuning_curves
 from .figures import INK, LIGHT, POWERS, Curve, LogAxes, Look, draw_line, log_ticks, stroke, style_axes
 from .recipe_diff import diff_recipes
-from .records import ABSCISSAS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
+from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
     busy_sign,
@@ -309,12 +309,13 @@ class Report:
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return all figures of a panel.
 
-        The metric is drawn along each quantity of `x`. The training loss and the metrics `val.NAME` are drawn only
-        along the first quantity.
+        The metric is drawn along each quantity of `x`. The training loss, the accuracy and the metrics `val.NAME` are
+        drawn only along the first quantity.
         """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]
-        others = [TRAINING_LOSS, *(Metric(column, column, 1) for column in panel.further)]
+        accuracy = [METRICS["val_accuracy"]] if panel.reports_accuracy else []
+        others = [TRAINING_LOSS, *accuracy, *(Metric(column, column, 1) for column in panel.further)]
         for metric, along in [*drawn, *((metric, self.x[0]) for metric in others)]:
             name = f"{metric.title} against {along}"
             if panel.begun and name not in [one for one, *_ in found]:

@@ -385,11 +385,8 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     if panel.risen:
         columns.append(("best evaluation", lambda row: (" ".join(format_best(row, form)),)))
     if panel.reports_accuracy:
-        columns.append(("accuracy", lambda row: (format_number(row.mean("val_accuracy"), ".3f"),)))
-    for name in panel.further:
-        means = {row.label: row.mean(name) for row in panel.rows}
-        own = number_format(value for value in means.values() if value is not None)
-        columns.append((name, lambda row, means=means, own=own: (format_number(means[row.label], own),)))  # type: ignore[misc]
+        columns.append(("accuracy", _summaries(panel, "val_accuracy", small=False)))
+    columns += [(name, _summaries(panel, name)) for name in panel.further]
     columns.append(("seeds", lambda row: (_seeds(row),)))
     if base is not None and not base.rises:
         goal = f"{base.title}\u2019s final value"
@@ -421,6 +418,17 @@ def _final(row: ComparisonRow, panel: ComparisonPanel, form: str) -> TableCell:
     diverged = f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else ""
     text = format_summary(row.final, form) + (" *" if row is panel.best else "") + diverged
     return TableCell(text, bold=row.tested and row in panel.leaders)
+
+
+def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callable[[ComparisonRow], tuple[str]]:
+    """Return a function from a row to its cell in a column with the mean and the spread of a field over seeds.
+
+    small: True if a column with small means has more than three decimals.
+    """
+    found = [own for row in panel.rows if (own := row.summary(field)) is not None]
+    errors = [(own.spread, own.mean) for own in found if own.spread is not None]
+    form = number_format([own.mean for own in found] if small else [], errors)
+    return lambda row: (format_summary(row.summary(field), form),)
 
 
 def _rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:

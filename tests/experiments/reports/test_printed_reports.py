@@ -412,6 +412,24 @@ def test_small_losses_have_digits_everywhere(tmp_path, case):
     assert not any(float(number) == 0 for number in numbers)
 
 
+def test_an_accuracy_has_its_spread_over_seeds_and_a_curve(tmp_path):
+    accuracies = {0: 0.75, 1: 0.85}
+    write_study(tmp_path, [("adamw", seed, {"recipe": ADAM, "values": [3.0, 2.0]}) for seed in accuracies])
+    for seed, accuracy in accuracies.items():
+        run = tmp_path / "method=adamw" / f"seed-{seed}"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [{**row, "val_accuracy": accuracy - 0.1 + 0.1 * (row is rows[-1])} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps({**result, "val_accuracy": accuracy, "metrics": {"f1": accuracy}}))
+    report = Report(tmp_path)
+    report.write()
+    assert (tmp_path / "tables.md").read_text(encoding="utf-8").count(" | 0.800 \u00b1 0.071") == 2
+    (drawn,) = [figure for name, figure in report.figures().items() if "validation accuracy against steps" in name]
+    (line,) = drawn.axes[0].get_lines()
+    assert line.get_ydata() == pytest.approx([0.7, 0.8])
+
+
 def test_a_small_metric_of_the_task_has_digits(tmp_path):
     write_study(tmp_path, [(m, 0, {"recipe": ADAM, "values": [3.0, 2.0]}) for m in ("adamw", "soap")])
     for method, value in (("adamw", 3e-4), ("soap", 0.5)):
