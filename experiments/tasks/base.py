@@ -179,19 +179,24 @@ def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]
     """Raise TaskError in place of an error in the block, which calls `method` of the task.
 
     The new error names the method, and the last line that was reached in the file of the task. A TaskError is not
-    changed, and neither is a ValueError of the library itself, because its message says what to do.
+    changed. A ValueError of the library itself says what to do, and is not replaced. It gets a note with the line if
+    the task is not one of the library.
     """
     try:
         yield
     except Exception as error:  # code of the user may raise any error
         frames = list(traceback.walk_tb(error.__traceback__))
         own = str(frames[-1][0].f_globals.get("__name__")).startswith("eigengraft.")
-        if isinstance(error, TaskError) or (own and isinstance(error, ValueError)):
+        if isinstance(error, TaskError):
             raise
         code = getattr(getattr(type(task), method), "__code__", None)
         file = code.co_filename if code is not None else frames[-1][0].f_code.co_filename
         lines = [line for frame, line in frames if frame.f_code.co_filename == file]
         where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
+        if own and isinstance(error, ValueError):
+            if not type(task).__module__.startswith("eigengraft."):
+                error.add_note(f"raised by {method}() of task.{getattr(task, 'kind', '?')}{where}")
+            raise
         reason = str(error).strip()
         raise TaskError(
             f"task.{getattr(task, 'kind', '?')}: {method}() raised {type(error).__name__}"

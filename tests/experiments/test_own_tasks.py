@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import RecipeError
+from eigengraft.errors import with_notes
 from eigengraft.experiments import Experiment, Report, RunLog, complete_study, load_experiment, load_study
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.tasks import Batch, Dataset, Digits, Examples, Fingerprint, Task, TaskError
@@ -28,7 +29,7 @@ from eigengraft.testing.laws import Case
 from eigengraft.testing.task_laws import the_loss_fits_the_outputs
 
 from ..processes import fork_what_is_spawned
-from ..refusals import refused
+from ..refusals import lacking, refused
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.yaml"
 QUICK = ["task.width=4", "task.batch_size=8", "steps=12", "eval_every=2", "log_every=4"]
@@ -175,6 +176,22 @@ def test_a_structural_fault_breaks_one_law(
     with refused(LawError, "task.digits", *words) as caught:
         check_task(Digits(width=4))
     assert str(caught.value).count("[law") == 1
+
+
+def test_an_error_of_the_library_gets_the_line_of_the_task(registry: None) -> None:
+    class Uneven(Task):
+        kind: Literal["test_uneven"] = "test_uneven"
+
+        def load(self) -> Dataset:
+            uneven = Batch(torch.zeros(4, 1), torch.zeros(3))
+            return Examples(uneven, uneven, 2, Fingerprint.of("", b""))
+
+        def build(self) -> nn.Module:
+            return nn.Linear(1, 1)
+
+    with refused(ValueError, "[4, 1]", "[3]") as caught:
+        Uneven().new_data()
+    assert lacking(with_notes(caught.value), "load() of task.test_uneven", "test_own_tasks.py:") == []
 
 
 def test_a_batch_that_is_a_tuple_breaks_one_law(monkeypatch: pytest.MonkeyPatch) -> None:
