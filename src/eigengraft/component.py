@@ -253,7 +253,9 @@ class Component(BaseModel, metaclass=ComponentType):
             others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
             hint = f", which is a {' and a '.join(others)}" if others else "".join(own(name) for own in cls.kind_advice)
             near = "" if hint else did_you_mean(name.lower(), cls.members, 0.5)
-            hint = near or f"{hint} (the kinds are {', '.join(sorted(cls.members))})"
+            kinds = ", ".join(sorted(cls.members))
+            advice = "" if hint else "; import a file that defines others first"
+            hint = near or f"{hint} (the kinds are {kinds}{advice})"
             values = {"family": cls.family_name, "kind": repr(kind), "hint": hint}
             raise PydanticCustomError(_UNKNOWN_KIND, "unknown {family} kind {kind}{hint}", values)
         return found

@@ -4,7 +4,7 @@ EXPERIMENTS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{task: digits}", ("recipe",)),
     ("{recipe: soap}", ("task",)),
     ("", ("task", "recipe")),
-    ("{task: digts, recipe: soap}", ("task", "digts", "digits", "--import", "FILE.py")),
+    ("{task: digts, recipe: soap}", ("task", "digts", "digits")),
     (
         "{task: {kind: digits, batchsize: 3}, recipe: soap}",
         ("task.batchsize", "batch_size"),

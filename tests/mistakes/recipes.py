@@ -53,7 +53,7 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     # kinds
     ("{update: eigh}", ("update.eigh", "eigh", "basis_solver", "root_solver")),
     ("{update: newton_schulz}", ("newton_schulz", "polar_solver")),
-    ("{update: my_stage}", ("update.my_stage", "my_stage", "--import", "FILE.py")),
+    ("{update: my_stage}", ("update.my_stage", "my_stage", "import a file")),
     ("{update: RMS}", ("update.RMS", "RMS", "rms")),
     ("{update: soap}", ("update.soap", "base: soap")),
     ("{update: {kind: projected, rank: 4, inner: soap}}", ("update.projected.inner.soap",)),
@@ -152,7 +152,7 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
         ("routes.a",),
     ),
     ("{}", ("update",)),
-    ("{update: rmss}", ("update.rmss", "rmss", "rms", "adafactor")),
+    ("{update: rmss}", ("update.rmss", "rmss", "'rms'")),
     ("{update: [{beta: 0.9}]}", ("update", "kind", "{'beta': 0.9}")),
     ("{update: 3}", ("update", 3)),
     ("{update: {kind: null}}", ("update", "None")),
