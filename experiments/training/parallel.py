@@ -66,14 +66,6 @@ class Ranks:
         targets = batch.targets[own]
         return Batch(batch.inputs[own], targets), self.size * targets.numel() / batch.targets.numel()
 
-    def seed_step(self, seed: int, step: int) -> None:
-        """Seed torch's random numbers by seed, step and rank, so that checkpoints need not contain the random state.
-
-        Does nothing without a process group: the checkpoint of a single process contains the random state.
-        """
-        if self.distributed:
-            torch.manual_seed(int(generator(seed, step, self.rank).integers(2**63)))
-
     def mean(self, value: float) -> float:
         """Return the mean of a number over ranks."""
         if self.size == 1:
@@ -106,6 +98,13 @@ class Ranks:
         if isinstance(answer[1], Exception):
             raise answer[1]
         return answer[0]  # type: ignore[return-value]
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Seed torch's random numbers by seed, step and rank, so that checkpoints of ranks need not contain the random
+    state.
+    """
+    torch.manual_seed(int(generator(seed, step, rank).integers(2**63)))
 
 
 def launched_processes() -> int:

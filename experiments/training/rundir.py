@@ -13,9 +13,10 @@ lock               locked while a process trains here
 A file is either complete or absent: it is written under a temporary name and then renamed. A checkpoint contains the
 length of metrics.jsonl at its step. A continued run drops later rows and computes the same rows again.
 
-Checkpoints of several processes are directories in torch's distributed format. Any number of ranks can read them under
-any `parallel`: shards of parameters and state are saved by name with their offset in the full tensor. The last two
-checkpoints are kept, and the one of the step before the learning rate falls.
+Checkpoints of several processes are directories in torch's distributed format: shards of parameters and state are saved
+by name with their offset in the full tensor. The last two directories are kept, and the one of the step before the
+learning rate falls. A run continues from its newest checkpoint of either form, on any number of processes and under any
+`parallel`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +49,7 @@ def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if there is None or given is None or there == given:
         return ""
     if given < there:
-        return f" The run there has {there} steps, as after --extend {there}; steps={there} selects it."
+        return f" The run in this directory was made with {there} steps; give steps={there} to continue or read it."
     return f" To continue the run there to {given} steps, give --extend {given}."
 
 
@@ -142,9 +144,16 @@ class RunDirectory:
         """True if the run has a result, or a checkpoint from which it continues."""
         return self.read("result") is not None or bool(self._checkpoint_files() or _complete(self))
 
+    def newest_checkpoint(self) -> Path | None:
+        """Return the checkpoint from which the run continues: checkpoint.pt or the directory of the last step. Return
+        None if there is none.
+        """
+        file = self.path / "checkpoint.pt"
+        return max([file] * file.is_file() + _complete(self), key=checkpoint_step, default=None)
+
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""
-        return [*map(_file_step, self._checkpoint_files()), *map(_step, _complete(self))]
+        return [checkpoint_step(path) for path in (*self._checkpoint_files(), *_complete(self))]
 
     def _checkpoint_files(self) -> list[Path]:
         """Return the checkpoints of a single process that exist."""
@@ -154,10 +163,13 @@ class RunDirectory:
     def rewind_checkpoints(self, step: int) -> None:
         """Drop checkpoints after a step, so that the run continues from the newest remaining checkpoint."""
         branch, last = self.path / "branch.pt", self.path / "checkpoint.pt"
-        if branch.is_file() and _file_step(branch) <= step and last.is_file() and _file_step(last) > step:
-            branch.replace(last)
+        if last.is_file() and checkpoint_step(last) > step:
+            if branch.is_file() and checkpoint_step(branch) <= step:
+                branch.replace(last)
+            else:  # a directory is the newest remaining checkpoint
+                last.unlink()
         for folder in _complete(self):
-            if _step(folder) > step:
+            if checkpoint_step(folder) > step:
                 shutil.rmtree(folder)
 
     def drop_checkpoints(self) -> None:
@@ -166,23 +178,6 @@ class RunDirectory:
             (self.path / f"{name}.pt").unlink(missing_ok=True)
         for folder in self.path.glob("checkpoint-*"):
             shutil.rmtree(folder, ignore_errors=True)
-
-    def load(self) -> dict[str, Any] | None:
-        """Return the checkpoint of a single process, None if there is none. Drops rows of metrics after it."""
-        file = self.path / "checkpoint.pt"
-        state: dict[str, Any] | None = None
-        if any(self.path.glob("checkpoint-*")):
-            raise RecipeError(
-                f"{self.path}: its checkpoints were written with parallel ddp, fsdp2 or hsdp; continue the run with "
-                "one of these, for instance by 'torchrun --nproc-per-node 1'"
-            )
-        if file.is_file():
-            try:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:  # torch raises many kinds of errors for a damaged file
-                raise RecipeError(f"{file}: the checkpoint cannot be read; remove {self.path}") from error
-        self.rewind(state["metrics_bytes"] if state is not None else 0)
-        return state
 
     def metrics_size(self) -> int:
         """Return the length of metrics.jsonl in bytes, after it has been written to disk."""
@@ -231,24 +226,24 @@ _KEPT = 2
 _NOTES = "run.pt"
 
 
-def newest_checkpoint(run: RunDirectory) -> Path | None:
-    """Return the last complete checkpoint of several processes, None if there is none."""
-    return max(_complete(run), key=_step, default=None)
-
-
 def _complete(run: RunDirectory) -> list[Path]:
     return [path for path in run.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
 
 
-def _step(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
+def checkpoint_step(path: Path) -> int:
+    """Return the step of a checkpoint: of a directory by its name, of a file by its content."""
+    if path.suffix != ".pt":
+        return int(path.name.rpartition("-")[2])
+    return int(_read_file(path, mmap=True)["step"])
 
 
-def _file_step(path: Path) -> int:
+def _read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Return the content of the checkpoint of a single process."""
     try:
-        return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many kinds of errors for a damaged file
         raise RecipeError(f"{path}: the checkpoint cannot be read; remove {path.parent}") from error
+    return content
 
 
 def save_sharded(
@@ -281,8 +276,8 @@ def save_sharded(
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(final)
-        others = (path for path in _complete(run) if _step(path) != branch)
-        for old in sorted(others, key=_step)[:-_KEPT]:
+        others = (path for path in _complete(run) if checkpoint_step(path) != branch)
+        for old in sorted(others, key=checkpoint_step)[:-_KEPT]:
             doomed = run.path / f".{old.name}{PARTIAL}"
             old.replace(doomed)  # a kill during removal then leaves no incomplete checkpoint under the name
             shutil.rmtree(doomed)
@@ -290,42 +285,71 @@ def save_sharded(
     ranks.on_first(publish)
 
 
-def load_sharded(
+def load_checkpoint(
     run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any] | None:
-    """Restore model and optimizer from the last checkpoint and return its notes, None if there is none.
+    """Restore model and optimizer from the newest checkpoint, of one process or of several.
 
-    All ranks must call this. Rows of metrics after the checkpoint are dropped.
+    All ranks must call this. Rows of metrics after the checkpoint are dropped. Return the entries of the checkpoint
+    without the states of model and optimizer, None if there is no checkpoint. Only a checkpoint of a single process has
+    the random state, in the entries `rng` and `device_rng`.
     """
-    from torch.distributed.checkpoint import state_dict
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load as read
-
     found, notes = ranks.on_first(lambda: _notes(run))
-    if found is None or notes is None:
+    if found is None:
         return None
-    state = _state(model, optimizer)
-    try:
-        read(state, checkpoint_id=found)
-    except (CheckpointException, OSError) as error:
-        raise RecipeError(f"{found}: cannot be read; {_remedy(run, found)}: {_first(error)}") from error
-    state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if notes is None:
+        return _load_file(found, ranks, model, optimizer)
+    _load_directory(run, ranks, found, model, optimizer)
     return notes
 
 
 def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the last checkpoint and its notes, and drop the rows of metrics after it."""
-    if (run.path / "checkpoint.pt").exists():
-        raise RecipeError(f"{run.path}: its checkpoint was written by a single process; continue with parallel=none")
-    found = newest_checkpoint(run)
-    notes = None
-    if found is not None:
-        try:
-            notes = torch.load(found / _NOTES, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds of errors for a damaged file
-            raise RecipeError(f"{found}: the checkpoint cannot be read; {_remedy(run, found)}") from error
-    run.rewind(notes["metrics_bytes"] if notes is not None else 0)
+    """Return the newest checkpoint, and its notes if it is a directory. Drop the rows of metrics after it."""
+    found = run.newest_checkpoint()
+    if found is None:
+        run.rewind(0)
+        return None, None
+    if found.suffix == ".pt":
+        run.rewind(_read_file(found, mmap=True)["metrics_bytes"])
+        return found, None
+    try:
+        notes: dict[str, Any] = torch.load(found / _NOTES, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds of errors for a damaged file
+        raise RecipeError(f"{found}: the checkpoint cannot be read; {_remedy(run, found)}") from error
+    run.rewind(notes["metrics_bytes"])
     return found, notes
+
+
+def _load_file(found: Path, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore model and optimizer from the file of a single process and return its other entries."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    content = _read_file(found)
+    if ranks.distributed:
+        set_model_state_dict(model, content.pop("model"), options=StateDictOptions(full_state_dict=True))
+    else:
+        model.load_state_dict(content.pop("model"))
+    optimizer.load_state_dict(content.pop("optimizer"))
+    return content
+
+
+def _load_directory(
+    run: RunDirectory, ranks: Ranks, found: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Restore model and optimizer from the directory of several processes."""
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    state = _state(model, optimizer)
+    try:
+        with warnings.catch_warnings():
+            # torch warns that a load without a process group is one of a single process, even if `no_dist` says so.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            read(state, checkpoint_id=found, no_dist=not ranks.distributed)
+    except (CheckpointException, OSError) as error:
+        raise RecipeError(f"{found}: cannot be read; {_remedy(run, found)}: {_first(error)}") from error
+    state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def _first(error: BaseException) -> str:
@@ -336,7 +360,7 @@ def _first(error: BaseException) -> str:
 
 
 def _remedy(run: RunDirectory, broken: Path) -> str:
-    others = len(_complete(run)) > 1
+    others = len(_complete(run)) > 1 or (run.path / "checkpoint.pt").is_file()
     return f"remove {broken} to continue from the one before" if others else f"remove {run.path}"
 
 

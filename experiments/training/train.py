@@ -32,8 +32,8 @@ from .environment import describe_environment, describe_provenance, record_envir
 from .experiment import Experiment
 from .layers import LayerRecord, Layers
 from .outcome import Diagnostics, MetricsWindow, Result, Tick, finite_or_none, further_metrics
-from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model
-from .rundir import RunDirectory, load_sharded, newest_checkpoint, save_sharded
+from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model, seed_step
+from .rundir import RunDirectory, checkpoint_step, load_checkpoint, save_sharded
 
 
 def branch_step(experiment: Experiment) -> int | None:
@@ -222,7 +222,9 @@ class Trainer:
         self.tokens += whole.targets.numel()
         rows, weight = self.ranks.shard_batch(whole)
         self.batch = batch = rows.to(self.device)
-        self.ranks.seed_step(self.experiment.seed, self.step)
+        if self.ranks.distributed:
+            # A single process has the random state in its checkpoint instead.
+            seed_step(self.experiment.seed, self.step, self.ranks.rank)
         self.diagnostics.before(self.step + 1)
         loss = self.optimizer.step(lambda: self._backward(batch, weight))
         end = self._now()
@@ -367,9 +369,9 @@ class Trainer:
                 "eigengraft, the files in `imports` and the files of the task on each machine"
             )
         self.ranks.on_first(lambda: record_environment(self.directory, found))
-        shared = (self.directory, self.ranks, self.model, self.optimizer)
-        notes = load_sharded(*shared) if self.ranks.distributed else self._load_single()
+        notes = load_checkpoint(self.directory, self.ranks, self.model, self.optimizer)
         if notes is not None:
+            self._restore_random(notes)
             self.scheduler.load_state_dict(notes["scheduler"])
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
             # Checkpoints of older versions do not have these entries.
@@ -379,16 +381,16 @@ class Trainer:
         known = self.ranks.on_first(lambda: self.directory.rewind_fault(self.step))
         self.fault = Fault(**known) if known is not None else None
 
-    def _load_single(self) -> dict[str, Any] | None:
-        state = self.directory.load()
-        if state is None:
-            return None
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        if state["device_rng"] is not None:
-            torch.cuda.set_rng_state(state["device_rng"], self.device)
-        return state
+    def _restore_random(self, notes: dict[str, Any]) -> None:
+        """Restore the random state of a single process. A checkpoint of several processes has none: begin a new one."""
+        if self.ranks.distributed:
+            return
+        if notes.get("rng") is None:
+            seed_step(self.experiment.seed, notes["step"])
+            return
+        torch.set_rng_state(notes["rng"])
+        if notes["device_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(notes["device_rng"], self.device)
 
 
 def train(
@@ -456,9 +458,12 @@ def train(
 
 
 def _advice(run: RunDirectory) -> str:
-    last = newest_checkpoint(run)
-    where = f"from step {last.name.rpartition('-')[2]}" if last is not None else "from the start"
-    return f"Give the same command again to continue {where}, with any number of ranks."
+    last = run.newest_checkpoint()
+    where = f"from step {checkpoint_step(last)}" if last is not None else "from the start"
+    return (
+        f"Give the same command again to continue {where}, with any number of ranks, or with parallel=none in a single "
+        "process."
+    )
 
 
 @contextmanager

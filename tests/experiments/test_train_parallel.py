@@ -115,14 +115,13 @@ def torchrun(arguments: list[str], fault: str = "") -> tuple[int, str]:
     return process.returncode, " ".join(said.replace("│", " ").split())
 
 
-def as_torchrun(arguments: list[str]) -> tuple[int, str]:
+def as_torchrun(arguments: list[str], fault: str = "", size: int = 2) -> tuple[int, str]:
     """As `torchrun`, with its environment but without the processes of its own, which take seconds to import torch."""
-    port, both = str(free_port()), {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    both = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    both |= {"MASTER_PORT": str(free_port()), "FAULT": fault}
     ranks = [
-        start(
-            "-m", "eigengraft", "train", *arguments, folder=ROOT, RANK=rank, LOCAL_RANK=rank, MASTER_PORT=port, **both
-        )
-        for rank in "01"
+        start("-m", "eigengraft", "train", *arguments, folder=ROOT, RANK=str(rank), LOCAL_RANK=str(rank), **both)
+        for rank in range(size)
     ]
     try:
         said = "".join(text for rank in ranks for text in rank.communicate())
@@ -312,7 +311,7 @@ def test_every_rank_refuses_experiments_that_do_not_fit_its_ranks(
 
 LOST = r"another rank has stopped or does not answer \(.+\)\."
 TOLD = r"received SIGTERM, which torchrun sends when another rank has failed\."
-ADVICE = " Give the same command again to continue from step 6, with any number of ranks[.]"
+ADVICE = " Give the same command again to continue from step 6, with any number of ranks, .*parallel=none.*[.]"
 
 
 @pytest.mark.parametrize(
@@ -411,18 +410,40 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_serves(
     assert apart(directory, home / "two" / "soap-fsdp2") < EXACT
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_run_of_one_process_and_one_of_ranks_do_not_continue_each_other(
-    home: Path, tmp_path: Path, launched: Launched, alone: dict[str, Path]
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_continue_a_run_of_one_process_on_two_and_back(
+    home: Path, tmp_path: Path, alone: dict[str, Path], kind: str
 ) -> None:
-    shutil.copytree(home / "killed" / "run", tmp_path / "ranks")
-    with refused(RecipeError, "parallel"):
-        train(soap(home, "none"), tmp_path / "ranks")
-    shutil.copytree(alone["soap"], tmp_path / "alone")
-    (tmp_path / "alone" / "result.json").unlink()
-    with refused(RecipeError, "parallel=none"):
-        train(soap(home, "ddp"), tmp_path / "alone")
-    assert rows(tmp_path / "alone") == rows(alone["soap"])
+    """Killed in step 8 of one process, then in step 11 of two: checkpoints of steps 6 and 9."""
+    arguments = [str(home / "exact.yaml"), "--out", str(tmp_path / "run")]
+    assert as_torchrun(arguments, "0:7:SIGKILL", size=1)[0] != 0
+    code, said = as_torchrun([*arguments, f"parallel={kind}"], "1:10:SIGKILL")
+    assert code != 0 and "step 9" in said and "parallel=none" in said
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint*")}
+    assert names == {"checkpoint.pt", "checkpoint-9"}
+    code, said = as_torchrun(arguments, size=1)
+    assert code == 0, said
+    assert trajectory(tmp_path / "run")[:6] == trajectory(alone["soap"])[:6]
+    assert apart(tmp_path / "run", alone["soap"]) < EXACT
+
+
+def test_one_process_continues_a_killed_run_of_ranks(home: Path, tmp_path: Path, launched: Launched) -> None:
+    shutil.copytree(home / "killed" / "run", tmp_path / "run")
+    train(soap(home, "none"), tmp_path / "run")
+    assert trajectory(tmp_path / "run")[:6] == trajectory(home / "two" / "soap-fsdp2")[:6]
+    assert apart(tmp_path / "run", home / "two" / "soap-fsdp2") < EXACT
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_that_changed_its_processes_is_extended(home: Path, tmp_path: Path) -> None:
+    """wsd falls after step 6 of 12. One process trains to step 12; two more checkpoints are those of another form."""
+    falling = {**declared(home), "schedule": {"kind": "wsd", "decay_fraction": 0.5}}
+    for kind, steps, extend in (("ddp", 12, False), ("none", 18, True), ("ddp", 24, True)):
+        experiment = load_experiment({**falling, "parallel": kind, "steps": steps})
+        train(experiment, tmp_path / "run", extend=extend)
+    train(load_experiment({**falling, "steps": 24}), tmp_path / "whole")
+    both = [{row["step"]: row["loss"] for row in rows(tmp_path / name)} for name in ("run", "whole")]
+    assert both[0] == pytest.approx(both[1], rel=EXACT)
 
 
 @pytest.mark.parametrize(
