@@ -28,8 +28,8 @@ from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goal
 if TYPE_CHECKING:
     from eigengraft.component import Component
 
-RECIPES, BY_GOAL = "recipes", "goals"
-"""Two arguments of `list` that are no families: the first lists the shipped recipes, the second recipes by goal."""
+RECIPES, BY_GOAL, SIGNALS = "recipes", "goals", "signals"
+"""Arguments of `list` that are no families: shipped recipes, recipes by goal, and signals that stages may request."""
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or
@@ -44,25 +44,31 @@ measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.""",
+    SIGNALS: """\
+The extent is the shape of the value; `help(eigengraft.Signal)` explains each. `optimizer.provide`
+provides a signal too, unless the optimizer computes it. `eigengraft.register_signal` adds one.""",
 }
 """Text that the command `list` prints below a list, by the argument that names the list."""
 
 
 def list_command(
     what: Annotated[
-        str | None, typer.Argument(help="`goals`, `recipes`, a family, or a word to search for; default all families")
+        str | None,
+        typer.Argument(help="`goals`, `recipes`, `signals`, a family, or a word to search for; default all families"),
     ] = None,
     words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
     imports: Imports = None,
 ) -> None:
-    """List recipes by goal, all recipes, families of parts, or the members of a family; or search in all of them."""
+    """List recipes by goal, all recipes, signals, families of parts, or members of a family; or search in all."""
     from eigengraft.optimizers.recipe.loading import shipped_recipes
+    from eigengraft.signals import known_signals
 
     registered = _registered()
     if what is None:
         about = {
             BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
             RECIPES: "all shipped recipes by method, with learning rate, memory, time and profile",
+            SIGNALS: "values beside the gradient that stages may request, such as the loss",
             **{name: _about(family) for name, family in sorted(registered.items())},
         }
         _print_entries(("family", "members"), about.items(), FAMILIES)
@@ -76,6 +82,7 @@ def list_command(
     lists: dict[str, list[tuple[str, ...]]] = {
         BY_GOAL: by_goal,
         RECIPES: [_recipe_row(name) for name in shipped_recipes()],
+        SIGNALS: [(name, one.about, one.extent, one.by) for name, one in sorted(known_signals().items())],
         **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
     }
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
@@ -92,7 +99,11 @@ def list_command(
         raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {OF_FILES}")
     for name, rows in found.items():
         if rows:
-            heads = {BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"), RECIPES: _RECIPE_HEADS}
+            heads = {
+                BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"),
+                RECIPES: _RECIPE_HEADS,
+                SIGNALS: ("signal", "about", "extent", "provided by"),
+            }
             _print_entries(
                 heads.get(name, (name, "about")), rows, {"stage": STAGES, RECIPES: RECIPE_GROUPS}.get(name, ())
             )
@@ -188,13 +199,14 @@ OF_FILES = "--import FILE.py adds the kinds that a file defines"
 def unknown(source: str) -> RecipeError:
     """Return the error about a name that is neither that of a recipe nor of a kind or a family."""
     from eigengraft.optimizers.recipe.loading import shipped_recipes
+    from eigengraft.signals import known_signals
 
     registered = _registered()
     kinds = (kind for family in registered.values() for kind in family.members)
-    hint = did_you_mean(source.lower(), dict.fromkeys([*shipped_recipes(), *registered, *kinds]), 0.5)
+    hint = did_you_mean(source.lower(), dict.fromkeys([*shipped_recipes(), *registered, *kinds, *known_signals()]), 0.5)
     return RecipeError(
-        f"show: there is no recipe, kind, family or file '{source}'{hint or '.'} `eigengraft list` shows all names; "
-        f"{OF_FILES}"
+        f"show: there is no recipe, kind, family, signal or file '{source}'{hint or '.'} `eigengraft list` shows all "
+        f"names; {OF_FILES}"
     )
 
 
@@ -225,6 +237,24 @@ def print_kind(family: str, member: type[Component]) -> None:
         table.add_row(*map(Text, (field.name, type_text(field.schema), default, field.meaning)))
     if table.row_count:
         _print(table)
+
+
+def print_signal(name: str) -> bool:
+    """Print a signal, or the list of all signals for `signal` and `signals`. Return False, and print nothing, if there
+    is no such signal.
+    """
+    from eigengraft.signals import known_signals
+
+    if name in (SIGNALS, "signal"):
+        list_command(SIGNALS)
+        return True
+    if (signal := known_signals().get(name)) is None:
+        return False
+    typer.echo(f"signal {name}: {signal.about}\n\nextent: {signal.extent}\nreduce: {signal.reduce}")
+    if signal.by:
+        typer.echo(f"provided by: {signal.by}")
+    typer.echo(f"\nA stage requests it by Request('{name}') in its traits. `eigengraft list {SIGNALS}` lists all.")
+    return True
 
 
 def print_family(name: str) -> bool:

@@ -174,7 +174,9 @@ def train_command(
 def show_command(
     source: Annotated[
         str,
-        typer.Argument(help="a shipped recipe's name, a recipe file, an experiment file, KIND, FAMILY.KIND or FAMILY"),
+        typer.Argument(
+            help="a shipped recipe's name, a recipe file, an experiment file, KIND, FAMILY.KIND, FAMILY or SIGNAL"
+        ),
     ],
     overrides: OverrideArguments = None,
     task: Annotated[
@@ -202,7 +204,7 @@ def show_command(
             for family, member in kinds:
                 catalog.print_kind(family, member)
             return
-        if catalog.print_family(source):
+        if catalog.print_family(source) or catalog.print_signal(source):
             return
         if path.suffix not in (".yaml", ".yml") and not source.lstrip().startswith("{"):
             raise catalog.unknown(source)

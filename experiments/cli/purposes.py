@@ -35,7 +35,7 @@ FAMILIES = (
     Purpose(
         "The update",
         "to change the direction, or which matrices and statistics it is computed from",
-        ("stage", "statistic", "view"),
+        ("stage", "statistic", "view", "signals"),
     ),
     Purpose(
         "Roots, bases and polar factors",

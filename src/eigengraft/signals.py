@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from .blocking.stacks import MatrixSide
 from .errors import did_you_mean
 from .schedules import schedules
+
+Extent = Literal["step", "parameter", "entry", "input_matrix", "output_matrix", "outputs", "partner"]
+"""Shapes of the values of signals. The docstring of `Signal` explains each."""
+Reduction = Literal["mean", "sum", "max"]
+"""Combinations of several values of a signal to one."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,19 @@ class Signal:
     """
 
     name: str
-    extent: Literal["step", "parameter", "entry", "input_matrix", "output_matrix", "outputs", "partner"]
+    extent: Extent
     about: str
-    reduce: Literal["mean", "sum", "max"] = "mean"
+    reduce: Reduction = "mean"
     by: str = ""
+
+    def __post_init__(self) -> None:
+        for field, kinds in (("extent", Extent), ("reduce", Reduction)):
+            value, known = getattr(self, field), get_args(kinds)
+            if value not in known:
+                raise ValueError(
+                    f"signal '{self.name}': {field} must be one of {', '.join(known)}, got {value!r}; "
+                    "`help(eigengraft.Signal)` explains each"
+                )
 
 
 _SIGNALS: dict[str, Signal] = {}

@@ -35,6 +35,7 @@ from eigengraft.experiments.cli.purposes import (
     timed_card,
 )
 from eigengraft.preconditioners import RMS
+from eigengraft.signals import known_signals
 
 from ..processes import Process, fork_what_is_spawned, start
 from ..refusals import check_said
@@ -343,7 +344,7 @@ class TestImports:
 class TestList:
     def test_every_family_is_listed(self) -> None:
         rows = [line.split()[0] for line in succeeds("list").splitlines() if line.strip()]
-        assert {"goals", "recipes", *families()} <= set(rows)
+        assert {"goals", "recipes", "signals", *families()} <= set(rows)
 
     def test_recipes_by_goal_are_listed_and_exist(self) -> None:
         every, memory = succeeds("list", "goals"), succeeds("list", "goals", "memory")
@@ -352,6 +353,13 @@ class TestList:
             check_said(every, goal.title, *(word for recipe in goal.recipes for word in recipe))
             assert (f"\n{goal.title}  " in memory) == ("memory" in goal.title)
 
+    def test_signals_are_listed_and_shown(self) -> None:
+        rows = {line.split()[0] for line in succeeds("list", "signals").splitlines() if line.strip()}
+        assert known_signals().keys() <= rows
+        assert succeeds("show", "signal") == succeeds("show", "signals") == succeeds("list", "signals")
+        signal = known_signals()["gradient_variance"]
+        check_said(succeeds("show", "gradient_variance"), signal.about, signal.extent, signal.by, signal.reduce)
+
     def test_every_recipe_and_every_kind_is_listed(self) -> None:
         for what, names in (("recipes", eigengraft.shipped_recipes()), ("stage", eigengraft.Stage.members)):
             rows = {line.split()[0] for line in succeeds("list", what).splitlines() if line.strip()}
@@ -359,7 +367,7 @@ class TestList:
 
     def test_families_and_stages_are_grouped_by_purpose(self) -> None:
         for arguments, purposes, names in (
-            ((), FAMILIES, {"goals", "recipes", *families()}),
+            ((), FAMILIES, {"goals", "recipes", "signals", *families()}),
             (("stage",), STAGES, set(eigengraft.Stage.members)),
             (("recipes",), RECIPE_GROUPS, set(eigengraft.shipped_recipes())),
         ):

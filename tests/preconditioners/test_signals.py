@@ -182,3 +182,7 @@ def test_signals_that_cannot_be_are_refused() -> None:
     assert all(int(state["step"]) == 0 for state in optimizer.state.values())
     with refused(ValueError, "loss", "that"):
         register_signal(Signal("loss", "step", "another loss"))
+    with refused(ValueError, "extent", "number", "step", "parameter", "entry"):
+        Signal("mine", "number", "a number")  # type: ignore[arg-type]
+    with refused(ValueError, "reduce", "min", "mean", "max"):
+        Signal("mine", "step", "a number", "min")  # type: ignore[arg-type]
