@@ -33,9 +33,9 @@ RECIPES, BY_GOAL, SIGNALS = "recipes", "goals", "signals"
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or
-the least time, on every task. Times of steps are counted and are lower bounds. Without a special
-goal, start with `soap_fitted`. `eigengraft list recipes` lists all recipes, and `eigengraft show
-RECIPE` prints one.""",
+the least time, on every task. Times of steps are counted and are lower bounds. Recipes that need
+several backwards per step, such as `isomuon`, are left out. Without a special goal, start with
+`soap_fitted`. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE` prints one.""",
     RECIPES: f"""\
 lr        the recipe's own learning rate; tune it first
 state     bytes per parameter of a 1024 x 1024 weight in float32

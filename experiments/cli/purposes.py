@@ -219,11 +219,6 @@ class Goal(NamedTuple):
     rule: str
 
 
-def _split(parts: int | None) -> str:
-    """Return a text that says into how many micro-batches every batch was split, "" if batches were not split."""
-    return "" if parts is None else f", batches in {parts} micro-batches"
-
-
 _NEAR_BEST = 0.8
 """Least profile of steps of recipes that count as fast. AdamW has 0.40, and the best recipe 0.95."""
 _SHOWN = 3
@@ -232,17 +227,17 @@ _SHOWN = 3
 
 @cache
 def goals() -> tuple[Goal, ...]:
-    """Return the recipes for each goal, chosen by the numbers of the laptop track."""
-    run: dict[str, Any] = {name: own for name, own in recipe_numbers().items() if own.steps is not None}
+    """Return the recipes for each goal, chosen by the numbers of the laptop track among recipes that run as they are.
+
+    A recipe whose batches were split into micro-batches on the track needs several backwards per step in any loop.
+    """
+    measured = {name: own for name, own in recipe_numbers().items() if own.steps is not None}
+    run: dict[str, Any] = {name: own for name, own in measured.items() if own.accumulate is None}
     usual = run["adamw"].steps
 
     def first(title: str, key: Callable[[Any], float], text: str, rule: str, least: float = 0.0) -> Goal:
         found = sorted((key(own), -own.steps, name) for name, own in run.items() if own.steps >= least)
-        shown = [
-            (name, text.format(**(own := run[name])._asdict()) + _split(own.accumulate))
-            for value, _, name in found[:_SHOWN]
-            if value < math.inf
-        ]
+        shown = [(name, text.format(**run[name]._asdict())) for value, _, name in found[:_SHOWN] if value < math.inf]
         return Goal(title, tuple(shown), rule)
 
     return (

@@ -104,7 +104,8 @@ for _signal in (
         "gradient_variance",
         "entry",
         "the variance of the gradient over the micro-batches of the step",
-        by="eigengraft.watch_gradient_variance(optimizer), or by eigengraft.compose, from steps of several backwards",
+        by="eigengraft.watch_gradient_variance(optimizer), or by eigengraft.compose, from two or more backwards per "
+        "step: in an experiment set `accumulate: 2`, in a loop of your own call backward on two halves of the batch",
     ),
     Signal(
         "activation_gram",

@@ -350,6 +350,7 @@ class TestList:
         every, memory = succeeds("list", "goals"), succeeds("list", "goals", "memory")
         for goal in goals():
             assert {name for name, _ in goal.recipes} <= set(eigengraft.shipped_recipes())
+            assert all(recipe_numbers()[name].accumulate is None for name, _ in goal.recipes)
             check_said(every, goal.title, *(word for recipe in goal.recipes for word in recipe))
             assert (f"\n{goal.title}  " in memory) == ("memory" in goal.title)
 
