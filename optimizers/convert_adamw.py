@@ -10,6 +10,7 @@ from eigengraft.slots import StateKey
 
 from .isolation import isolation
 from .optimizer import Optimizer
+from .param_groups import meant_overrides
 from .step.fused import declared_moments, moment_slots
 
 
@@ -37,6 +38,7 @@ def convert_adamw(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[s
 
 def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     found, groups, fresh = optimizer.state_dict(), state_dict["param_groups"], list[str]()
+    differing, meant = list[str](), dict[str, Any]()
     sizes = [[len(group["params"]) for group in own] for own in (found["param_groups"], groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -62,12 +64,14 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
             if chain is None:
                 fresh.append(name)
                 continue
-            constants = (chain[0].beta, chain[1].beta, chain[1].eps)
-            if constants != (*theirs["betas"], theirs["eps"]):
-                raise ValueError(
-                    f"{name}: betas and eps of its update are {constants[:2]} and {constants[2]}, and those of torch's "
-                    f"optimizer are {tuple(theirs['betas'])} and {theirs['eps']}; give the recipe the same numbers"
-                )
+            own_numbers = (chain[0].beta, chain[1].beta, chain[1].eps)
+            numbers = zip(("beta1", "beta2", "eps"), own_numbers, (*theirs["betas"], theirs["eps"]), strict=True)
+            for option, number, other_number in numbers:
+                if number != other_number:
+                    differing.append(f"{name}: {option} is {number}, and {other_number} in torch's optimizer")
+                    meant |= meant_overrides(option, other_number, rule, path)
+            if differing:
+                continue
             state = found["state"][index]
             for key, value in zip(moment_slots(rule, path, *chain), ("exp_avg", "exp_avg_sq"), strict=True):
                 if (slot := StateKey.join(0, key)) not in state:
@@ -82,6 +86,8 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
                     )
                 state[slot] = moments[value].detach().to(state[slot]).reshape(state[slot].shape).clone()
             state["step"] = moments["step"].detach().to(state["step"]).clone()
+    if differing:
+        raise ValueError(f"{differing[0]}; give the recipe the numbers of torch's optimizer: overrides={meant}")
     if fresh:
         warn_user(f"{name_some(fresh, 8)}: the update is not Adam's, so state starts anew")
     return found

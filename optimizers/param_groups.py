@@ -18,7 +18,7 @@ from eigengraft.component import plain
 from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.signals import PARTNER, asking
 
-from .recipe.recipe import Recipe
+from .recipe.recipe import Recipe, Route
 from .recipe.routing import ParamInfo
 from .write.closures import SCALE
 from .write.write import number
@@ -99,17 +99,20 @@ def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = No
         )
 
 
-def meant_overrides(key: str, value: Any, recipe: Recipe) -> dict[str, Any]:
+def meant_overrides(key: str, value: Any, rule: Recipe | Route, at: str = "") -> dict[str, Any]:
     """Translate an option of torch's optimizers into overrides of a recipe: a mapping {dotted path: value}.
 
     `momentum` and `betas` become the decays of first and second moments. Any other option becomes an override of each
     field of a stage that has the same name as the option.
+
+    rule: the recipe, or one of its routes.
+    at: path of the rule in the recipe, "" for the recipe itself.
     """
     roles = _MOMENTS.get(key, ())
     values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
     given = dict(zip(roles, values, strict=True))
     found = {}
-    for path, stage in recipe.stages():
+    for path, stage in rule.stages(at):
         fields = type(stage).model_fields
         for slot in stage.slots((2, 2)).values() if "beta" in fields else ():
             if slot.role in given:

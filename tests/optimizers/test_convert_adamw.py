@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_parameters_that_are_not_adams_start_anew_and_are_named() -> None:
         kept = [value for key, value in own.items() if key.endswith("rms/v")]
         assert len(kept) == (name != "1.weight")
         assert all(torch.equal(value.reshape(moments[name].shape), moments[name]) for value in kept)
+
+
+def test_the_error_about_other_numbers_has_the_overrides_that_help() -> None:
+    model, theirs = run_of_torch(eps=1e-7)
+    with refused(ValueError, "0.weight", 0.95, 0.999, "overrides={") as caught:
+        convert_adamw(theirs.state_dict(), compose("soap_fitted", model))
+    overrides = ast.literal_eval(str(caught.value).partition("overrides=")[2])
+    assert overrides == {"routes.adam.update.rms.beta": 0.999, "routes.adam.update.rms.eps": 1e-7}
+    with warned(UserWarning, "1.weight"):
+        convert_adamw(theirs.state_dict(), compose("soap_fitted", model, overrides=overrides))
 
 
 def test_state_that_means_something_else_is_refused() -> None:
