@@ -18,8 +18,8 @@ from rich.text import Text
 
 from eigengraft.errors import RecipeError, counted, did_you_mean
 
+from ..studies.progress import LogLines
 from .arguments import Imports, override_argument
-from .console import LogLines
 
 if TYPE_CHECKING:
     from ..benches import Bench, Row

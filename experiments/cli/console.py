@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
-from datetime import datetime
 from io import StringIO, TextIOWrapper
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
@@ -20,7 +16,7 @@ from rich.text import Text
 
 from eigengraft.errors import counted
 
-from ..reports.number_format import number_format
+from ..reports.number_format import format_loss
 
 if TYPE_CHECKING:
     import eigengraft
@@ -41,45 +37,6 @@ def replace_unencodable() -> None:
 def print_error(title: str, message: str) -> None:
     """Print a box on standard error. The message is printed literally, brackets included."""
     Console(stderr=True).print(Panel(Text(message), title=title, title_align="left", border_style="red", expand=False))
-
-
-_LOG_SECONDS = (10.0, 600.0)
-"""Shortest and longest time in seconds between two lines of progress in a log file.
-
-Within these limits the time between two lines is a twentieth of the time since the start: a run of a day then has a few
-hundred lines.
-"""
-
-
-class LogLines:
-    """Lines of progress in plain text, for a standard error that is a file or a pipe.
-
-    now: function that returns the time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
-        self._now, self._began = now, now()
-        self._next = self._began
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return self._now() - self._began
-
-    def write(self, text: Callable[[], str]) -> None:
-        """Write a line with the date if enough time has passed since the last line.
-
-        text: function that returns the text of the line; it is called only if a line is written.
-        """
-        if self._now() >= self._next:
-            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
-            least, most = _LOG_SECONDS
-            self._next = self._now() + min(max(least, self.seconds / 20), most)
-
-
-def format_loss(loss: float, decimals: int = 3) -> str:
-    """Return a loss as text. A small loss has three significant digits (see `number_format`)."""
-    return format(loss, number_format([loss], decimals=decimals))
 
 
 def describe_result(result: Result) -> str:

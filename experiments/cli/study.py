@@ -5,31 +5,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from eigengraft.errors import RecipeError, counted
 
 from ..files import short_name
+from ..reports.number_format import format_loss
+from ..studies.progress import LogLines, study_progress, time_left
 from .arguments import Workers, override_argument
-from .console import LogLines, format_loss, print_table
+from .console import print_table
 
 if TYPE_CHECKING:
     from ..doctor import Diagnosis
     from ..studies.preview import StudyPreview
     from ..studies.running import PreparedStudy, StudyEvent
     from ..studies.study import Study
-    from ..training.outcome import Result, Tick
+    from ..training.outcome import Tick
 
 
 def ablate_command(  # noqa: PLR0913  its arguments are the command's options
@@ -255,18 +256,10 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
     console = Console(stderr=True)
     runs = 0
 
-    @contextmanager
-    def watch(prepared: PreparedStudy) -> Iterator[Callable[[StudyEvent], None]]:
+    def watch(prepared: PreparedStudy) -> AbstractContextManager[Callable[[StudyEvent], None]]:
         nonlocal runs
         runs += len(prepared.runs)
-        if prepared.phase == "tuning" and study.tune is not None:
-            console.print(
-                f"tuning {', '.join(study.tune.fields)}: {counted(len(prepared.left), 'run')}", highlight=False
-            )
-        if prepared.phase == "timing":
-            console.print(f"timing every cell: {counted(len(prepared.left), 'run')}", highlight=False)
-        with StudyProgress(console, len(prepared.runs), len(prepared.left), study.metric) as progress:
-            yield progress.on_event
+        return study_progress(prepared, study, console)
 
     failed = complete_study(study, directory, workers, watch, storage)
     for one in read_tuned(directory):
@@ -282,11 +275,6 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
         where = escape(str(directory))
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)
-
-
-def _left(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f", about {minutes}:{rest:02d} left"
 
 
 @contextmanager
@@ -331,90 +319,10 @@ def _logged_progress(name: str, figures: Callable[[Tick], str]) -> Callable[[Tic
         nonlocal first
         first, shown = first or tick.step, figures(tick)
         done = tick.step - first  # steps that this process has timed
-        left = _left(lines.seconds / done * (tick.steps - tick.step)) if done else ""
+        left = time_left(lines.seconds / done * (tick.steps - tick.step)) if done else ""
         lines.write(lambda: f"{name}: step {tick.step}/{tick.steps}  {shown}{left}")
 
     return on_tick
-
-
-class StudyProgress:
-    """A context manager with a progress bar for a study and for each run in progress, and a line for each finished run.
-
-    Without a terminal there are no bars, but lines with the progress of the study and of one of its runs.
-
-    runs: number of runs of the study.
-    left: number of runs that are not done yet.
-    metric: name of the metric by which the study compares runs, which is printed for each finished run.
-    """
-
-    def __init__(self, console: Console, runs: int, left: int, metric: str = "val_loss") -> None:
-        self.metric = metric
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
-        self.progress = Progress(*columns, console=console, transient=True)
-        self.lines = None if console.is_terminal else LogLines()
-        self.runs, self.done = runs, runs - left
-        self.began: tuple[float, float] | None = None  # time and fraction at the first progress of a run
-        self.study_bar = self.progress.add_task("study", total=1.0, figures="")
-        self.run_bars: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        if self.lines is None:
-            self.progress.start()
-        if self.done:
-            self.progress.console.print(f"{self.done} of {self.runs} runs are already complete")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def on_event(self, event: StudyEvent) -> None:
-        """Display one event of the study."""
-        key = event.run.directory
-        if self.began is None and event.kind in ("progress", "done"):
-            self.began = monotonic(), event.fraction
-        if event.kind == "started":
-            self.run_bars[key] = self.progress.add_task(
-                escape(event.run.title), total=event.run.experiment.steps, figures=""
-            )
-        elif event.kind in ("elsewhere", "died"):
-            self.progress.remove_task(self.run_bars.pop(key))
-            if event.kind == "died":
-                text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
-                self.progress.console.print(text, highlight=False, soft_wrap=True)
-        elif event.kind == "progress":
-            tick = event.value
-            shown = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss)}  {tick.step_ms:.1f} ms"
-            self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
-            if self.lines is not None:
-                self.lines.write(lambda: f"{self._figures(event.fraction)}; {event.run.title}: {shown}")
-        else:
-            if key in self.run_bars:  # runs of other workers have no bar
-                self.progress.remove_task(self.run_bars.pop(key))
-            self.done += 1
-            text = _describe_result(event.value, self.metric) if event.kind == "done" else "[red]failed[/red]"
-            self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
-        self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
-
-    def _figures(self, fraction: float) -> str:
-        """Return a text with the number of finished runs, and the time left at the speed since the first progress of a
-        run. The start of processes and compilation, which come before, do not count.
-        """
-        text, now = f"{self.done} of {self.runs} runs", monotonic()
-        began, first = self.began or (now, fraction)
-        spent, gained = now - began, fraction - first
-        if gained <= 0 or spent < 5 or fraction >= 1:
-            return text
-        return f"{text}{_left(spent * (1 - fraction) / gained)}"
-
-
-def _describe_result(result: Result, metric: str) -> str:
-    """Return one line about the result of a run. It begins with the metric by which the study compares runs."""
-    if result.val_loss is None:
-        return f"[red]diverged[/red] at step {result.steps}"
-    own = result.metrics.get(metric)
-    first = f"{escape(metric)} {own:.4g}, " if own is not None else ""
-    accuracy = f", accuracy {result.val_accuracy:.3f}" if result.val_accuracy is not None else ""
-    return f"{first}validation loss {format_loss(result.val_loss)}{accuracy} in {result.seconds:.1f} s of training"
 
 
 def cells_table(preview: StudyPreview) -> Table:

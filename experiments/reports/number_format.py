@@ -48,3 +48,8 @@ def _is_zero(size: float, decimals: int) -> bool:
 def _decimals(size: float, digits: int) -> int:
     """Return the decimals that show this many significant digits of a positive number."""
     return digits - 1 - int(f"{size:.{digits - 1}e}".partition("e")[2])
+
+
+def format_loss(loss: float, decimals: int = 3) -> str:
+    """Return a loss as text. A small loss has three significant digits (see `number_format`)."""
+    return format(loss, number_format([loss], decimals=decimals))

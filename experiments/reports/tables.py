@@ -503,13 +503,14 @@ def load_runs(directory: str | Path) -> DataFrame:
 
     Returns:
         A frame with the columns of runs.csv: labels as `axis.NAME`, `seed`, `status`, `peak_lr`, values found by a
-        search as `tuned.PATH`, the numbers of result.json, and metrics of the task as `val.NAME`. Missing numbers are
-        NaN.
+        search as `tuned.PATH`, the numbers of result.json, and metrics of the task as `val.NAME`. The last column,
+        `directory`, is the path of the run's directory. Missing numbers are NaN.
 
     Raises:
         ValueError: no run has started.
     """
-    return runs_frame(read_records(Path(directory)))
+    records = read_records(Path(directory))
+    return runs_frame(records).assign(directory=[str(run.directory) for run in records.runs])
 
 
 def load_metrics(directory: str | Path) -> DataFrame:

@@ -295,7 +295,7 @@ class Study(Component):
                 f"cell with {compared}={baseline} is excluded; exclude both cells"
             )
 
-    def run(self, directory: str | Path | None = None, workers: int | None = None) -> Report:
+    def run(self, directory: str | Path | None = None, workers: int | None = None, progress: bool = True) -> Report:
         """Do all searches and runs that are not done yet, and return the report.
 
         Processes are spawned, so that a script that calls this needs `if __name__ == "__main__"`.
@@ -303,6 +303,7 @@ class Study(Component):
         Args:
             directory: directory of the study, which is created if it does not exist. None: runs/NAME.
             workers: number of processes. None: one for each core.
+            progress: if True, bars or lines about the runs are printed on standard error, as by `eigengraft ablate`.
 
         Raises:
             RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data, or the
@@ -311,9 +312,12 @@ class Study(Component):
         """
         from ..reports.report import Report
 
-        running = import_module(f"{__package__}.running")  # imported here, because it imports this module
+        # These are imported here, because they import this module.
+        running, shown = (import_module(f"{__package__}.{name}") for name in ("running", "progress"))
         place = Path("runs") / short_name(self.name) if directory is None else Path(directory)
-        failed = running.complete_study(self, place, workers)
+        failed = running.complete_study(
+            self, place, workers, (lambda prepared: shown.study_progress(prepared, self)) if progress else None
+        )
         if failed:
             lines = [f"{run}: {error_line(reason)}" for run, reason in failed.items()]
             raise RuntimeError("\n".join([f"{place}: {counted(len(failed), 'run')} failed", *first_lines(lines)]))

@@ -22,7 +22,6 @@ from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli import study as study_commands
-from eigengraft.experiments.cli.console import LogLines
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.plan import amount
 from eigengraft.experiments.cli.purposes import (
@@ -34,6 +33,8 @@ from eigengraft.experiments.cli.purposes import (
     recipe_numbers,
     timed_card,
 )
+from eigengraft.experiments.studies import progress as study_progress
+from eigengraft.experiments.studies.progress import LogLines
 from eigengraft.preconditioners import RMS
 from eigengraft.signals import known_signals
 
@@ -275,8 +276,8 @@ class TestProgress:
 
 def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr(study_commands, "monotonic", lambda: clock["now"])
-    progress = study_commands.StudyProgress(Console(file=StringIO()), runs=12, left=12)
+    monkeypatch.setattr(study_progress, "monotonic", lambda: clock["now"])
+    progress = study_progress.StudyProgress(Console(file=StringIO()), runs=12, left=12)
     run = SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60))
     tick = SimpleNamespace(step=1, steps=60, loss=1.0, step_ms=1.0)
     result = SimpleNamespace(val_loss=1.0, val_accuracy=None, metrics={}, seconds=1.0)

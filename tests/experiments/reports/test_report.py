@@ -394,6 +394,7 @@ def test_data_frames_have_every_number_of_every_run(study):
     runs, metrics = load_runs(study), load_metrics(str(study))
     assert runs["axis.method"].tolist() == [run.labels["method"] for run in records.runs]
     expected = [math.nan if (loss := run.result.get("val_loss")) is None else loss for run in records.runs]
+    assert runs["directory"].tolist() == [str(run.directory) for run in records.runs]
     assert runs["val_loss"].tolist() == pytest.approx(expected, nan_ok=True)
     assert len(metrics) == sum(len(run.rows) for run in records.runs)
     assert set(zip(metrics["axis.method"], metrics["seed"], strict=True)) == {

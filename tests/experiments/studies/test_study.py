@@ -425,10 +425,13 @@ def test_shipped_studies_expand(name):
     assert plan_runs(load_study(name))
 
 
-def test_a_study_runs_from_python_and_returns_its_report(tmp_path, monkeypatch):
+def test_a_study_runs_from_python_and_returns_its_report(tmp_path, monkeypatch, capsys):
     fork_what_is_spawned(monkeypatch)
     own = study(seeds=[0]).replace(name="own")
     report = own.run(tmp_path / "out", workers=1)
+    assert capsys.readouterr().err.count("validation loss") == len(report.records.runs)
+    own.run(tmp_path / "out", workers=1, progress=False)
+    assert not capsys.readouterr().err
     assert [run.status(report.records.metric) for run in report.records.runs] == ["complete"] * len(report.records.runs)
     assert report.figures()
     failing = Study(**{**own.model_dump(mode="json"), "name": "failing", "base": {**TINY, "device": "cuda:99"}})
