@@ -27,6 +27,7 @@ from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goal
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
+    from eigengraft.optimizers.recipe.recipe import Recipe
 
 RECIPES, BY_GOAL, SIGNALS = "recipes", "goals", "signals"
 """Arguments of `list` that are no families: shipped recipes, recipes by goal, and signals that stages may request."""
@@ -239,6 +240,24 @@ def print_kind(family: str, member: type[Component]) -> None:
         _print(table)
 
 
+def print_chain(recipe: Recipe) -> None:
+    """Print as comments of YAML the path of each stage of a recipe, with the formula where a kind is named first."""
+    shown = set[type]()
+    for at, rule in recipe.rules().items():
+        for path, stage in rule.stages(at):
+            typer.echo(f"# {path}")
+            if type(stage) not in shown:
+                typer.echo(textwrap.indent(_formula(type(stage)), "#     "))
+            shown.add(type(stage))
+
+
+def _formula(cls: type[Component]) -> str:
+    """Return the first paragraph of a component's docstring, and the first line of the second if it is the formula."""
+    first, second, *_ = *summary(cls).split("\n\n"), "", ""
+    line = second.split("\n")[0].strip()
+    return f"{first}\n{line}" if "<-" in line and "<-" not in first else first
+
+
 def print_signal(name: str) -> bool:
     """Print a signal, or the list of all signals for `signal` and `signals`. Return False, and print nothing, if there
     is no such signal.
@@ -320,11 +339,13 @@ def _print(table: Table) -> None:
 
 
 def _console() -> Console:
-    """Return the console of the standard output, `_WIDTH` characters wide in a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
+    """Return the console of the standard output, at least `_WIDTH` characters wide in a file or a pipe."""
+    columns = os.environ.get("COLUMNS", "")
+    wide = max(_WIDTH, int(columns) if columns.isdecimal() else 0)
+    return Console(width=None if sys.stdout.isatty() else wide)
 
 
-_WIDTH = 100
-"""Width of a table in characters if the width of the terminal is not known."""
+_WIDTH = 120
+"""Least width of a table in characters in a file or a pipe. At 80, texts beside numbers are hard to read."""
 _DIGITS = 7
 """Least width of a column of numbers in characters."""

@@ -186,6 +186,8 @@ def show_command(
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
 
+    For a recipe, the formulas of its stages and its counted cost are printed first.
+
     For the kind of a component, print its formula and its fields. If a recipe and a kind have the same name, the recipe
     is printed; FAMILY.KIND, such as `stage.shampoo`, always names the component. For a family, print what a member of
     your own defines.
@@ -221,6 +223,10 @@ def show_command(
         on_recipe = [override.removeprefix("recipe.") for override in overrides or () if override not in on_run]
         data = {"task": task or "byte_lm", "recipe": source, "overrides": on_recipe}
         experiment = load_experiment(data, on_run, imports or ())
+        catalog.print_chain(experiment.recipe)
+        typer.echo(f"# {_cost_line(experiment.run_recipe)}")
+        if not overrides and (measured := catalog.measured_cost(source)):
+            typer.echo(f"# {measured}")
         typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
     recipe, rates = experiment.run_recipe, (experiment.lr, experiment.weight_decay)
@@ -233,10 +239,6 @@ def show_command(
         typer.echo(f"# expected: {line}")
     for remark in (*optimizer.slow_products(), *optimizer.solver_choices("cuda"), *optimizer.delays()):
         typer.echo(f"# {remark}")
-    if not is_experiment:
-        typer.echo(f"# {_cost_line(recipe)}")
-        if not overrides and (measured := catalog.measured_cost(source)):
-            typer.echo(f"# {measured}")
 
 
 def _cost_line(recipe: eigengraft.Recipe) -> str:

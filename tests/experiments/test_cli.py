@@ -382,10 +382,10 @@ class TestList:
                 following = [line.split()[0] for line in lines[at + 1 :] if line]
                 assert [name for name in following if name in purpose.members] == list(purpose.members)
 
-    def test_every_recipe_has_a_row_of_numbers_in_100_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("COLUMNS")
+    def test_every_recipe_has_a_row_of_numbers_in_120_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")  # of a terminal that does not show the pipe
         lines = succeeds("list", "recipes").splitlines()
-        assert max(map(len, lines)) <= 100
+        assert max(map(len, lines)) <= 120
         rows = {line.split()[0]: line.split()[-5:] for line in lines if line.startswith("  ") and line[2:3].strip()}
         assert rows.keys() == set(eigengraft.shipped_recipes()) == recipe_numbers().keys()
         for name, own in recipe_numbers().items():
@@ -396,7 +396,7 @@ class TestList:
         assert any(timed_card() in line for line in lines)
         assert timed_card() in succeeds("show", "soap_fitted")
         assert timed_card() not in succeeds("show", "soap_fitted", "lr=0.1")
-        assert all(max(map(len, succeeds("list", *what).splitlines())) <= 100 for what in ((), ("stage",), ("goals",)))
+        assert all(max(map(len, succeeds("list", *what).splitlines())) <= 120 for what in ((), ("stage",), ("goals",)))
 
     def test_an_own_stage_is_in_the_last_group(self) -> None:
         assert [(p.title, n) for p, n in by_purpose(STAGES, ["mine", "rms"])] == [
@@ -477,6 +477,16 @@ class TestShow:
         expected = eigengraft.load_recipe("soap_fitted", ["update.eigenbasis.refresh.steps=7"])
         assert eigengraft.load_recipe(yaml(output)) == expected  # type: ignore[arg-type]
         assert eigengraft.load_recipe(write("mine.yaml", output)) == expected
+
+    def test_a_recipe_begins_with_its_chain_and_its_cost(self) -> None:
+        lines = succeeds("show", "soap_fitted").splitlines()
+        first = lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))]
+        paths = [
+            path for at, rule in eigengraft.load_recipe("soap_fitted").rules().items() for path, _ in rule.stages(at)
+        ]
+        assert [line[2:] for line in first if line[2:3] != " "][: len(paths)] == paths
+        assert [sum(formula in line for line in first) for formula in ("v <- b v", "m <- b m")] == [1, 1]
+        assert "counted" in first[-2] and "measured" in first[-1]
 
     def test_every_parameter_has_its_row(self) -> None:
         output = succeeds("show", "soap_fitted", "task.width=8", "task.model=cnn", "--task", "digits")
