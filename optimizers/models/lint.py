@@ -156,6 +156,27 @@ def _large_state(composed: Composition) -> Iterator[str]:
         )
 
 
+@recipe_check("vectors-normalized")
+def _normalized_vectors(composed: Composition) -> Iterator[str]:
+    """Warn if the recipe's own update has a stage for matrices that ignores norms, such as `spectral`, and receives
+    biases and other vectors, because the recipe has no route for them. Such a stage only normalizes a vector.
+    """
+    recipe, vectors = composed.optimizer.recipe, list[str]()
+    stage = next(
+        (stage for stage in recipe.update if (own := stage.cached_traits((2, 2))).matrices and own.scale_free), None
+    )
+    sets = composed.optimizer.param_sets
+    for place, infos in enumerate(sets.infos):
+        for info, name in zip(infos, sets.labels(place), strict=True):
+            if len(info.shape) < 2 and not recipe.route(info)[0]:
+                vectors.append(name)
+    if stage is not None and vectors:
+        yield (
+            f"update.{stage.label}: it is a stage for matrices and gives vectors the same norm in every step, here "
+            f"{name_some(vectors, 3)}; set `routes: default`, which sends vectors to Adam"
+        )
+
+
 @recipe_check("storage-unused")
 def _unused_storage(composed: Composition) -> Iterator[str]:
     """Warn if an entry of `storage` fits none of the slots that it names, because of their sizes or shapes.

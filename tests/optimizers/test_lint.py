@@ -41,6 +41,16 @@ def test_a_storage_that_stores_nothing_is_named_with_the_largest_slot() -> None:
     assert warned("soap_fitted", model(32), overrides={"storage": {"statistic": int8(1)}}) == []
 
 
+def test_vectors_that_a_stage_for_matrices_normalizes_are_named() -> None:
+    bare = {"update": ["momentum", "spectral"], "routes": []}
+    (message,) = warned(bare, model())
+    check_said(message, "update.spectral", "0.bias", "2.bias", "routes: default")
+    assert message.endswith("[vectors-normalized]")
+    assert warned({**bare, "routes": "default"}, model()) == []
+    assert warned(bare, nn.Linear(8, 8, bias=False)) == []
+    assert warned({"update": ["momentum", "rms"], "routes": []}, model()) == []
+
+
 def test_entries_by_stage_and_by_slot_are_judged_by_the_slots_that_they_decide_on() -> None:
     """The entry of the slot decides on it, so that the role has no slot left and is not asked for."""
     named = {"update.eigenbasis.inner.momentum/m": int8(1)}
