@@ -49,7 +49,7 @@ def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if there is None or given is None or there == given:
         return ""
     if given < there:
-        return f" The run in this directory was made with {there} steps; give steps={there} to continue or read it."
+        return f" The run there has {there} steps, for instance by --extend {there}; give steps={there} to continue it."
     return f" To continue the run there to {given} steps, give --extend {given}."
 
 
