@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
-from eigengraft.errors import import_optional
+from eigengraft.errors import RecipeError, import_optional
 
 from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
 from .models import Init, cnn, initialized, mlp
@@ -121,7 +121,7 @@ def _packaged(kind: str, module: str, package: str, file: str) -> NDArray[Any]:
     """
     found = find_spec(module)
     if found is None or found.origin is None:
-        raise ValueError(f"{kind}: {package} is not installed; run `pip install {package}`")
+        raise RecipeError(f"{kind}: {package} is not installed; run `pip install {package}`")
     return np.loadtxt(Path(found.origin).parent / file, delimiter=",").astype("uint8")
 
 
