@@ -117,6 +117,7 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     assert missing["problem"] in lay_out(load_bench("step", {}).table(), rows)[1][2]
 
 
+@pytest.mark.slow
 def test_storage_is_measured_beside_the_same_recipe_without_it() -> None:
     declared = read_bench("storage")
     assert declared.pop("kind") == "step"

@@ -68,6 +68,7 @@ def test_every_family_that_users_extend_has_a_file() -> None:
     assert ours - EXTENDED == INSIDE
 
 
+@pytest.mark.slow
 def test_the_files_keep_the_laws_of_their_families() -> None:
     """In one process, as scripts: the first entry of `sys.path` is their folder."""
     done = run("-c", CHECK, *FILES, folder=FOLDER, PYTHONSAFEPATH="")

@@ -549,6 +549,7 @@ def test_a_path_that_names_no_file_of_this_machine_is_stored_as_it_is(
     assert getattr(load_experiment({**fields, "recipe": "adamw"}).task, "path", "") == path
 
 
+@pytest.mark.slow
 def test_machines_with_the_same_data_in_different_folders_share_a_study(
     registry: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

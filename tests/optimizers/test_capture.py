@@ -156,6 +156,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [0, 1 << 14], ids=["each parameter", "joined"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", COMPILED)

@@ -297,6 +297,7 @@ END = 16
 """Step by which the results of all refreshes before the last stop have taken effect."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["soap", "kl", "shampoo", "coded"])
 def test_a_resume_between_a_refresh_and_its_effect_changes_no_bit(name: str, way: str) -> None:

@@ -166,6 +166,7 @@ def test_a_study_tunes_then_runs(tmp_path, monkeypatch):
     assert ("a better one may lie beyond it" in page) == (config["lr"] != 0.01)
 
 
+@pytest.mark.slow
 def test_a_rate_at_an_end_of_what_was_tried_is_told_wherever_it_is_shown(tmp_path, monkeypatch):
     """Of three rates that are all far too small the largest is best."""
     fork_what_is_spawned(monkeypatch)
