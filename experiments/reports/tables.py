@@ -324,7 +324,7 @@ _LINE = 86
 and a page of the class `article` has 345 pt.
 """
 _HEAD = 10
-"""Titles of columns are broken into lines, of which none is made narrower than this number of characters."""
+"""Least width of the lines, in characters, into which the title of a column is broken."""
 
 
 def latex(table: TextTable) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from eigengraft.blocking.stacks import split_by_size
 from eigengraft.distributed.layouts import Layout, divided
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.distributed.resharding import Entry, collect, gather, spread
@@ -75,23 +76,6 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 PIECE = 1 << 26
 """Bytes of full tensors that ranks exchange or gather at a time. An exchange of all state at once would take as much
 memory as the state, which offloading saves, and more than 64 MiB would hardly be faster."""
-_T = TypeVar("_T")
-
-
-def _pieces(sizes: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
-    """Yield lists of items, in order. The items of a list have at most `PIECE` bytes in sum, or it has one item.
-
-    sizes: (item, bytes of its full tensor).
-    """
-    piece, size = list[_T](), 0
-    for item, nbytes in sizes:
-        if piece and size + nbytes > PIECE:
-            yield piece
-            piece, size = [], 0
-        piece.append(item)
-        size += nbytes
-    if piece:
-        yield piece
 
 
 def _owned(entries: Sequence[Mapping[str, Entry]]) -> Iterator[list[tuple[int, str, Entry]]]:
@@ -99,12 +83,13 @@ def _owned(entries: Sequence[Mapping[str, Entry]]) -> Iterator[list[tuple[int, s
 
     Ranks exchange the tensors of a list together.
     """
-    return _pieces(
+    sizes = (
         ((position, key, entry), math.prod(entry.shape) * entry.dtype.itemsize)
         for position, own in enumerate(entries)
         for key, entry in own.items()
         if entry.owner is not None
     )
+    return split_by_size(sizes, PIECE)
 
 
 def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key: str) -> Location | None:
@@ -221,7 +206,8 @@ def _full_dtensors(dtensors: Sequence[Any]) -> Iterator[Tensor]:
             yield from (full_tensor(dtensors[index]) for index in found)
             continue
         rank_group, device = RankGroup(mesh_group(dtensors[found[0]].device_mesh)), torch.device(same[0])
-        for part in _pieces((index, dtensors[index].numel() * dtensors[index].element_size()) for index in found):
+        sizes = ((index, dtensors[index].numel() * dtensors[index].element_size()) for index in found)
+        for part in split_by_size(sizes, PIECE):
             cut = [layout for index in part if (layout := layouts[index]) is not None]
             yield from gather(rank_group, cut, [dtensors[index].to_local() for index in part], device)
 

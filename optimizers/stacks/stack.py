@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.blocks import BlockGrid
-from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_ranges
+from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_by_size, split_ranges
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import HostCopy, RankGroup
 from eigengraft.numerics import compute_dtype, has_values, kept_on_device, upload
@@ -498,7 +498,8 @@ def divide(
     rounds.
     """
     limit = round_bytes(specs, recipe, ranks)
-    runs = list(_runs(specs, limit))
+    sizes = (math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize for spec in specs)
+    runs = list(split_by_size(enumerate(sizes), limit))  # of neighboring parameters, by bytes of their updates
     if recipe.distribution.overlap_backward:  # backward computes the gradients of the last parameters first
         runs.reverse()
     for positions in runs:
@@ -530,23 +531,6 @@ def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
     placements = [spec.placement for spec in specs if not spec.in_place]
     replicated = all(placement is None or placement.layout.replicated for placement in placements)
     return recipe.distribution.gather == "parameters" and replicated
-
-
-def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
-    """Yield the positions of parameters in lists of neighboring parameters.
-
-    The updates of a list have at most `limit` bytes, unless the list has a single parameter.
-    """
-    run, size = list[int](), 0
-    for position, spec in enumerate(specs):
-        nbytes = math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize
-        if run and size + nbytes > limit:
-            yield run
-            run, size = [], 0
-        run.append(position)
-        size += nbytes
-    if run:
-        yield run
 
 
 def _place(

@@ -459,8 +459,8 @@ def _writes(blocks: ActiveBlocks, step: Step, graph: GraphNumbers | None) -> lis
 
     Blocks with equal rates and factors share one object.
 
-    graph: numbers that a graph reads on the device, of which the result then consists. None: the result consists of the
-        step's rates.
+    graph: numbers on the device, which a graph reads; they are then the result. None: the result has the rates of the
+        step.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()

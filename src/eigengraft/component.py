@@ -141,7 +141,7 @@ class Component(BaseModel, metaclass=ComponentType):
         if family is None and cls.family_name is not None:  # before pydantic makes fields, and warns of such a name
             try:
                 own = inspect.get_annotations(cls)
-            except NameError:  # Python 3.14 evaluates annotations, of which some are for type checkers only
+            except NameError:  # Python 3.14 evaluates all annotations, also names that only type checkers import
                 own = {}
             _refuse_hidden_methods(cls, {name for name, about in own.items() if "ClassVar" not in str(about)})
 

@@ -115,14 +115,19 @@ def torchrun(arguments: list[str], fault: str = "") -> tuple[int, str]:
     return process.returncode, " ".join(said.replace("│", " ").split())
 
 
-def as_torchrun(arguments: list[str]) -> tuple[int, str]:
-    """As `torchrun`, with its environment but without the processes of its own, which take seconds to import torch."""
-    port, both = str(free_port()), {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+def as_torchrun(arguments: list[str], size: int = 2, fault: str = "") -> tuple[int, str]:
+    """Train as `torchrun` does, without processes of its own, which take seconds to import torch.
+
+    Returns the largest exit code of the ranks, and all that they print.
+
+    size: number of ranks.
+    fault: "rank:step:signal" for the task, by which that rank ends itself; "": none.
+    """
+    both = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    both |= {"MASTER_PORT": str(free_port()), "FAULT": fault}
     ranks = [
-        start(
-            "-m", "eigengraft", "train", *arguments, folder=ROOT, RANK=rank, LOCAL_RANK=rank, MASTER_PORT=port, **both
-        )
-        for rank in "01"
+        start("-m", "eigengraft", "train", *arguments, folder=ROOT, RANK=str(rank), LOCAL_RANK=str(rank), **both)
+        for rank in range(size)
     ]
     try:
         said = "".join(text for rank in ranks for text in rank.communicate())
@@ -413,35 +418,18 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_serves(
     assert apart(directory, home / "two" / "soap-fsdp2") < EXACT
 
 
-def train_on(size: int, arguments: list[str], fault: str = "") -> tuple[int, str]:
-    """As `as_torchrun`, on any number of ranks, and with a fault. The text of the model is the beginning of this file,
-    and the distance of SOAP's losses depends on the text, so this function is down here."""
-    both = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    both |= {"MASTER_PORT": str(free_port()), "FAULT": fault}
-    ranks = [
-        start("-m", "eigengraft", "train", *arguments, folder=ROOT, RANK=str(rank), LOCAL_RANK=str(rank), **both)
-        for rank in range(size)
-    ]
-    try:
-        said = "".join(text for rank in ranks for text in rank.communicate())
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return max(abs(rank.wait()) for rank in ranks), said
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_commands_continue_a_run_of_one_process_on_two_and_back(
     home: Path, tmp_path: Path, alone: dict[str, Path], kind: str
 ) -> None:
     """Killed in step 8 of one process, then in step 11 of two: checkpoints of steps 6 and 9."""
     arguments = [str(home / "exact.yaml"), "--out", str(tmp_path / "run")]
-    assert train_on(1, arguments, "0:7:SIGKILL")[0] != 0
-    code, said = train_on(2, [*arguments, f"parallel={kind}"], "1:10:SIGKILL")
+    assert as_torchrun(arguments, 1, "0:7:SIGKILL")[0] != 0
+    code, said = as_torchrun([*arguments, f"parallel={kind}"], 2, "1:10:SIGKILL")
     assert code != 0 and "step 9" in said and "parallel=none" in said
     names = {path.name for path in (tmp_path / "run").glob("checkpoint*")}
     assert names == {"checkpoint.pt", "checkpoint-9"}
-    code, said = train_on(1, arguments)
+    code, said = as_torchrun(arguments, 1)
     assert code == 0, said
     assert trajectory(tmp_path / "run")[:6] == trajectory(alone["soap"])[:6]
     assert apart(tmp_path / "run", alone["soap"]) < EXACT

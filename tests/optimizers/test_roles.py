@@ -774,7 +774,7 @@ class Doubled(nn.Module):
 
 
 def test_parametrizations_keep_role_module_view_and_matrix_of_the_layer() -> None:
-    """Of a user's too; routes match the layer by its class, and views of modules recognize it."""
+    """This holds for a user's parametrization too. Routes match the layer by its class, and views recognize it."""
     model = tree({"emb": nn.Embedding(50, 8), "attn": attention(8), "conv": C(3, 4), "lm_head": L(8, 50)})
     model.attn.num_heads = 2
     for path, parametrization in {

@@ -291,7 +291,7 @@ class TestFakeTensors:
 
 
 def test_a_model_of_the_meta_device_is_composed_and_stepped_after_it_has_values() -> None:
-    """As deferred initialization does: another parameter takes the place of each before the first step."""
+    """Deferred initialization replaces every parameter by another one before the first step."""
     torch.manual_seed(0)
     for recipe in COVER[:6]:
         with torch.device("meta"):

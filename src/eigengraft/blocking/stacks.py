@@ -12,11 +12,11 @@ inputs (or outputs).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ..numerics import has_values, kept_on_device
 from .blocks import BlockGrid
 from .views import Matrices
 
+_T = TypeVar("_T")
 BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
 """Largest size of a tensor of a stack, in bytes.
 
@@ -73,6 +74,22 @@ def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tu
     if together:
         edges = [at for at in edges if at in (0, blocks) or param_ids[at - 1] != param_ids[at]]
     return list(pairwise(edges))
+
+
+def split_by_size(sizes: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:
+    """Yield lists of neighboring items, each with at most `limit` bytes in sum. A larger item has a list of its own.
+
+    sizes: (item, its bytes).
+    """
+    part, size = list[_T](), 0
+    for item, nbytes in sizes:
+        if part and size + nbytes > limit:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += nbytes
+    if part:
+        yield part
 
 
 @dataclass(frozen=True)

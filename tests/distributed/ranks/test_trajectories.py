@@ -156,7 +156,7 @@ steps that parameters miss, averages, and placements that torch's wrappers do no
 
 A case has one replicated and one sharded place, since exchanges differ in that. Cases with gaps have one of them on two
 ranks and the other on three, in turn. They do all that the same cases without gaps do, which is why few of those are
-here. Cases of which code runs that depends on the mesh are on four ranks as well."""
+here. Cases whose code depends on the mesh are on four ranks as well."""
 PLACED = [(place, case) for place, cases in PLACES.items() for case in cases]
 PAIRS = [pytest.param(place, case, id=f"{place}-{case}") for place, case in PLACED]
 ALONE = dict.fromkeys(case for _, case in PLACED)

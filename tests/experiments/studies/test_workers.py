@@ -314,7 +314,7 @@ import os, runpy
 os.environ["SUBMITIT_LOCAL_JOB_ID"] = str(os.getpid())
 runpy.run_module("submitit.core._submit", run_name="__main__")
 """
-"""What submitit's controller of a job on this machine starts: a task that knows the job by its number."""
+"""Script that submitit's controller starts for a job on this machine. The task knows the job by its number."""
 
 
 @pytest.mark.slow

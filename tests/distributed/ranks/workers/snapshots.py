@@ -96,7 +96,7 @@ def save(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """What asks for full tensors within this context: one name a message."""
+    """Return a list that grows by one name for each message about full tensors that is sent in this context."""
     messages: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
