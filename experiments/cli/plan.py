@@ -38,7 +38,11 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     recipe: Annotated[str, typer.Option(help="a shipped recipe's name or a recipe file")] = "soap_fitted",
     ranks: Annotated[
         str | None,
-        typer.Option(help="number of ranks; several, such as 8,64: a row for each; default that of --mesh, or 1"),
+        typer.Option(
+            "--ranks",
+            "--world",
+            help="number of ranks (world size); several, such as 8,64: a row for each; default that of --mesh, or 1",
+        ),
     ] = None,
     mesh: Annotated[str | None, typer.Option(help="ranks along each axis of the device mesh, such as 2x4")] = None,
     parallel: Annotated[DataParallel | None, typer.Option(help="default fsdp2, or hsdp on a mesh of two axes")] = None,

@@ -490,6 +490,7 @@ def test_the_command_plans_one_rank_unless_it_gets_more(call: Any) -> None:
 
 def test_the_command_writes_how_it_grows(call: Any) -> None:
     result = call("digits", "--ranks", "2,4,16", "--parallel", "ddp")
+    assert call("digits", "--world", "2,4,16", "--parallel", "ddp").output == result.output
     assert result.exit_code == 0, result.output
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line]
     assert table[0][0] == "ranks" and set(table[1][0]) == {"-"} and [row[0] for row in table[2:]] == ["2", "4", "16"]
