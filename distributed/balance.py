@@ -150,10 +150,12 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 
 
 def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> list[int]:
-    """Return the ranks to which equal items are assigned, one item after the other: steps 2 and 3 of `assign`.
+    """Return the ranks to which `count` equal items are assigned, one after the other, by steps 2 and 3 of `assign`.
 
-    The items have equal vectors. So an item that is assigned to a rank raises the rank's scalar product with the next
-    item by the squared length of that vector, and no product is computed again.
+    All items have the same vector v. The scalar product of each rank's vector with v is computed once. Each item adds v
+    to the vector of its rank, so the rank's product grows by v . v.
+
+    means: mean work and mean bytes of a rank.
     """
     own, work, before = item.work(loads.interval), means[0], loads.work
     alike, bytes_alike = item.constant * before, item.state * loads.state / means[1] ** 2  # [R]

@@ -121,8 +121,9 @@ class SameNumbers:
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
-    absent: name of the field that says, for each number, how many ranks do not have it. A rank that does not have a
-        number passes 0 for it. "": all ranks have all numbers.
+    absent: name of another field, which the caller passes to `CheckedSums.reduce` together with these numbers. It has
+        1 for each number that this rank does not have, and 0 for each number that it has. A rank passes 0 for a number
+        that it does not have, and the number is compared only between the other ranks. "": all ranks have all numbers.
     """
 
     subject: str
@@ -133,10 +134,10 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return one field for each name: the values x, then the squares of these values.
+        """Return the fields to sum over ranks, by name of the number.
 
-        With a tolerance the values are the entries of a tensor. Otherwise they are the four 16-bit integers that form
-        the bits of a number.
+        A field is one sequence `[2 n]`: n values, and then their n squares. With a tolerance the values are the n
+        entries of a tensor. Otherwise they are the four 16-bit integers that form the bits of a number.
         """
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
@@ -144,7 +145,14 @@ class SameNumbers:
         }
 
     def check(self, ranks: RankGroup, sums: Mapping[str, Tensor], outcome: str) -> None:
-        """Raise DistributedError if the sums of the fields show that ranks have different numbers."""
+        """Raise DistributedError, on all ranks, if a number differs between ranks. All ranks call this method.
+
+        A number x counts as equal if R sum(x^2) - sum(x)^2 <= (tolerance sum(x))^2. The sums are over the R ranks that
+        have it.
+
+        sums: the results of `fields`, and the fields RANKS and `absent`, summed over ranks.
+        outcome: text for the error message about the consequence for the step, such as NOTHING.
+        """
         count = sums[RANKS] - sums[self.absent] if self.absent else sums[RANKS]
         found = deviates(torch.stack([sums[name] for name in self.numbers]), count, self.tolerance)
         names, apart = [*self.numbers], found.view(len(self.numbers), max(len(self.entries), 1), -1).any(-1)

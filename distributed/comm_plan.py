@@ -71,7 +71,7 @@ class BlockGroup:
     joined: bool = False
 
     def owned(self, rank: int) -> list[PlacedBlock]:
-        """Return the blocks that a rank owns, by row."""
+        """Return the blocks that a rank owns, in the order of their rows in the rank's stack."""
         return [block for block in self.blocks if block.owner == rank]
 
     @property
@@ -82,12 +82,12 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Entries of one block that are contiguous in a message.
+    """Entries that a message carries between a block and the shard of one rank. They are contiguous in the message.
 
     group: index of the block group.
     block: the block.
-    region: the entries, in the block and in the parameter.
-    held: all entries of the parameter that the rank holds whose shard has the entries of the region.
+    region: the entries, as a part of the block and as a part of the parameter.
+    held: the shard: all entries of the parameter that the rank holds. It contains the entries of the region.
     dtype: dtype in which updates of the block are computed.
     """
 
@@ -152,12 +152,15 @@ class Message:
 class Round:
     """Block groups whose messages are sent together, by one collective.
 
+    Gradients are sent from shards to the owners of blocks, and updates are sent back from the owners.
+
     groups: indices of the block groups.
-    held: transfers between this rank's shards and the blocks of each rank. The rank returns updates of these entries.
-    sent: the subset of `held` whose gradients this rank sends. Each gradient entry is sent by one replica.
-    owned: transfers between blocks that this rank owns and the shards of each rank, which receives their updates. If
-        all parameters are replicated, it has only the transfers to this rank, because all ranks receive the same.
-    received: the subset of `owned` whose gradients this rank receives.
+    held: transfers of updates that this rank receives for its shards, in the order of the owners that send them.
+    sent: the subset of `held` whose gradients this rank sends to the owners. If several ranks hold the same entries,
+        only the rank in the owner's replica sends them.
+    owned: transfers of updates of the blocks that this rank owns, in the order of the ranks to which it sends them. If
+        all parameters are replicated, all ranks receive the same, and it has only the transfers to this rank itself.
+    received: the subset of `owned` whose gradients this rank receives from the shards.
     """
 
     groups: list[int]

@@ -19,16 +19,20 @@ updates."""
 class CommStep:
     """Messages of one step. Every rank calls `gather` and `deliver` for its block groups, in order, and then `close`.
 
-    Legend: G_k is the message of round k to owners, with gradients and other tensors. U_k is the message of updates of
-    round k.
+    Legend: a round is a set of block groups whose messages are sent together (`comm_plan.Round`). G_k is the message of
+    round k to owners of blocks, with gradients and other tensors. U_k is the message of round k with the updates that
+    owners return.
 
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... Messages are communicated while blocks are
-    computed, and only a few rounds need memory at a time. If parameters are sharded, a rank starts U_k as soon as its
-    own blocks of round k are computed and U_(k-1) has arrived.
+    computed. Only a few rounds need memory at a time.
 
-    If all parameters are replicated, there is no G, and up to IN_FLIGHT messages U are under way. A rank does not wait
-    for these messages, but computes the next blocks and keeps their updates. It waits only when it keeps the updates of
-    more than IN_FLIGHT block groups, which together are larger than IN_FLIGHT rounds.
+    If parameters are sharded, a rank starts U_k when its own blocks of round k are computed. It waits for U_(k-1)
+    first.
+
+    If all parameters are replicated, there are no messages G, because every rank has all gradients. Up to IN_FLIGHT
+    messages U are under way, and a rank computes the next blocks in the meantime. It waits for a message only if it has
+    many updates that are not yet sent: they belong to more than IN_FLIGHT block groups, and have more bytes than
+    IN_FLIGHT rounds of the largest size.
 
     sources: tensors that are sent to owners, by name; {} if all parameters are replicated, because every rank then
         holds the full tensors.
@@ -114,7 +118,7 @@ class CommStep:
             self._receive()
 
     def _return(self, index: int) -> None:
-        """Start to send the updates of a round, and the gradients of the second round after it."""
+        """Start U_k, and then G_(k + IN_FLIGHT) unless it is under way. index: k, the index of the round."""
         for name in self.sources:  # also messages that no one gathered: a message must not outlive its buffers
             if (name, index) in self._arriving:
                 self._arriving.pop((name, index)).wait()
@@ -125,7 +129,7 @@ class CommStep:
     def _return_round(self, index: int) -> Work[Tensor] | Work[list[Tensor]]:
         plan, own = self.comm_plan, self.comm_plan.rounds[index]
         label, first = f"updates of {plan.describe(index)}", plan.block_groups[own.groups[0]]
-        # no rank uses rows without a direction, so they are left uninitialized
+        # a stack may have blocks without a direction in this step; no rank uses their rows, so they stay uninitialized
         stacks = {g: self._delivered.pop(g) if g in self._delivered else plan.empty(g) for g in own.groups}
         out = own.owned.empty(first.update_dtype, first.device)
         copy_all(own.owned.split(out), own.owned.in_stacks(stacks))
@@ -135,7 +139,7 @@ class CommStep:
         return plan.rank_group.all_to_all(out, own.owned.lengths, own.held.lengths, label)
 
     def _receive(self) -> None:
-        """Wait for the updates of the oldest round under way, and pass them to the function `receive`."""
+        """Wait for the oldest message of updates under way. Pass its updates to `receive`, an argument of the class."""
         index, work = self._returning.popleft()
         held = self.comm_plan.rounds[index].held
         self._handle(list(zip(held.transfers, held.split(work.wait()), strict=True)))

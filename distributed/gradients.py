@@ -84,9 +84,8 @@ class BackwardGather:
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []
-        self._complete = (
-            0  # number of leading gradients of the next round known to be complete; they are not checked again
-        )
+        # number of gradients, from the first one of the round that is sent next, that are known to be complete
+        self._complete = 0
         self._late = 0
         self._watched: set[int] = set()
         self._watch()

@@ -302,19 +302,22 @@ class Region:
     strides: tuple[Stride, ...]
 
     def in_block(self, block: Tensor) -> Tensor:
-        """Return the entries of the region as a view of `block`, in the shape of the box."""
+        """Return the region's entries as a view of `block`. The view has the shape of their box in the parameter."""
         own = block.stride()
         first = block.storage_offset() + sum(at * stride for at, stride in zip(self.corner, own, strict=True))
         return torch.as_strided(block, self.box.shape, [own[s.axis] * s.places for s in self.strides], first)
 
 
 class _Run(NamedTuple):
-    """Entries of a piece of a block, as a box along some axes of the parameter.
+    """The range of a box of the parameter along a few consecutive axes.
 
-    A piece is a box in the merged shape of the parameter (the shape after some axes were merged or divided).
+    Blocks are cut from the merged shape of the parameter, in which some axes are merged into one axis, or an axis is
+    divided into several axes. A piece of a block is a box in the merged shape. In the parameter's own shape the piece
+    may consist of several boxes. A run is the range of such a box along the axes that were merged into one axis, or
+    along the one axis that was divided (a pair of `axis_pairs`).
 
-    start, stop: range of the box along these axes of the parameter.
-    moves: by axis of the merged shape, offset of the first entry of the box from the first entry of the piece.
+    start, stop: range of the run along these axes of the parameter.
+    moves: by axis of the merged shape, offset of the first entry of the run from the first entry of the piece.
     strides: for each of these axes of the parameter, the distance in the block between neighbors along the axis.
     """
 
@@ -353,10 +356,11 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 
 
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
-    """Return the region of the entries in a box of the parameter.
+    """Return the region of the entries in `box`, a box of the parameter.
 
-    outer: the box that `runs` form. It contains `box`.
-    runs: a box along each set of axes of the parameter that are merged or divided together.
+    outer: the box of the parameter with the ranges of `runs` along its axes. It contains `box`.
+    piece: the piece of the block that contains `outer`.
+    runs: ranges along all axes of the parameter, in the order of the axes. Each run has the ranges of a few axes.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
@@ -388,12 +392,13 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Yield boxes along some axes of the parameter that together contain the entries of a piece of a block.
+    """Yield the runs of a piece of a block along a few axes of the parameter, which are one pair of `axis_pairs`.
 
-    A piece is a box in the merged shape, which is the parameter's shape after some axes were merged or divided.
+    The runs together contain exactly the entries of the piece.
 
     lengths: lengths of these axes of the parameter.
-    merged: the axes of the merged shape that these axes of the parameter became when they were merged or divided.
+    merged: the axes of the merged shape with the same entries: one axis into which the axes of the parameter were
+        merged, or the axes into which one axis of the parameter was divided.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """

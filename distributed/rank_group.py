@@ -177,9 +177,13 @@ class RankGroup:
         return Work((handle,), found, self._finish(what, values.device), (values,))
 
     def all_gather_uneven(self, values: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
-        """Start to gather a tensor `[lengths[r]]` from every rank r. The result is a list of tensors, by rank.
+        """Start to gather tensors of different lengths from all ranks. Return the collective under way.
+
+        `wait()` of the collective returns a list of the tensors, by rank.
 
         values: the tensor of this rank.
+        lengths: length of the tensor of each rank.
+        what: name of the collective in errors.
         """
         if pads(lengths):
             missing = max(lengths) - values.numel()

@@ -26,7 +26,7 @@ from .rank_group import RankGroup, as_bytes
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the state.
+    """Shape, dtype and owner of one tensor of the state.
 
     shape: shape of the full tensor.
     dtype: dtype of the tensor.
@@ -38,7 +38,10 @@ class Entry:
     owner: int | None = None
 
     def box(self, rank: int, ranks: int) -> Box:
-        """Return the entries of the shard that a rank has in a checkpoint."""
+        """Return the index range, along each axis of the full tensor, of a rank's shard in a checkpoint.
+
+        ranks: number of ranks among which the tensor is cut.
+        """
         return Layout.by_rows(self.shape, ranks).boxes[rank] if self.shape else whole_box(())
 
     def nbytes(self, rank: int, ranks: int) -> int:
@@ -56,9 +59,10 @@ class Entry:
 def spread(
     rank_group: RankGroup, entries: Sequence[Entry], owned: Mapping[int, Tensor], mesh: DeviceMesh, device: torch.device
 ) -> list[Tensor]:
-    """Send entries from their owners to the shards of a checkpoint. Return the shards of this rank as DTensors.
+    """Cut state tensors for a checkpoint, and send the shards from the owners. Return this rank's shards as DTensors.
 
-    owned: full tensors of this rank, by index of the entry.
+    entries: shape, dtype and owner of each tensor.
+    owned: the full tensors that this rank owns, by index in `entries`.
     """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
@@ -78,9 +82,10 @@ def spread(
 def collect(
     rank_group: RankGroup, entries: Sequence[Entry], saved: Sequence[Tensor], device: torch.device
 ) -> dict[int, Tensor]:
-    """Send the shards of a checkpoint to owners. Return the full tensors of this rank's entries, by index.
+    """Send the shards of loaded state tensors to the owners. Return the full tensors that this rank owns, by index.
 
-    saved: plain tensors, or DTensors that are cut by rows.
+    entries: shape, dtype and owner of each tensor.
+    saved: the tensors as a checkpoint has them: plain tensors, or DTensors that are cut by rows.
     """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
