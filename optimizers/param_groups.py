@@ -162,7 +162,8 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool = False) 
     for key in group:
         if key in _KEYS or key in options or (follows_peak and key == "max_lr"):
             continue
-        known = [name for name in _MEANT if name not in key]  # weight_decay_mult is the user's own key
+        # a key that contains a known name, such as weight_decay_mult, is the user's own key and no misspelling
+        known = [name for name in _MEANT if name not in key]
         hint = did_you_mean(key, known, 0.75, [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ())
         if hint or key in _elsewhere():
             raise ValueError(

@@ -137,11 +137,16 @@ def _without_locations(recipe: Recipe) -> Recipe:
 
 
 def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the new name of the saved recipe, if it was renamed and `own` is the recipe that has its old name now;
-    else None.
+    """Return the present name of a checkpoint's recipe if the optimizer uses the recipe that took over its old name.
 
-    Recipes may have overrides, so each of the two is compared with both shipped recipes, the one with the old name and
-    the one with the new name. It counts as the one from which it differs in fewer fields.
+    Return None in any other case. A shipped recipe was renamed, and another shipped recipe has its old name now
+    (`_RENAMED`). A user who composes an optimizer by the old name therefore gets a recipe that the checkpoint does not
+    have.
+
+    Both recipes may have overrides. Each counts as the shipped recipe from which it differs in fewer fields.
+
+    own: recipe of the optimizer.
+    saved: recipe of the checkpoint.
     """
     for name, now in _RENAMED.items():
         successor, former = (without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
@@ -295,7 +300,8 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
     if not missing and not unexpected:
         place = dict(zip(got, keys, strict=True))
         return [place[str(name)] for name in own]
-    if _texts(keys) and len(keys) == len(own):  # names of a model, which torch wrote in the optimizer's order
+    # torch.distributed.checkpoint has replaced the indices in 'params' by names, in the order of this optimizer
+    if _texts(keys) and len(keys) == len(own):
         return keys
     raise ValueError(
         f"state_dict: {where}: parameters are missing: {_listed(missing)}, unexpected: {_listed(unexpected)}"

@@ -53,7 +53,8 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
     state: the new mapping `optimizer.state`. The state tensors of the new sets are entered into it.
     """
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
-    for first, end in pairwise([0, *saved["batches"]]):  # owners of a batch depend on the batches before it
+    # a batch is the param groups that were added together; the owners of its blocks depend on all earlier batches
+    for first, end in pairwise([0, *saved["batches"]]):
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
         param_sets.assign(first)

@@ -232,7 +232,8 @@ class StepWatch(Watch):
         square, product = _dot(update, update), _dot(update, gradient)
         squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
-        for path in paths:  # an outermost stage also sets the measures of its chain; those of the last stage remain
+        # a stage that no other stage calls also sets the measures of its chain; those of the last such stage remain
+        for path in paths:
             self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
             self._add(state, path, ("", "cosine"), (product, square, squares))
 
@@ -246,10 +247,11 @@ class StepWatch(Watch):
         return self._given[1]
 
     def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Store a sample in place of an earlier sample of the same measure and rows.
+        """Store a sample of some rows (blocks) of the stack. Drop the earlier sample of the same measure and rows.
 
+        state: state of the stage for these rows.
         path: path of the stage or chain.
-        what: (slot, measure).
+        what: names of the slot and of the measure.
         sums: the numbers a, b, c of the measure a / sqrt(b c), `[n]` each.
         """
         (slot, measure), rows = what, state.rows

@@ -114,7 +114,10 @@ def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
 
 
 def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise RecipeError if an expectation does not hold. The message names the largest tensors that violate it."""
+    """Raise RecipeError if the share of the model that a stage or route receives is not as the recipe expects.
+
+    The field `expect` of the recipe has the expected shares. The message names the largest parameters that violate it.
+    """
     faults = [
         f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}"
         for row in reached(recipe, infos)

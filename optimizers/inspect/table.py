@@ -33,7 +33,10 @@ class Measurement:
 
     @property
     def value(self) -> float:
-        """Return a / sqrt(b c): 0 for 0 / 0, nan for any other a / 0, and nan or inf if the state is not finite."""
+        """Return a / sqrt(b c) for the numbers a, b and c in `sums`.
+
+        The result is 0 for 0 / 0, nan for any other a / 0, and nan or inf if the measured state is not finite.
+        """
         a, b, c = self.sums
         below = math.sqrt(b * c) if 0 < b * c < math.inf else math.sqrt(b) * math.sqrt(c)
         return a / below if below else 0.0 if a == 0 else math.nan

@@ -34,6 +34,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 class _Sum:
     """A value that was joined from contributions of backward passes.
 
+    value: the sum or the maximum of the contributions.
     count: number of rows (of inputs, of gradients, or one for each backward) from which the value was computed; a 0-d
         tensor if the number is only known on the device.
     """
@@ -45,7 +46,7 @@ class _Sum:
         return self if other is None else _Sum(join(self.value, other.value), self.count + other.count)
 
     def where(self, keep: Tensor) -> _Sum:
-        """Return this sum if `keep` is true, else a sum of 0 rows with value 0, even if `self.value` is not finite."""
+        """Return this sum if `keep` is true, else the value 0 with the count 0, even if `self.value` is not finite."""
         zero = torch.zeros((), dtype=self.value.dtype, device=self.value.device)
         return _Sum(torch.where(keep, self.value, zero), torch.where(keep, self.count, 0))
 
@@ -104,7 +105,7 @@ class GradientSums(ABC):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, which must exist."""
+        """The optimizer. It is referenced weakly, and the caller has checked that it still exists."""
         found = self._optimizer()
         assert found is not None
         return found
@@ -153,9 +154,10 @@ class GradientSums(ABC):
         self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
-        """Join a value with the sum of a key. This method is called inside a backward only.
+        """Add a value to the sum of a key, by the operation `join` of the class. Called inside a backward only.
 
-        count: number of rows from which `value` was computed.
+        parameter: the parameter to whose gradient the sum belongs.
+        count: number of rows of inputs or of gradients from which `value` was computed; 1 for a whole gradient.
         """
         task = torch._C._current_graph_task_id()
         if (running := self._running.get(task)) is None:
@@ -168,11 +170,12 @@ class GradientSums(ABC):
         running[key].found = _Sum(value, count).joined(running[key].found, self._join)
 
     def take(self) -> dict[Any, tuple[Tensor, int | Tensor]]:
-        """Return (value, number of rows) of each sum by key, and drop all sums.
+        """Return (value, count) of each sum by key, and drop all sums. The count is that of the method `add`, added up.
 
         A sum is left out if the gradient of its parameter is None now.
         """
-        for running in list(self._running.values()):  # the step may run inside a backward
+        # a step inside a backward uses the values that this backward has added so far
+        for running in list(self._running.values()):
             self._end(running)
         found = {**self._loose, **self._held}
         gone = {key for key, (parameter, _) in self._left.items() if parameter.grad is None}

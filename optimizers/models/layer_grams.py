@@ -80,9 +80,12 @@ class LayerGrams(GradientSums):
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
     def add_later(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Register a hook that adds the rows of one call of a layer when backward computes the gradient of the output.
+        """Register a hook that adds X^T X of one call of a layer to the layer's sum during backward.
 
-        It is a hook of the output tensor, which runs even if the next layer writes into this tensor.
+        The hook belongs to the output tensor of the call. Backward calls it with the gradient of the output, even if
+        the next layer writes into this tensor.
+
+        rows: function that computes X^T X from the gradient of the output.
         """
         output.register_hook(partial(self._add, self._watched[module], rows))  # type: ignore[no-untyped-call]
 
@@ -102,9 +105,11 @@ class LayerGrams(GradientSums):
 
 
 class LayerHook:
-    """A forward hook that collects the rows of one layer. Copies of the hook do nothing.
+    """A forward hook of one layer that collects the inputs of its calls, or the gradients of their outputs.
 
-    grams: the collector that stores the rows; None in a copy of the hook.
+    A copy of the hook, in a copy of the model, does nothing.
+
+    grams: the collector of X^T X, where the rows of X are the inputs or gradients; None in a copy of the hook.
     path: path of the layer, for error messages.
     """
 
@@ -236,7 +241,11 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
 
 
 def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Prepare the collection of the gradients of one output of a layer. The result is as that of `_see_inputs`."""
+    """Prepare the collection of the gradients of the output of one call of a layer.
+
+    Return a pair: a function that computes the Gram matrix of these gradients, and the output, whose gradient is passed
+    to that function. The second is None if no gradient reaches the output.
+    """
     weight = module._parameters["weight"]
     assert weight is not None
     m, axis = int(weight.shape[1 if is_transposed(module) else 0]), _channels(module)

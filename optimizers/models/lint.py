@@ -295,7 +295,7 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
     """Warn if parameters decay by the weight decay of their group or route, and by a constraint too."""
     optimizer = composed.optimizer
     recipe, found = optimizer.recipe, dict[str, tuple[str, str]]()
-    if active_fake_mode() is not None:  # fake parameters have no values that could shrink
+    if active_fake_mode() is not None:  # fake parameters have no values that could decay
         return
     for group, infos in zip(optimizer.param_groups, optimizer.param_sets.infos, strict=True):
         for info in infos:

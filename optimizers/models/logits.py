@@ -155,14 +155,17 @@ class _Span:
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return one number for each head of all ranks: 0 for heads of other ranks.
+        """Return one number for each head of all ranks: the given numbers, and 0 for heads of other ranks.
 
-        numbers: one number for each head of this rank. The items of this range are divided evenly over these heads.
+        The heads of all ranks divide the `full` outputs (or heads) evenly. So the place of this range among them tells
+        which heads are those of this rank.
+
+        numbers: one number for each head of this rank. These heads form exactly this range.
         name: name of the weight, for the message.
 
         Raises:
-            ValueError: the range has all items although the rank has only some heads, so that it is unknown which, or
-                the range begins or ends inside a head.
+            ValueError: the range begins or ends inside a head, or it has all items, so that it is unknown which heads
+                are those of this rank.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
@@ -193,12 +196,18 @@ class _Seen:
     shards: Mapping[str, tuple[tuple[int, ...], Box]]
 
     def outputs(self, name: str, axis: int) -> _Span:
-        """Return this rank's range of the outputs of a weight."""
+        """Return the range of a weight's outputs that this rank's shard has.
+
+        name: name of the weight.
+        axis: axis of the weight that contains its outputs.
+        """
         shape, box = self.shards[name]
         return _Span(box.start[axis], box.shape[axis], shape[axis])
 
     def has_all(self, heads: int, own: _Span) -> bool:
-        """Return True if this rank passed all heads, because the weight is not sharded or its outputs were gathered.
+        """Return True if this rank called `MaxLogits` with all heads.
+
+        This is so if the weight is not sharded, or if its outputs were gathered before the call.
 
         heads: number of heads of this rank.
         own: this rank's range of the outputs of the weight.
@@ -215,7 +224,7 @@ class _Seen:
         if self.heads is not None:
             return self.heads[1].full
         if own.length == own.full:
-            return own.full // self.width  # a rank passes only the key heads of its queries
+            return own.full // self.width  # `key_heads` may be only the key heads that this rank's queries use
         return self.key_heads * own.full // max(own.length, 1)
 
 

@@ -165,14 +165,15 @@ class Release:
     def note(self, parameter: Tensor) -> None:
         """Record that backward has completed the gradient of a parameter.
 
-        Update the pending units if their gradients now have 1 / `parts` of the bytes of all gradients.
+        Parameters are updated in units (`_Unit`). A unit whose gradients are all complete waits, until the gradients of
+        all waiting units have 1 / `parts` of the bytes of all gradients. Then the waiting units are updated.
         """
         optimizer = self._optimizer()
         if optimizer is None or self._accumulates:
             return
         with isolation(optimizer):
             step = self._step = self._step or self._begin(optimizer)
-            if id(parameter) not in step.units:  # it has no state, and steps with the rest
+            if id(parameter) not in step.units:  # it has no state yet, and is updated by `optimizer.step()`
                 return
             unit, position = step.units[id(parameter)]
             if id(parameter) in step.complete:
@@ -187,7 +188,7 @@ class Release:
                 step.pending.append(unit)
                 total = sum(own.size for own in self._made)
                 if sum(own.size for own in step.pending) * self._parts >= total and self._parts > 1:
-                    self._flush(optimizer, step)
+                    self._update_pending(optimizer, step)
 
     def finish(self) -> tuple[list[Hyper], int] | None:
         """End the part of a step that ran during backward.
@@ -238,8 +239,8 @@ class Release:
             self._made = [unit for own in param_sets for unit in _units_of(own)]
         return self._made
 
-    def _flush(self, optimizer: Optimizer, step: _Step) -> None:
-        """Update the parameters of the pending units, and free their gradients."""
+    def _update_pending(self, optimizer: Optimizer, step: _Step) -> None:
+        """Update the parameters whose units wait in `step.pending`, and free their gradients."""
         chosen: dict[ParamSet, NDArray[np.bool_]] = {}
         for unit in step.pending:
             only = chosen.setdefault(unit.param_set, np.zeros(len(unit.param_set.specs), dtype=np.bool_))
@@ -261,9 +262,9 @@ def rates_differ(one: Hyper, two: Hyper) -> bool:
 
 
 def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
-    """Yield the units of a parameter set.
+    """Divide the parameters of a set into units, and yield the units. The parameters of a unit are updated together.
 
-    Parameters are in one unit if they have blocks in a stack whose parameters are not updated one by one.
+    Two parameters are in one unit if both have blocks in a stack that can update its parameters only together.
     """
     sets: list[set[int]] = [{at} for at in range(len(param_set.specs))]
     for group in param_set.together:

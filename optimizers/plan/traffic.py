@@ -68,7 +68,7 @@ class Traffic:
 
 
 def repeated(one: Traffic, times: int) -> Traffic:
-    """Return the messages of `times` groups of ranks, each with the messages `one`."""
+    """Return the traffic of `times` groups of ranks, each with the traffic `one`."""
     found = Traffic(one.ranks * times)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, np.tile(getattr(one, name), times))
@@ -76,9 +76,12 @@ def repeated(one: Traffic, times: int) -> Traffic:
 
 
 def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
-    """Return the messages of ring all-reduces of float64 vectors. A rank sends 2 (R - 1) / R of each vector.
+    """Return the traffic of all-reduces of float64 vectors over R ranks, one for each vector.
+
+    In a ring, each rank sends and receives 2 (R - 1) / R times the bytes of the vector.
 
     vectors: length of each vector.
+    ranks: R.
     """
     found = Traffic(ranks)
     for numbers in vectors if ranks > 1 else ():
@@ -93,7 +96,7 @@ def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
 def wire(
     block_groups: Sequence[BlockGroup], rounds: Sequence[Sequence[int]], layouts: Sequence[Layout], times: int
 ) -> tuple[Traffic, Traffic]:
-    """Return (messages to owners, messages from owners) of one step.
+    """Return the traffic of one step to the owners of blocks, and the traffic from the owners.
 
     block_groups: the blocks that are exchanged.
     rounds: for each round, the indices of the block groups that are sent together.
@@ -102,7 +105,7 @@ def wire(
     """
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = Traffic(ranks), Traffic(ranks)
-    # [R] entries that each rank holds of a block, by shapes and pieces; blocks at equal places have equal numbers
+    # by place of a block (shapes of its parameter, pieces of the block): `[R]`, how many of its entries each rank holds
     holdings = dict[tuple[object, ...], Counts]()
     for groups in rounds:
         own = [block_groups[index] for index in groups]
@@ -116,7 +119,8 @@ def wire(
             if place not in holdings:
                 holdings[place] = holding(layouts[block.position], block.grid)
             entries[block.owner] += holdings[place]
-        # an owner receives gradients from its replica, which holds every entry once, and returns updates to all holders
+        # an owner receives gradients from the ranks of its replica, which together hold every entry once, and returns
+        # updates to all ranks that hold entries of the block
         for _ in range(times):
             there.add_all_to_all(own[0].gradient_dtype.itemsize * entries.T * (replicas[:, None] == replicas))
         back.add_all_to_all(own[0].update_dtype.itemsize * entries)

@@ -235,7 +235,7 @@ def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def _recipe_advice(kind: str) -> str:
-    """Return the advice for the name of a recipe in place of the kind of a stage, or "" for any other name."""
+    """Return the end of the error message for an unknown kind of stage if it is the name of a recipe; else ""."""
     stages = f"write `base: {kind}`, or its stages, which `eigengraft show {kind}` prints"
     return f", which is the name of a recipe; {stages}" if kind in shipped() else ""
 

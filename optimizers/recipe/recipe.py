@@ -123,7 +123,7 @@ class UpdateRule(Component):
 
     @cached_property
     def _possible_slots(self) -> tuple[Slot, ...]:
-        """The slots of the stages before and after weight decay, for every sample shape."""
+        """The slots that the stages have for blocks of the sample shapes `_SHAPES`. Most slots occur several times."""
         return (*possible_slots(self.update), *possible_slots(self.after_decay))
 
     @cached_property

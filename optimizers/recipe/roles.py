@@ -128,7 +128,8 @@ class Heads:
         self.known = structure is not None
         self.places = {layer: place for place, layer in enumerate(self.layers)}
         self.consumers = defaultdict[int, list[Layer]](list)
-        for layer in self.layers[self.known :]:  # the first layer consumes the inputs of the model
+        # the first layer of a model is left out: it consumes the inputs of the model, not the outputs of a layer
+        for layer in self.layers[self.known :]:
             for length in set(layer.inputs):
                 self.consumers[length].append(layer)
         self.elements = Counter(pattern for path in {layer.path for layer in self.layers} for pattern in _lists(path))
@@ -137,7 +138,10 @@ class Heads:
         self.unclear = self._search()
 
     def _search(self) -> Layer | None:
-        """Add all heads to `why`. Return the last layer if it is unclear; else None."""
+        """Find all heads, and record in `self.why` how each was found.
+
+        Return the last layer if the evidence does not decide whether it is a head; else None.
+        """
         complete = self._declared()
         free = [layer for layer in self.layers if not any(_within(layer.path, path) for path in complete)]
         self._named(free, _CLEAR, self._clear)
@@ -179,12 +183,12 @@ class Heads:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Add the head at each attribute whose name matches `names`.
+        """Record a head for each attribute of a module whose name matches `names`, such as `lm_head`.
 
-        The head is the layer at the attribute, or else the last layer of the module at the attribute. It is added only
-        if `accepts` returns True for it.
+        If the attribute holds a layer, this layer is the head. If it holds a module with several layers, the last of
+        them is the head. The head is recorded only if `accepts(layer, index)` returns True for it.
 
-        accepts: function of the layer and of the index of the matching attribute in the layer's path.
+        accepts: function of a layer, and of the index at which `layer.path` has the attribute.
         """
         named = dict[Attributes, list[Layer]]()
         for layer in layers:
@@ -287,12 +291,13 @@ class Heads:
         return None
 
     def _at_top(self, layer: Layer, depth: int) -> bool:
-        """Return True if a layer with a likely name of a head is directly in the model and may be a head.
+        """Return True if a layer whose attribute has a likely name of a head (`_LIKELY`) may be a head.
 
-        Most layers are no heads if another layer may consume their outputs. The last layer of the model may be one in
-        any case, except if its likely name matches `_ALSO_IN_ATTENTION`.
+        The attribute must be directly in the model, or in a complete model inside it (`_PARTS`). A layer is no head if
+        another layer may consume its outputs. This does not count against the last layer of the model, unless the name
+        matches `_ALSO_IN_ATTENTION`.
 
-        depth: index of the likely name in the layer's path.
+        depth: index at which `layer.path` has the attribute.
         """
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
@@ -425,7 +430,7 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 @dataclass(frozen=True)
 class Holder:
-    """A module that holds a parameter.
+    """The layer to which a parameter belongs, and the layer's attribute that is the parameter.
 
     path: path of the layer, without wrappers, adapters and parametrizations.
     own: the layer's attribute that is the parameter, or that is computed from the parameter.
@@ -439,14 +444,17 @@ class Holder:
     magnitude: bool = False
 
     @classmethod
-    def of(cls, path: str, own: str, module: nn.Module | None = None, magnitude: bool = False) -> Holder:
-        """Return the holder of a parameter. Its path is without the parts that adapters and parametrizations add.
+    def of(cls, path: str, own: str, module: nn.Module | None = None) -> Holder:
+        """Return the holder of a parameter: its layer, and the layer's attribute.
 
-        path: canonical path of the module that has the parameter.
+        Modules that adapters and parametrizations insert are not part of the result. For example, the parameter
+        `up.parametrizations.weight.original1` belongs to the layer `up` and its attribute `weight`.
+
+        path: path of the module that has the parameter, without wrappers.
         own: the module's attribute that is the parameter.
         module: the layer; None if only its name is known.
         """
-        attributes, kept = path.split(".") if path else [], list[str]()
+        attributes, kept, magnitude = path.split(".") if path else [], list[str](), False
         if _ORIGINAL.fullmatch(own) and attributes[-2:-1] == ["parametrizations"]:
             magnitude, own = own == "original0", attributes[-1]
             attributes = attributes[:-2]
@@ -519,9 +527,9 @@ def _sizes(module: nn.Module | None, names: tuple[str, str], stored: tuple[int, 
 
 
 def model_structure(model: nn.Module, paths: dict[str, str]) -> ModelStructure:
-    """Collect facts about the modules of a model.
+    """Return the containers among the modules of a model, and the output heads that its modules declare.
 
-    paths: canonical path of each module, by its path in `named_modules`.
+    paths: path of each module without wrappers (`canonical_paths`), by its path in `named_modules`.
     """
     sequentials, lists, declared = set[Attributes](), set[Attributes](), list[DeclaredHeads]()
     for path, module in model.named_modules():
@@ -599,9 +607,11 @@ def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
 
 
 def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int, Holder]]:
-    """Return (`id` of the parameter, holder) for every parameter of every module, in order.
+    """Return pairs (`id` of a parameter, its layer and attribute) for every parameter of every module, in order.
 
-    paths: canonical path of each module, by its path in `named_modules`.
+    A parameter that several modules share has several pairs.
+
+    paths: path of each module without wrappers (`canonical_paths`), by its path in `named_modules`.
     """
     modules, found = dict(model.named_modules()), list[tuple[int, Holder]]()
     for path, module in modules.items():

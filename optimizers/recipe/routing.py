@@ -54,7 +54,9 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> list[str]:
-    """Return the canonical names of parameters. Names that would become equal are not changed.
+    """Return the names of parameters without the attributes of wrappers, as `canonical_name` returns them.
+
+    If two names would become equal, neither is changed.
 
     model: the model of the parameters, in which wrappers for data parallelism are recognized; None if it is unknown.
     """
@@ -242,7 +244,7 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
         rows.append(_Described.of(name, parameter, [Holder.of(path, own)], ModuleFacts(factor=named_factor(name))))
     layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
     heads = Heads(layers, {length for row in rows for length in row.rows})
-    # if all given parameters are weights of layers, the user has selected hidden layers, so the last one is not unclear
+    # if all given parameters are weights of layers, the user has selected hidden layers, and the last one is hidden too
     if all(row.plain is None for row in rows):
         heads.unclear = None
     return {id(row.parameter): row.info(heads) for row in rows}
