@@ -222,13 +222,15 @@ class SignalCall:
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
-        """Return the positions of the parameters that receive the signal.
+        """Return the positions of the parameters that receive the signal in this step.
 
-        If the signal has one number for each group of outputs, these are the parameters that have a value on all ranks.
-        For any other signal they are all in `wanted`, or only those in `needed` if a value is missing on some rank.
+        If no value is missing on any rank, these are all parameters that request the signal (`wanted`). If an optional
+        value is missing on some rank, they are only the parameters that require the signal (`needed`). A signal with
+        one number for each group of outputs is an exception: all parameters with a value on all ranks receive it.
 
-        level: the smallest of the numbers `MISSING`, `SOME` and `ALL` that ranks have sent.
-        sizes: `[R, P]`, sizes of tensors; None for signals without sizes.
+        level: how complete the values are on the rank that lacks most: `SOME` or `ALL`.
+        sizes: `[R, P]`, size of each parameter's tensor on each rank, 0 if it is missing. None: the signal has no
+            tensors.
         """
         if self.signal.extent == "outputs" and sizes is not None:
             there = (sizes > 0).all(0).tolist()
@@ -441,9 +443,9 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def _follow_first(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove a signal from `open_first` if a parameter whose update rule requires it has made a step.
+        """Remove each signal from `open_first` when the first step of an update rule that requires it is over.
 
-        Steps of the run whose state was loaded count too.
+        It is over when one parameter with this rule has made a step. Steps before a checkpoint was saved count too.
         """
         if self.open_first:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
@@ -451,9 +453,10 @@ class Signals:
             self.open_first = {name: paths for name, paths in self.open_first.items() if not paths & trained}
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if signals must be computed before the stacks of these parameter sets are stepped.
+        """Return True if signals must be computed before the first stack of these parameter sets is stepped.
 
-        This is so for a sum of slots over all blocks, and for signals that are not computed for each stack.
+        This is so if a stage requests the sum of a slot over all blocks of all parameters, or any signal outside of
+        `PER_STACK`.
         """
         return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
@@ -560,7 +563,7 @@ class Signals:
         return _with_tensors(replace(step, numbers={**shared, **numbers}, entries=entries), tensors, param_set)
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
-        """Return this rank's values of a signal, with the parameters of the step whose update rules request it."""
+        """Return this rank's values of a signal for one step, and the positions of the parameters that request it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
         due = cache(self.needed)  # equal for all parameters of an update at one step

@@ -343,7 +343,10 @@ computes 1e10 operations in about one second."""
 def warn_of_waiting(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> None:
-    """Warn if ranks wait long for each other's refreshes and larger waves would help. Arguments: as for `advise`."""
+    """Warn if ranks wait long for each other's refreshes, and would wait less if more refreshes were due together.
+
+    Arguments: as for `advise`.
+    """
     waiting = now.critical_path - now.least
     if now.efficiency >= LEAST_EFFICIENCY or (waiting < LEAST_WAITING and not recipe.distribution.work):
         return
@@ -402,7 +405,9 @@ class Assignments:
         self._groups.append(specs)
 
     def assign(self, index: int) -> None:
-        """Assign owners to the blocks of the groups from `index` on, and set the phases of the blocks of all groups.
+        """Assign owners to the blocks of the groups from `index` on, and a phase to every block of all groups.
+
+        The phase of a block is the fraction of a refresh interval at which the block is refreshed.
 
         Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
         thawed. Owners in earlier groups do not change, because these owners already store state.

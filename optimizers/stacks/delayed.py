@@ -117,7 +117,8 @@ class StackRefreshes(DelayedRefreshes):
             return
         if self._side is None:
             self._side = Streams() if kind == "cpu" else SIDE_STREAMS[kind](self.device)
-        if products_are_rounded(self.device):  # which would have to change for the main thread as well
+        # full precision is a setting of torch for all threads, so no thread may compute at the same time
+        if products_are_rounded(self.device):
             with full_products(self.device):
                 future: Future[tuple[Results, Any]] = Future()
                 future.set_result(_computed(solve, self._side, self._side.mark()))

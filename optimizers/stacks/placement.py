@@ -115,7 +115,10 @@ def refresh_units(recipe: Recipe, parameters: Iterable[ParamKey]) -> float:
 
 
 def _kinds(recipe: Recipe, parameters: Collection[ParamKey]) -> dict[tuple[str, tuple[int, ...]], _Kind]:
-    """Return the blocks by path and shape, in the order of their refreshes."""
+    """Return the blocks by (path of the update in the recipe, shape of the block).
+
+    The pairs, and the blocks of each pair, are in the order in which blocks are refreshed.
+    """
     rules = recipe.rules()
     found: dict[tuple[str, tuple[int, ...]], list[tuple[ParamKey, tuple[int, ...]]]] = {}
     for param in sorted(parameters, key=lambda param: (natural_order(param.name), *param[1:3])):
@@ -260,9 +263,8 @@ def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
                 "update; remove one of the two"
             )
     matrices = recipe.view_of(info).matrices
-    if (
-        rule.entrywise()
-    ):  # blocks of an entry-wise update ignore the view: take the module's matrices, which share one fan-in
+    # `view_of` gives an entry-wise update no matrices, but a factor depends on the fan-in of the module's matrices
+    if rule.entrywise():
         convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
         matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
     shapes = list(matrices.each(info.shape)) if info.shape else [()]

@@ -299,11 +299,11 @@ class RankSurvey:
 
     @property
     def device(self) -> torch.device:
-        """Device of the sums."""
+        """Device of the tensors in `sums`."""
         return self.squares.device
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts that hold after the caller has multiplied the gradients by `factor` in place."""
+        """Return this survey with new sums of squares, after the caller has multiplied all gradients by `factor`."""
         return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:

@@ -155,13 +155,13 @@ class StackState:
         """Return the names of the tensors that store a slot.
 
         An unquantized slot has one tensor. A quantized slot has one tensor for each of its codes, and a last tensor
-        with the number of its storage format.
+        with the hash of its storage format.
         """
         how = self.encoded.get(str(key))
         return [str(key)] if how is None else [str(key._replace(part=part)) for part in (*how.names, FORMAT)]
 
     def format_of(self, name: str) -> int:
-        """Return the number of the storage format of a quantized slot.
+        """Return the hash that identifies the storage format of a quantized slot (`Quantizer.format`).
 
         name: "<stage path>/<slot>".
         """
@@ -186,7 +186,8 @@ class StackState:
                 continue
             stored.pop().fill_(self.format_of(str(key)))
             parts = dict(zip(how.names, stored, strict=True))
-            floats = [part for part in stored if part.is_floating_point()]  # codes with scales of 0 are 0
+            # if the scales of all codes are 0, the slot is 0 and need not be decoded
+            floats = [part for part in stored if part.is_floating_point()]
             if any(part.float().any() for part in floats or stored) and how.codec.decode(parts, slot, how.dtype).any():
                 continue
             fresh = how.codec.encode(slot.allocate(1, self.stack.dtype, self.stack.device))
@@ -236,8 +237,9 @@ class StackState:
 
     @cached_property
     def entries(self) -> list[list[Tensor]]:
-        """State of each block, for compiled kernels: for each row, a list with a view `[1, numel, 1, ...]` of each
-        tensor.
+        """State of the blocks for compiled kernels: a list for each block, in the order of the rows of the stack.
+
+        The list has the part of each state tensor that belongs to the block, as a view `[1, numel, 1, ...]`.
         """
         shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
         slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
@@ -402,11 +404,11 @@ class EqualBlocks:
 
     @property
     def positions(self) -> set[int]:
-        """Positions of the parameters of the blocks."""
+        """Positions, in the parameter set, of the parameters to which the blocks belong."""
         return {position for position, _ in self.grids}
 
     def single(self) -> list[tuple[int, BlockGrid]]:
-        """Return (position of the parameter, grid) for every block. Each grid contains only one block."""
+        """Return the pairs in `grids` divided into single blocks: (position of the parameter, grid of one block)."""
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
@@ -427,7 +429,12 @@ class EqualBlocks:
 def cut_blocks(
     specs: Sequence[ParamSpec], recipe: Recipe, positions: Iterable[int]
 ) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) of the blocks of parameters. Parameters that ranks update in place are left out."""
+    """Cut parameters into blocks. Yield (kind of the blocks, position of the parameter, grid of equal blocks).
+
+    A parameter has several grids if its blocks differ in shape. Parameters that ranks update in place are left out.
+
+    positions: positions of the parameters to cut.
+    """
     for position in positions:
         spec = specs[position]
         if spec.in_place:
@@ -438,9 +445,10 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind, position, grid) for each parameter of which this rank updates entries in place.
+    """Yield (kind of the block, position of the parameter, grid of one block) for parameters that are updated in place.
 
-    All entries of the parameter that this rank updates form one block.
+    The block consists of all entries of the parameter that this rank updates. A parameter without such entries is left
+    out.
     """
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.in_place:
@@ -499,7 +507,7 @@ def divide(
     """
     limit = round_bytes(specs, recipe, ranks)
     sizes = (math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize for spec in specs)
-    runs = list(split_by_size(enumerate(sizes), limit))  # of neighboring parameters, by bytes of their updates
+    runs = list(split_by_size(enumerate(sizes), limit))  # lists of neighboring positions with at most `limit` bytes
     if recipe.distribution.overlap_backward:  # backward computes the gradients of the last parameters first
         runs.reverse()
     for positions in runs:

@@ -33,7 +33,8 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
                 entries[block.position][StateKey.join(block.grid.keys[0], name)] = Entry(shape, dtype, block.owner)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
         spec = param_set.specs[position]
-        if spec.in_place and 0 not in spec.shape:  # the views lack these slots if this rank's shard is empty
+        # a rank whose shard is empty has no block, so `state` lacks the slots that other ranks have
+        if spec.in_place and 0 not in spec.shape:
             for own, slot in slot_keys(param_set.rules[spec.path], spec.path, spec.shape).items():
                 dtype = slot.dtype or compute_dtype(spec.dtype)
                 entries[position][str(own._replace(block=0))] = Entry(spec.shape, dtype)

@@ -98,7 +98,9 @@ class ParamSets:
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), frozen)
 
     def assign(self, index: int) -> None:
-        """Assign owners to blocks of the groups from `index` on, as a new batch.
+        """Assign owners to blocks of the groups from `index` on. These groups form a new batch.
+
+        A batch consists of the param groups that are added together.
 
         Also assign a new phase to every block of all groups: the fraction of a refresh interval at which the block is
         refreshed.
@@ -130,9 +132,8 @@ class ParamSets:
         if self.spikes is not None:
             require_same_ranks([*self, *param_sets])
         self.install(last, param_sets, state, groups[index]["iterate"])
-        for param_set in chain.from_iterable(
-            self.built[:last]
-        ):  # the phases of earlier sets change, because blocks were added
+        # blocks that are added also change the phases of the blocks of earlier batches
+        for param_set in chain.from_iterable(self.built[:last]):
             phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
             for one in param_set.stack_states:
                 one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
@@ -188,7 +189,10 @@ class ParamSets:
         return list(zip(chain(*self.parameters), chain(*self.infos), strict=True))
 
     def groups_of(self, batch: int) -> range:
-        """Return the indices of the groups of a batch."""
+        """Return the indices of the param groups that were added together in a batch.
+
+        batch: index of the batch, in the order of addition.
+        """
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
 
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
@@ -219,8 +223,15 @@ class ParamSets:
         mode: Mode,
         values: StateValues | None = None,
     ) -> None:
-        """Store the parameter sets of a batch, show their state in `state`, and copy `values` into their state."""
-        for old in self.built[batch]:  # `values` may share memory with their state
+        """Store the parameter sets of a batch in place of its old ones, and show their state in `optimizer.state`.
+
+        batch: index of the batch, the param groups that were added together.
+        state: the mapping `optimizer.state`.
+        mode: iterate that the parameters hold now.
+        values: values to copy into the state, by parameter and key. None: the state keeps its initial values.
+        """
+        # delayed refreshes still write to the old state, with which `values` may share memory
+        for old in self.built[batch]:
             old.finish_refreshes()
         for param_set in param_sets:
             param_set.iterates.hold(mode)
