@@ -257,9 +257,16 @@ class CapturedStacks:
     def step(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> str | None:
-        """Run a step for which `unfit` returned None. If there is a graph for a step of this kind, replay the graph.
+        """Run a step for which `unfit` returned None.
+
+        If there is a graph for steps with the key (`_Key`) of this step, replay it. Otherwise run the step without a
+        graph. The third such step in a row with the same key also captures a graph.
 
         Returns the reason if a graph was dropped or could not be made, else None.
+
+        moved: `[P]`, True for parameters that the step changes.
+        counts: `[P]`, number of gradients of each parameter, including the present one.
+        held: P tensors, the entries of each parameter that this rank holds.
         """
         key, before = self._key_of(step, held), self._key
         self._fill(step, counts)
@@ -279,7 +286,10 @@ class CapturedStacks:
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
-        """Return the rates of a step by the path of a rule and the index of a set of parameters with equal rates."""
+        """Return the rates of a step by (path of an update rule, index of the first param group with equal rates).
+
+        The index is that of `Rates.alike`.
+        """
         known, alike = self._pairs, rates.alike.tobytes()
         if known is None or known[0] != alike:
             first = {group: at for at, group in reversed([*enumerate(rates.alike.tolist())])}
@@ -458,10 +468,14 @@ class Graphs:
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> list[Sequence[StackState]]:
-        """Run this step for every set of stacks for which the step can be captured or replayed.
+        """Run this step for each of `pieces` whose graph can be captured or replayed in this step.
 
-        Returns the stacks of all other sets, in lists as in `CapturedStacks.groups`. The caller must run the step of
+        Returns the stacks of all other pieces, in lists as in `CapturedStacks.groups`. The caller must run the step of
         these stacks.
+
+        moved: `[P]`, True for parameters that the step changes.
+        counts: `[P]`, number of gradients of each parameter, including the present one.
+        held: P tensors, the entries of each parameter that this rank holds.
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:

@@ -72,7 +72,9 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
-    """Return the source of the tensors whose weight decay is added to directions; None if the write applies the decay.
+    """Return the source from which a step gathers the tensors that decay, if it adds weight decay to directions.
+
+    Return None otherwise: the write of the update into the parameters then applies the decay.
 
     path: path of the update in the recipe.
     """
@@ -139,7 +141,8 @@ class LocalExchange:
 
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         """Return `[n]`, for each of n blocks the root mean square of its full parameter."""
-        if not self._rms:  # all at once, in few kernels: none of these parameters has changed yet
+        # computed for the parameters of all stacks together, in few kernels, before the step changes any of them
+        if not self._rms:
             self._rms = self._root_mean_squares()
         return torch.stack([self._rms[position] for position in blocks.stack.positions]).to(blocks.stack.dtype)
 

@@ -79,9 +79,10 @@ class Execution:
 
     @cached_property
     def programs(self) -> Mapping[torch.dtype | None, Program]:
-        """The programs that may run in a captured step. Empty: no graph may capture steps of the stack.
+        """The traced programs that may run in a captured step. Empty: no graph may capture steps of the stack.
 
-        The key None is that of the program of the whole stack, and the other keys are those of `entries`.
+        The key None has the program of the whole stack (`blocks` or `uncompiled`). Each dtype has its program in
+        `entries`.
         """
         whole = self.blocks or self.uncompiled
         if whole is None:
@@ -185,9 +186,10 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
-    """Return an execution on the whole stack, in chunks, or compiled.
+    """Return the way in which a stack runs without a fused kernel: whole, in chunks, or by compiled programs.
 
     stored: dtypes of the parameters of the stack.
+    shared: True if stages sum over a parameter that also has blocks in other stacks.
     """
     worth = own.stack.device.type == "cpu" and math.prod(own.stack.block) >= _LEAST and own.rule.entrywise()
     if not own.rule.compile and not worth:
@@ -267,9 +269,7 @@ A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
-    """Return the object from which the program for entries is traced.
-
-    The program computes and writes entries of parameters.
+    """Return the `EntryProgram` of a stack. The program that is traced from it updates entries of parameters in place.
 
     stored: dtype of the parameters.
     """
@@ -280,7 +280,7 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Entry
 
 
 def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
-    """Return the object from which the program for blocks is traced. It computes the directions of a whole stack."""
+    """Return the `BlockProgram` of a stack. The program that is traced from it returns the directions of all blocks."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
@@ -412,7 +412,13 @@ def _run_entries(
     uploaded = dict[tuple[torch.dtype, WriteNumbers], list[Tensor]]()  # once for all blocks with the same numbers
 
     def numbers(dtype: torch.dtype, write: WriteNumbers, mask: Sequence[Tensor], at: int) -> list[Tensor]:
-        """Return the last inputs of a program."""
+        """Return the inputs of a program that follow parameter, gradient and slots.
+
+        They are the numbers of the write (rates and factor), the mask if the program has one, and numbers of the step.
+
+        dtype: dtype of the parameters, the key of the program.
+        at: step count of the blocks.
+        """
         program, key = programs[dtype], (dtype, write)
         if graph is not None:
             return [*cast(tuple[Tensor, ...], write), *mask, *graph.inputs[dtype]]
@@ -459,8 +465,8 @@ def _writes(blocks: ActiveBlocks, step: Step, graph: GraphNumbers | None) -> lis
 
     Blocks with equal rates and factors share one object.
 
-    graph: numbers on the device, which a graph reads; they are then the result. None: the result has the rates of the
-        step.
+    graph: numbers that a graph reads on the device; the result then consists of these tensors. None: no graph captures
+        this step, and the result has the rates of `step`.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()

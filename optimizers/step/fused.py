@@ -107,9 +107,11 @@ def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[Firs
 
 
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
-    """Return the Adam chain of a stack in the form that a fused kernel computes.
+    """Return the moments and constants of a stack's Adam chain, from which calls of a fused kernel are made.
 
     The caller has checked that a fused kernel can compute the chain (`not_fused`).
+
+    first, second: the two moments that the stages of the chain declare.
     """
     names = _slots(own, first, second)
     m, v = (own.tensors[name] for name in names)
@@ -232,10 +234,11 @@ Entries = tuple[Tensor, Tensor, Tensor, Tensor]
 class _Call:
     """Tensors that one call of a kernel updates.
 
+    numbers: numbers that all these tensors share, such as step, betas and weight decay.
     lr: learning rate.
     shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
         because the kernel decays only before the update. None: no decay follows the update.
-    step: the step as a 0-d float32 tensor; None: the field `step` of `numbers` is used.
+    step: the step as a 0-d float32 tensor on the device, for a captured step. None: the step is `numbers.step`.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -280,7 +283,7 @@ class _Call:
 
     def _count(self, copied: Tensor) -> None:
         self.nbytes += 2 * copied.numel() * copied.element_size()
-        if self.nbytes > _most_bytes(self.device):
+        if self.nbytes > _copy_limit(self.device):
             self.run()
 
     def run(self) -> None:
@@ -351,15 +354,21 @@ class _Call:
             torch._foreach_mul_(parameters, self.shrink)
 
 
-def _most_bytes(device: torch.device) -> int:
-    """Return the number of bytes of copies above which kernels run before more copies are made."""
+def _copy_limit(device: torch.device) -> int:
+    """Return the largest size in bytes of all copies that exist at a time: copies of parameters, gradients and moments.
+
+    Above this size the kernels run, and the copies are freed, before more parameters are copied.
+    """
     return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
 
 
 def _padded(ends: Sequence[Entries]) -> list[Entries]:
-    """Join the ends of parameters, gradients, m and v. Return one tuple in a list, or [] if there are no ends.
+    """Join the ends of many tensors into one parameter, one gradient, one m and one v, each padded with zeros.
 
-    Each joined tensor is padded with zeros to a multiple of `VECTOR` entries.
+    Return the four joined tensors as the only item of a list, or [] if there are no ends. Their number of entries is a
+    multiple of `VECTOR`.
+
+    ends: the last entries of tensors, which `_cut_ends` has cut off.
     """
     if not ends:
         return []
@@ -394,14 +403,14 @@ class FusedStep:
         numbers: rates and counts as device tensors, for a captured step; None: use the values on the host.
         """
         stack, gradients = blocks.stack, self._step.gradients
-        chosen = [(rows, self._call(adam, blocks, rows[0], kind, numbers)) for kind, rows in self._equal(adam, blocks)]
+        chosen = [(rows, self._call(adam, blocks, rows[0], kind, numbers)) for kind, rows in self._kinds(adam, blocks)]
         calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
         held = [self._held[position] for position in stack.positions]
         if self._step.mask is not None:
             made = _Copies.of(adam, blocks, self._step.mask, held)
-            if sum(copies.nbytes for copies in (made, *self._copies)) > _most_bytes(stack.device):
+            if sum(copies.nbytes for copies in (made, *self._copies)) > _copy_limit(stack.device):
                 self.run()  # of the stacks before
             self._copies.append(made)
         if adam.small and blocks.places is None and len(calls) == 1:
@@ -422,8 +431,11 @@ class FusedStep:
         while self._copies:
             self._copies.pop().restore()
 
-    def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterable[tuple[_Kind, Sequence[int]]]:
-        """Return pairs (kind, rows) for the active blocks: `rows` are the indices of all blocks of this kind."""
+    def _kinds(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterable[tuple[_Kind, Sequence[int]]]:
+        """Divide the active blocks by the numbers that blocks of one kernel call must share (`_Kind`).
+
+        Return pairs (kind, indices of all active blocks of this kind).
+        """
         ids, factors = blocks.stack.param_ids, adam.factors
         if factors is None and self._alike is not None:
             return [(self._alike, range(len(ids)))]
@@ -438,15 +450,16 @@ class FusedStep:
     def _call(
         self, adam: FusedAdam, blocks: ActiveBlocks, row: int, kind: _Kind, numbers: GraphNumbers | None
     ) -> _Call | None:
-        """Return the call of a fused kernel for blocks with the same numbers. It is made when it is first requested.
+        """Return the call of a fused kernel to which the blocks of one kind are added.
 
-        Return None if no kernel can compute the weight decay.
+        Blocks of several stacks share a call if all their numbers are equal. A call is made at its first use. Return
+        None if no kernel can compute the weight decay.
 
         row: one of the blocks, as index among the active blocks.
-        kind: kind of the blocks. Its factor must not change how fast parameters decay, but the kernel shrinks
-            parameters by its learning rate times its decay. The kernel therefore receives the decay divided by the
-            factor.
-        numbers: numbers on the device, for a captured step; None: use the values on the host.
+        kind: numbers that the blocks share. They include a factor of the learning rate, which must not change how fast
+            parameters decay. The kernel multiplies its weight decay by the learning rate, and so it receives the weight
+            decay divided by the factor.
+        numbers: rates and step count as device tensors, for a captured step; None: use the values on the host.
         """
         path, (group, step, factor) = blocks.stack_state.path, kind
         if numbers is not None:

@@ -192,7 +192,10 @@ class LocalSurvey:
         return found.new_zeros(len(gradients)).index_copy_(0, places, found)
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the facts that hold after the caller has multiplied the gradients by `factor` in place."""
+        """Return the survey of the gradients after the caller has multiplied them by `factor` in place.
+
+        It is this object, because every fact is computed from the gradients when it is read.
+        """
         return self
 
 
@@ -257,9 +260,10 @@ class FiniteCheck:
         self._faults: list[tuple[int, Tensor | None]] = []
 
     def begin(self, given: GivenGradients) -> GradientCheck:
-        """Begin a check, and change nothing.
+        """Begin the check of the gradients of one step. No gradient and no count changes.
 
-        Raises TypeError for sparse gradients, and the errors of the survey.
+        Raises TypeError for sparse gradients, and the errors of `survey`, such as DistributedError if only some ranks
+        have a gradient of a parameter.
         """
         for name, gradient in zip(self.names, given.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
@@ -288,7 +292,8 @@ class FiniteCheck:
         if check.usable is None and (given.allowed is None or not positions):
             self._count(len(positions), [], given.gradients, given.more)
             return present, None
-        if check.answers is None:  # the host never reads the answer of a scaler alone
+        # the result stays on the device also if all gradients are usable, and only the scaler may stop the step
+        if check.answers is None:
             return present, self._defer(positions, check.usable, given.allowed, len(present))
         if (bad := _unusable(positions, answers)) is None:
             return np.zeros_like(present), None
@@ -355,7 +360,9 @@ class FiniteCheck:
         return halted or bad, bad
 
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
-        """Return the mask `[P]` of a step that `allowed` may stop, and begin to copy `allowed` to the host.
+        """Return the mask `[P]` of usable gradients for a step that `allowed` may stop: all False if it stops the step.
+
+        `allowed` is copied to the host without waiting, for `resolve_deferred` in the next step.
 
         active, mask: result of `finish`.
         allowed: 0-d boolean on the device, False if the step must change nothing.
@@ -403,7 +410,10 @@ def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def read_answers(checks: Sequence[GradientCheck]) -> list[list[bool]]:
-    """Return the values of `GradientCheck.answers` of each check, [] for None. The host waits once for each device."""
+    """Return the booleans of `GradientCheck.answers` on the host, as one list for each check.
+
+    The list is empty if the host need not read the result of the check. The host waits once for each device.
+    """
     given: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for index, answers in enumerate(check.answers for check in checks):
         if answers is not None:
@@ -424,7 +434,9 @@ def _values(answers: Tensor) -> list[bool]:
 def _unusable(positions: Sequence[int], answers: Sequence[bool]) -> list[int] | None:
     """Return the positions of the gradients that are not usable. Return None if the scaler stopped the step.
 
-    answers: values of the booleans that `_with` returns.
+    positions: positions of the n gradients that were checked.
+    answers: True for each of the n gradients that is usable; then, if there is a scaler of the loss, True if it allows
+        the step.
     """
     bad = [position for position, good in zip(positions, answers, strict=False) if not good]
     return bad if all(answers[len(positions) :]) else None

@@ -97,10 +97,12 @@ class OffloadedState:
 
 
 class MappedState:
-    """State of stacks on a CPU in mapped files, from which the program reads directly.
+    """State of stacks on a CPU in mapped files. The stages of a step read and write the memory of the files directly.
 
-    `CopiedState` overrides the methods for stacks on a device. The argument `buffer` is 0 or 1, the buffer of the
-    device that holds the state of the group.
+    `CopiedState` overrides the methods for stacks on another device. Arguments of the methods:
+
+    group: stacks whose state must be available at the same time.
+    buffer: 0 or 1, index of the buffer on the device to which the state of the group is copied. This class ignores it.
     """
 
     def fetch(self, group: Group, buffer: int) -> None:
@@ -128,9 +130,9 @@ class CopiedState(MappedState):
     """State in host memory of stacks on a device, copied to one of two buffers and back.
 
     All copies are on one stream, in the order of the calls. A buffer is therefore filled only after its last content
-    was copied back. The program waits for the copies to its buffer, and the copies back wait for the program. Neither
-    wait blocks the host. A thread reads and writes files through pinned memory, because copies from and to other memory
-    would block the host.
+    was copied back. On the device, the kernels of a step wait for the copies to their buffer, and the copies back wait
+    for the kernels. Neither wait blocks the host. A thread reads and writes files through pinned memory, because copies
+    from and to other memory would block the host.
 
     device: device of the stacks.
     sizes: bytes of the offloaded state of each group.

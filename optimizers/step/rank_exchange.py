@@ -40,8 +40,10 @@ from .gradients import GivenGradients, GradientSurvey
 class RankExchange(LocalExchange):
     """Exchange between ranks, all of which call the same methods in the same order.
 
-    For a parameter that ranks update in place, blocks are gathered and delivered as in one process. If several ranks
-    hold the same entries of such a parameter, each rank updates a part of the entries, and `finish` sends the parts.
+    Blocks of most parameters are sent to the ranks that own them. Other parameters are updated in place: each rank
+    computes the update of the entries that it holds, without messages, as `LocalExchange` does. If several ranks hold
+    the same entries of such a parameter, each of them updates a part of these entries, and `finish` sends each part to
+    the others.
 
     comm_step: messages of the present step. The attribute exists from `begin` to `finish`.
     """
@@ -193,8 +195,8 @@ class RankExchange(LocalExchange):
     def finish(self) -> None:
         active, parameters = self.step.active, self.iterates.parameters
         self.comm_step.close()
-        # All ranks compute norms of the same parameters together, and store the numbers of their iterates. So a rank
-        # without entries adds an update of zeros.
+        # All ranks must write the same parameters together: constraints sum norms over ranks, and an averaging stores
+        # numbers of each parameter, such as a sum of weights. A rank without entries therefore writes zeros.
         if chosen := [i for i in self._at_end if active[i]]:
             for i in (i for i in chosen if i not in self._held):
                 self._held[i] = parameters[i], torch.zeros_like(parameters[i])

@@ -99,7 +99,7 @@ class SpikeWindow:
         return spike, torch.where(spike, bound / value, 1.0).clamp(0.0, 1.0)
 
     def counts(self) -> SpikeCounts:
-        """Return the present numbers of the check as Python's numbers. The host waits for the device."""
+        """Return the counts of spikes and values, and the statistics of the window. The host waits for the device."""
         mean, deviation, bound = torch.stack(self.statistics()).tolist()
         return SpikeCounts(int(self.spikes), int(self.entered), mean, deviation, bound)
 
@@ -158,7 +158,8 @@ class SpikeCheck:
         self.window.to(device)
         value = self._loss(ready, loss, device) if self.rule.measure == "loss" else gradient_norm(steps)
         masks = [_of_active(step, step.mask) for step in steps if step.mask is not None]
-        if len(masks) == len(steps):  # a step without a usable gradient has no value
+        # in a step without a usable gradient, no loss and no norm enters the window
+        if len(masks) == len(steps):
             used = torch.stack([mask.any().to(device) for mask in masks]).any()
             value = torch.where(used, value, torch.nan)
         spike, factor = self.window.observe(value)

@@ -147,7 +147,7 @@ class ParamSet:
             self.offloaded.finish()
         left, bad = self.finite_check.resolve_deferred()
         for position in left:
-            if self.step_counts[position]:  # a framework may have set it to 0
+            if self.step_counts[position]:  # a framework may have set this count to 0
                 self.step_counts[position] -= 1
                 self._begun[position] = self.step_counts[position] > 0
         for own in self._counts_failures:
@@ -262,7 +262,8 @@ class ParamSet:
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
         """Return the inputs of a step, or None if there is nothing to update. Only counts of unusable gradients change.
 
-        answers: values of `check.answers`; empty if there are none.
+        check: check of the gradients of the step.
+        answers: result of the check, as `read_answers` returns it for the host.
 
         Raises the errors of `FiniteCheck.finish`.
         """
@@ -384,7 +385,7 @@ class ParamSet:
                 self._report_failed_roots(blocks.stack_state, wait=False)
 
     def execution(self, own: StackState) -> Execution:
-        """Return the way in which the steps of a stack run."""
+        """Return how the steps of a stack run: by a fused kernel, in chunks, compiled, or on the whole stack."""
         return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:
@@ -457,7 +458,7 @@ def prepare(
 ) -> list[tuple[ParamSet, Step | None]]:
     """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
 
-    The host reads the answers of all sets together, so that it waits only once for a device. Gradients are divided by
+    The host reads the results of all checks together, so that it waits only once for a device. Gradients are divided by
     the scale of the loss, and unusable gradients are counted; nothing else changes. Raises the errors of `FiniteCheck`.
 
     hypers: values of the param groups.

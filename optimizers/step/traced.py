@@ -201,8 +201,8 @@ class EntryProgram:
     def samples(self) -> list[Tensor]:
         """Return sample inputs of the program, except the numbers that stages request.
 
-        They are a parameter, its gradient and its slots, `[n, 64, 1, ...]` each, then the numbers of a write, the mask
-        `[n]` if the program has one, and the scheduled numbers.
+        They are a parameter, its gradient and its slots, `[n, *block]` each; then the rates and the factor of the write
+        (`WriteNumbers`), the mask `[n]` if the program has one, and the scheduled numbers.
         """
         shape = (2 if self.masked else 1, *self.block)
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
@@ -325,9 +325,11 @@ ProgramSource = EntryProgram | BlockProgram
 
 @contextmanager
 def _scheduled(source: ProgramSource, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
-    """Enter a context that gives the update of a program, with input tensors in place of the scheduled numbers.
+    """Yield the update rule of a program for the time of its trace, with an input tensor for each scheduled number.
 
-    given: iterator over inputs of the program. The next inputs are the scheduled numbers.
+    A scheduled number is a field of a stage that has a schedule instead of one number.
+
+    given: iterator over the inputs of the program. Its next inputs, the scheduled numbers, are read.
     """
     schedules = source.schedules
     if not schedules.of_numbers:
@@ -359,12 +361,13 @@ def _samples_of_numbers(value: float, count: int, dtype: torch.dtype, device: to
 def tracing_context(
     ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
 ) -> StepContext:
-    """Return a context for tracing: a step without refreshes, and without numbers on the host.
+    """Return the context of a step with which stages are traced. It has no refreshes.
 
-    If a stage reads a number of the step from the context, AttributeError is raised, so that no number of one step
-    becomes a constant of the program.
+    Stages receive numbers that depend on the step only as tensors, by the method `context.per_block`. If a stage reads
+    a step count or a phase from the context itself, AttributeError is raised: otherwise this number of one step would
+    become a constant of the program.
 
-    ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
+    ask: function that `context.per_block` calls for each number that a stage requests. It returns the tensor.
     questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
     signals: signals by name; None: there are none.
     steps: step of each block, int64 `[N]`; None: the context has no steps.
@@ -435,7 +438,7 @@ class Program:
 
     @cached_property
     def graph(self) -> torch.fx.GraphModule:
-        """The traced program; its inputs are the samples of its source, then the numbers that stages request."""
+        """The traced program. Its inputs are those of `source`, and then the numbers that stages request (`asked`)."""
         samples = self.samples()
         first = len(samples) - len(self.asked)
 
@@ -519,7 +522,7 @@ class _Table:
     _kept: tuple[int, list[tuple[Tensor, ...]]] | None = None
 
     def row(self, step: int) -> tuple[Tensor, ...]:
-        """Return the numbers of a step."""
+        """Return the k numbers that `rows` computes for a step, as 0-d tensors on the device."""
         start = step - step % _SPAN
         if self._kept is None or self._kept[0] != start:
             table = upload(self.rows(range(start, start + _SPAN)), self.device)
@@ -593,7 +596,8 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic else "fake"
     graph = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
     if symbolic:
-        graph.shape_env = None  # it cannot be pickled, as Inductor's cache on disk requires; the inputs hold it
+        # Inductor's cache on disk pickles the graph, but cannot pickle this object; the inputs still reference it
+        graph.shape_env = None
     return graph
 
 

@@ -77,7 +77,7 @@ class IterateBatch:
             torch._foreach_copy_(list(self.slots[name]), list(self.parameters))
 
     def show_y(self) -> None:
-        """Copy y into the parameters, rounded to their dtype, if y is a slot."""
+        """Copy the iterates `y` into the parameters, rounded to their dtype, unless `y` are the parameters."""
         if self.y is not self.parameters:
             torch._foreach_copy_(list(self.parameters), list(self.y))
 
@@ -120,8 +120,9 @@ class Averaging(Component, ABC, family="averaging"):
 
     @abstractmethod
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        """Apply `update` to the base iterates, and recompute all other stored iterates. Called in every step in place
-        of the write.
+        """Apply `update` to the base iterates, and recompute all other stored iterates.
+
+        Every step calls this method. Without an averaging, a step applies `update` to the parameters.
 
         update: function that changes n tensors in place by weight decay, update and constraints, as
             `update(batch.parameters)`.
@@ -390,7 +391,10 @@ class BaseAndAverage(Averaging, ABC):
         batch.show_y()
 
     def _step_on_device(self, batch: IterateBatch, update: ParameterUpdate, mixing: Tensor) -> None:
-        """Do the same as `step` for weights c `[n]` on a device, which the host does not read."""
+        """Do the same as `step` if the weights of the average are on a device, so that the host does not read them.
+
+        mixing: `[n]`, the weight c of the new base iterate z in the average x, as the method `mixing` returns it.
+        """
         y, z, dtype = batch.y, batch.slots["z"], batch.y[0].dtype
         c, left = mixing.to(dtype), (mixing * self.mu_and_decay[0] + (1 - self.mu_and_decay[0])).to(dtype)
         old = stacked_copies(z)

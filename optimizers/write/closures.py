@@ -148,8 +148,8 @@ def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
     """Copy the second tensor of each pair into the first, in one launch for each device and dtype.
 
     Version counters are not raised. Otherwise autograd would report an error for tensors that it has saved for
-    backward. This is safe: of the statistics of normalization layers, backward uses saved tensors only in evaluation
-    mode, in which they do not change.
+    backward. This is safe for the statistics of normalization layers: backward uses them only in evaluation mode, in
+    which they do not change.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for to, values in pairs:

@@ -155,7 +155,10 @@ class IterateStore:
                 self.averaging.step(replace(batch, lr=lr, peak_lr=peak_lr, mask=mask), chosen_update)
 
     def _alike(self, positions: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-        """Yield (path, positions) of parameters with the same update and dtype. Such parameters have the same slots."""
+        """Divide positions of parameters by update rule and dtype. Yield (path of the rule in the recipe, positions).
+
+        The parameters of one item have the same slots.
+        """
         groups: dict[tuple[str, torch.dtype], list[int]] = {}
         for position in positions:
             groups.setdefault((self.paths[position], self.parameters[position].dtype), []).append(position)

@@ -78,9 +78,8 @@ class Rounding(Constraint):
         """Return (rounded parameters, new remainders) of parameters W' = after, with the remainders r."""
         most = _half_ulp(before.bfloat16())
         rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
-        wanted = after.float() + torch.where(
-            rest.abs() <= most, rest, 0.0
-        )  # a larger r belongs to an overwritten weight
+        # a remainder above half a unit in the last place is that of a weight that other code has overwritten since
+        wanted = after.float() + torch.where(rest.abs() <= most, rest, 0.0)
         held = wanted.bfloat16()
         rest = wanted - held.float()
         if self.rule == "split":
@@ -130,7 +129,7 @@ class RoundingWatch:
     _steps = 0
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the first sample of the matrix, or compare the second sample with the first.
+        """Take the first of two samples of the largest matrix in 16 bits, or compare the second one with it and warn.
 
         Return True if no further call is needed: there is no matrix in 16 bits, or the samples were compared.
         """

@@ -190,7 +190,10 @@ class WriteNumbers(NamedTuple):
 
     @classmethod
     def of(cls, scale: StepRates) -> Self:
-        """Return the numbers of a write, with the factor 1. Rates that are tensors are not read."""
+        """Return the numbers of a write with these rates, whose directions are written without a further factor.
+
+        Rates that are tensors stay tensors: the host does not read their values.
+        """
         return cls(scale.lr, scale.shrink, scale.alpha, scale.gradient_rate)
 
 
@@ -302,7 +305,7 @@ class Rates:
 
     @cached_property
     def same(self) -> int | None:
-        """The number that all parameters have in `alike`, or None if groups have different values."""
+        """The index in `alike` of all parameters, if all param groups have equal values. None: their values differ."""
         firsts = {*self._firsts.values()}
         return firsts.pop() if len(firsts) == 1 else None
 
@@ -398,7 +401,7 @@ class EntryUpdates(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[int, Tensor, Tensor]]) -> Self:
-        """Return the updates given as triples (position, entries, value)."""
+        """Return updates from triples (position of the parameter, view of its entries to change, update U)."""
         found = list(rows)
         positions = np.fromiter((position for position, _, _ in found), np.int64, len(found))
         return cls(positions, [entries for _, entries, _ in found], [value for _, _, value in found])

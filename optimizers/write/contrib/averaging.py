@@ -133,13 +133,18 @@ class Anchored(Averaging):
         return self.inner.evaluated(below)
 
     def _shift(self, batch: IterateBatch, back: bool) -> None:
-        """Add a_t (W - M) to the parameters of a batch in place. back: True to subtract this term instead."""
+        """Add the look-ahead a_t (W - M) to the parameters W of a batch in place.
+
+        M is the mean of W by the inner `ema`. The factor a_t grows from 0 to `ahead`.
+
+        back: True to compute W in place from y = W + a_t (W - M), which the batch has as parameters.
+        """
         ahead = self.ahead * ((batch.steps - self.start) / (self.full - self.start)).clip(0.0, 1.0)
         own, factors = batch.slice_rows(np.flatnonzero(ahead > 0).tolist()), ahead[ahead > 0].tolist()
         if not factors:
             return
         means = self.inner.means(own)
-        if self.inner.inner is None:  # W = y + a / (1 + a) (M - y)
+        if self.inner.inner is None:  # from y = W + a (W - M) follows  W = y + a / (1 + a) (M - y)
             blend(own.parameters, means, [a / (1 + a) if back else -a for a in factors], own.mask)
             return
         apart = torch._foreach_sub(list(self.inner.inner.evaluated(own)), list(means))
