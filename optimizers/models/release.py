@@ -165,7 +165,7 @@ class Release:
     def note(self, parameter: Tensor) -> None:
         """Record that backward has completed the gradient of a parameter.
 
-        Parameters are updated in units (`_Unit`). A unit whose gradients are all complete waits, until the gradients of
+        Parameters are updated in units (`_Unit`). A unit whose gradients are all complete waits until the gradients of
         all waiting units have 1 / `parts` of the bytes of all gradients. Then the waiting units are updated.
         """
         optimizer = self._optimizer()

@@ -26,7 +26,7 @@ from ..step.exchange import decay_source
 
 @dataclass
 class Traffic:
-    """Messages of a set of collectives. All fields except `ranks` are arrays of shape `[R]`, one number for each rank.
+    """The traffic of a set of collectives. All fields except `ranks` are arrays of shape `[R]`, one number for each rank.
 
     ranks: number of ranks.
     sent: bytes sent to other ranks.
@@ -140,7 +140,7 @@ def step_traffic(
     plain: bool,
     groups: int = 1,
 ) -> dict[str, Traffic]:
-    """Return the messages of a step by purpose.
+    """Return the traffic of a step by purpose.
 
     "gradients": to owners of blocks. They have gradients, parameters if weight decay is added to directions, and
         signals with one value for each entry.

@@ -151,7 +151,7 @@ class Execution:
 
 
 def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec], shared: bool) -> Execution:
-    """Return the way in which the steps of a stack run.
+    """Choose how the steps of a stack run: by a fused kernel, in chunks, by compiled programs, or on the whole stack.
 
     specs: specifications of the parameters whose blocks the stack holds.
     shared: True if stages sum over a parameter that also has blocks in other stacks.

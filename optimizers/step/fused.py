@@ -355,9 +355,9 @@ class _Call:
 
 
 def _copy_limit(device: torch.device) -> int:
-    """Return the largest size in bytes of all copies that exist at a time: copies of parameters, gradients and moments.
+    """Return the limit in bytes for all copies of parameters, gradients and moments that exist at a time.
 
-    Above this size the kernels run, and the copies are freed, before more parameters are copied.
+    Above this limit the kernels run, and the copies are freed, before more parameters are copied.
     """
     return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
 
