@@ -96,10 +96,10 @@ class Factored(Stage):
             slots[f"{self.matrix}.{axis}"] = slot
             slots[f"failures.{axis}"] = Slot((), role="failures", dtype=torch.int32)
             if self.every.postponed:
-                slots[_pending(self.matrix, axis)] = Slot(slot.shape, role="pending")
-                slots[_pending("result", axis)] = Slot((), role="pending", dtype=torch.int32)
+                slots[_pending_slot(self.matrix, axis)] = Slot(slot.shape, role="pending")
+                slots[_pending_slot("result", axis)] = Slot((), role="pending", dtype=torch.int32)
                 if self.pending_order:
-                    slots[_pending("order", axis)] = Slot(slot.shape[-1:], role="pending", dtype=torch.int64)
+                    slots[_pending_slot("order", axis)] = Slot(slot.shape[-1:], role="pending", dtype=torch.int64)
         return slots
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -121,7 +121,9 @@ class Factored(Stage):
         return x
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        """Update the results of `in_frame` that a stage has cached, after some rows were refreshed. The default caches
+        """Update a gradient that the stage has cached in its basis, after a refresh has changed the basis of some rows.
+
+        A stage may cache results of `in_frame` for the later hooks of a step. The default has no cache and does
         nothing.
 
         state: state of these rows.
@@ -168,15 +170,16 @@ class Factored(Stage):
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
         """Return the axes in groups, such that a solver may receive the matrices of a group as one stack.
 
-        Matrices of a group have the same shape and `solved_alike`, and are not quantized. Axes are grouped only if all
-        their matrices together have at most as many entries as the blocks, so that the stack needs no more memory than
-        other parts of a step. The matrices are those of the blocks that are refreshed now.
+        Matrices of a group have equal shapes and equal keys `solved_alike`, and are not quantized. Only the matrices of
+        the blocks that are refreshed now are in the stack.
 
-        The entries of these matrices are compared with the entries of all blocks of the stack if the size of a matrix
-        is a multiple of a cache line. For other sizes the last bits of products depend on the addresses of the
-        matrices, so that other groups would change the results. The entries are then compared with those of the
-        refreshed blocks only. Both numbers are proportional to the number of refreshed blocks, so that the groups do
-        not depend on it.
+        To stack the matrices of several axes, they are copied. Axes are grouped only if the copies need no more memory
+        than other parts of a step: they may have at most as many entries as all blocks, refreshed or not.
+
+        If the size of a matrix is not a multiple of a cache line, the limit is the number of entries of the refreshed
+        blocks alone. Copies and limit are then both proportional to the number of refreshed blocks, so that the groups
+        do not depend on this number. This is necessary because the last bits of products with such matrices depend on
+        their addresses, so that other groups would change the results.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -213,20 +216,20 @@ class Factored(Stage):
         ok: bool `[N]`, False where the solver failed.
         order: `[N, r]`, the old column of each new column. None: columns keep their order.
         """
-        found = {_pending(self.matrix, axis): value, _pending("result", axis): ok.int() * 2 - 1}
+        found = {_pending_slot(self.matrix, axis): value, _pending_slot("result", axis): ok.int() * 2 - 1}
         if self.pending_order:
-            found[_pending("order", axis)] = identity_order(value) if order is None else order
+            found[_pending_slot("order", axis)] = identity_order(value) if order is None else order
         return found
 
     def pending(self, state: State, axis: int) -> Pending:
         """Return the pending result of one axis. The slot `pending.result.<axis>` is set to 0, so that the result is
         used once.
         """
-        result = state[_pending("result", axis)]
+        result = state[_pending_slot("result", axis)]
         ok, tried = result > 0, result != 0
-        state[_pending("result", axis)] = torch.zeros_like(result)
-        order = state[_pending("order", axis)] if self.pending_order else None
-        return Pending(Basis(state[_pending(self.matrix, axis)], order, ok), tried)
+        state[_pending_slot("result", axis)] = torch.zeros_like(result)
+        order = state[_pending_slot("order", axis)] if self.pending_order else None
+        return Pending(Basis(state[_pending_slot(self.matrix, axis)], order, ok), tried)
 
 
 class Pending(NamedTuple):
@@ -241,8 +244,12 @@ class Pending(NamedTuple):
     tried: Tensor
 
 
-def _pending(name: str, axis: int) -> str:
-    """Return the name of the pending slot of an axis for `name`, such as "root" or "order"."""
+def _pending_slot(name: str, axis: int) -> str:
+    """Return the name of the slot that keeps one part of a delayed refresh's result until the refresh takes effect.
+
+    name: the part: "root", "basis", "order" or "result".
+    axis: axis of the block whose root or basis is refreshed.
+    """
     return f"pending.{name}.{axis}"
 
 

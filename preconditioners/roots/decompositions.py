@@ -277,7 +277,7 @@ class EighBasis(BasisSolver):
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first or self.tolerance == 0:
-            return Basis(*self._decomposed(a))
+            return self._decomposed(a)
         scaled, ok = unit_sized(a)
         due = off_diagonal(torch.bmm(q.mT, torch.bmm(scaled, q)), self.tolerance)
         if not may_branch_on_values(a):
@@ -288,9 +288,7 @@ class EighBasis(BasisSolver):
             q[due], _, ok[due] = self._decomposed(a[due])
         return Basis(q, None, ok)
 
-    def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Return the fields of a `Basis`: eigenvectors in the order that the field `order` chooses, None, and bool
-        `[N]`, False for failures.
-        """
+    def _decomposed(self, a: Tensor) -> Basis:
+        """Return the eigenvectors of the matrices. The field `order` of the solver says how the columns are sorted."""
         _, vectors, ok = eigh(a, self.on_host)
-        return vectors.flip(-1) if self.order == "descending" else vectors, None, ok
+        return Basis(vectors.flip(-1) if self.order == "descending" else vectors, None, ok)
