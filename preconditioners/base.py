@@ -160,10 +160,11 @@ class Stage(Schedulable, ABC, family="stage"):
     is True in a block's first refresh. If x `[N]` has one number for each block, `numerics.per_block(x, like)` shapes x
     to multiply `like`.
 
-    One wire. Gradient and direction are one tensor until a stage with slots has run (slots of chains inside a stage
-    count, too). The result of a stage without slots is until then also the gradient of all following stages:
-    `[clip_norm, momentum, rms]` clips the gradient. After `momentum` the direction is a tensor of its own, and the
-    gradient does not change any more.
+    Gradient and direction. The first stage of a recipe receives one tensor as both, the gradient. Until a stage with
+    slots has run (slots of chains inside a stage count, too), the following stages receive each result as both
+    `gradient` and `direction`. In `[clip_norm, momentum, rms]` `momentum` and `rms` thus receive the clipped gradient.
+    The result of the first stage with slots, here `momentum`, is the direction alone. From then on the direction is a
+    tensor of its own, and all following stages receive the same gradient.
 
     Chains inside. Declare a field `chain: Stages = Field(alias="inner")`. The alias is needed because no field may have
     the name of a hook. Let `inner(block)` return `{"inner": Inner(self.chain, small)}`, where `small` is the block that
@@ -396,10 +397,13 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Update the statistics and factors of lagged stages from a parameter's first gradient, and change nothing
-        else.
+        """Initialize the statistics and factors of lagged stages from a parameter's first gradient. Nothing else
+        changes.
 
-        This concerns this stage, if it is lagged, and the lagged stages inside it. To pass the gradient on to the
+        A lagged stage (`Traits.lagged`) applies its state to a gradient before it learns from that gradient. Therefore
+        it cannot map the first gradient, but only learn from it.
+
+        This stage learns if it is lagged, and so does every lagged stage inside it. To pass the gradient on to the
         stages inside, `apply` of this stage is called. Its direction and the state that it writes are dropped.
         """
         try:
@@ -547,7 +551,10 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
 
 @contextmanager
 def named_stage(stage: Stage, path: str) -> Iterator[None]:
-    """Add the note of `name_stage` to an error of the block, which calls a hook of the stage outside of a step."""
+    """Add the note of `name_stage` to an error that is raised in the `with` statement.
+
+    The engine calls hooks of a stage in such a statement when it calls them outside of a step.
+    """
     try:
         yield
     except Exception as error:
@@ -662,6 +669,8 @@ def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage
 def first_lagged(stages: tuple[Stage, ...], path: str = "") -> str | None:
     """Return the dotted path of the first lagged stage in a chain or inside its stages. Return None if there is no
     lagged stage.
+
+    A lagged stage (`Traits.lagged`) applies its state to a gradient before it learns from that gradient.
     """
     return next((here for here, stage in walk(stages, path) if stage.cached_traits().lagged), None)
 

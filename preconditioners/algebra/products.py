@@ -132,7 +132,11 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the argument `short` for `_cycled`, or None if `_cycled` is not faster for these matrices."""
+    """Return the number of short axes at the end of a block, which `_cycled` needs. Return None if one `mode_product`
+    for each axis is faster than `_cycled`.
+
+    The last k axes are short if the product of their lengths is below `_FEW`. The result is the largest such k.
+    """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
         return None

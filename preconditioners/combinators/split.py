@@ -32,9 +32,10 @@ class Split(Stage):
     chains in the same way as the direction. `side` chooses the axis that U multiplies: the last, the first or the
     shorter axis. For blocks with one axis, `inside` receives the whole block, and `outside` receives zeros.
 
-    No n x n matrix is stored, only U and the r x r projection S of the mean (Algorithm 1 of the paper). A step computes
-    U' = qr(b U S + (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U'),  U <- U'. The first U is
-    computed from the first G^T G.
+    No n x n matrix is stored, only U and the r x r projection S of the mean (COSMOS, Liu et al. 2025, arXiv:2502.17410,
+    Algorithm 1). The first U is computed from the first G^T G. A step computes
+
+    U' = qr(b U S + (1 - b) G^T G U),  T = U^T U';  S <- b T^T S T + (1 - b) (G U')^T (G U'),  U <- U'
     """
 
     kind: Literal["split"] = "split"

@@ -18,15 +18,19 @@ from ..base import Inner, Stage, Stages, Traits, run_chain
 
 
 class Trust(Stage):
-    """v(d) X / v(X)  with  X = d + t (P - d),  P = v(d) Y / v(Y),  Y = inner(g, d),  v(X) = ||X X^T||_F^(1/2)
+    """v(d) X / v(X)  with  X = (1 - t) d + t P,  P = v(d) Y / v(Y),  Y = inner(g, d)
 
-    t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), where clip is to [0, 1]; then t is
-    clipped to [floor, cap].
+    d is the incoming direction, g the gradient, and Y the direction that the chain `inner` computes from both. P is Y
+    with the norm of d. The blend X of d and P, with the weight t of P, is scaled to the norm of d as well. The norm of
+    a block X, as a matrix, is v(X) = ||X X^T||_F^(1/2). Norms and cosines are computed for each block.
 
-    g is the gradient, d the incoming direction, Y the direction of the chain, and P is Y with the norm v of d. The
-    weight t of P is larger if the angle between P and d is small, and if P is closer to the gradient than d is. Norms
-    and cosines are computed for each block, as a matrix. A stale basis turns P away from the gradient, which makes t
-    smaller (records of 2026 in track 3 of modded-nanogpt, `trust_gate`).
+    t = a c, clipped to [floor, cap]
+    a = (cos(P, d) - agreement) / (1 - agreement), clipped to [0, 1]
+    c = cos(P, g) / cos(d, g), clipped to [0, 1]
+
+    a is large if the angle between P and d is small, and c is 1 if P is at least as close to the gradient as d. A stale
+    basis in the chain turns P away from the gradient, which makes t smaller (records of 2026 in track 3 of
+    modded-nanogpt, `trust_gate`).
     """
 
     kind: Literal["trust"] = "trust"

@@ -186,6 +186,7 @@ class NewtonDB(Coupled):
 
     def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
-        rest = (identity_like(zy) - zy) / 2  # E - I tends to 0, and so do the rounding errors of products with E - I
+        # rest is E - I. Products with it have smaller rounding errors than products with E, because it tends to 0
+        rest = (identity_like(zy) - zy) / 2
         y, z = y + self.times(y, rest), z + self.times(rest, z)
         return y, z, self.times(z, y)

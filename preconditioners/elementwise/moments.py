@@ -83,7 +83,10 @@ class Momentum(Stage):
         return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
-        """Return the new direction if `beta3` is set, and update the mean m in its slot.
+        """Return the new direction of a stage with the field `beta3`, and update the mean m in its slot.
+
+        With beta3 as b3, the direction is (b3 m + (1 - b3) d) / (1 - b3 b^(t-1)). Without bias correction, the
+        denominator is 1.
 
         m: the mean before this step.
         """

@@ -27,7 +27,8 @@ def k_maxwell(
     `begin` all means have the decay `beta`. From `begin` to the end of the run the weights change linearly from those
     of `start_age` to those of `end_age`.
 
-    `k_maxwell(8, 58, 26)` has the weights of modded-nanogpt #357, and `k_maxwell(6, 50, 22)` those of #359.
+    `k_maxwell(8, 58, 26)` has the weights of pull request #357 of modded-nanogpt, and `k_maxwell(6, 50, 22)` those of
+    #359.
 
     Args:
         count: Number of means, K, at least 2.
@@ -78,7 +79,7 @@ class KernelStatistics(NamedTuple):
 
 
 def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[np.float64]:
-    """Return the kernel of maximum entropy with given statistics (modded-nanogpt #368, #369).
+    """Return the kernel of maximum entropy with given statistics (pull requests #368 and #369 of modded-nanogpt).
 
     The weights w_k of the ages k = 2, 3, ... have the largest -sum_k w_k log w_k of all weights with these statistics.
     They are w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method finds b, c and d, and a follows from the sum
@@ -141,19 +142,20 @@ def maximum_entropy(
     beta: float = 0.95,
     begin: float = 0.25,
 ) -> list[dict[str, Any]]:
-    """Return the `means` of a `momentum_mixture` that approximates the momentum of the records #368 and #369.
+    """Return the `means` of a `momentum_mixture` that approximates momentum with a kernel of maximum entropy.
 
-    The records store 256 gradients. Their kernel changes linearly from the kernel of maximum entropy with the
-    statistics `start` to the one with the statistics `end`. Here `count` running means with log-spaced mean ages
-    replace the stored gradients. Until `begin` all means have the decay `beta`.
+    A kernel has a weight for each past gradient. The kernel of maximum entropy with given statistics is computed by
+    `entropy_kernel`. Pull requests #368 and #369 of modded-nanogpt store 256 gradients, and their kernel changes
+    linearly from the one with the statistics `start` to the one with the statistics `end`. Here `count` running means
+    with log-spaced mean ages replace the stored gradients. Until `begin` all means have the decay `beta`.
 
-    The mixture has the same sum of weights and the same mean age as the kernel of the records. Under this condition its
-    weights, which may be negative, minimize the squared distance from that kernel. The distance is not 0, because the
-    kernel of the records alternates from age to age: with eight means, the absolute differences sum to 0.24 at the
-    start and to 0.10 at the end.
+    The mixture has the same sum of weights and the same mean age as the kernel. Under this condition its weights, which
+    may be negative, minimize the squared distance from the kernel. The distance is not 0, because the kernel alternates
+    from age to age: with the statistics below and eight means, the absolute differences sum to 0.24 at the start and to
+    0.10 at the end.
 
-    The records have the statistics (90, 3.7153849427, 0.07235, 0.02235) at the start and (24.05, 2.3786333904, 0.137,
-    0.087) at the end.
+    The two pull requests have the statistics (90, 3.7153849427, 0.07235, 0.02235) at the start and (24.05,
+    2.3786333904, 0.137, 0.087) at the end.
 
     Args:
         count: Number of means, at least 2.

@@ -81,8 +81,8 @@ class Normalize(Stage):
     unit_norm:        target = 1
     norm_preserving:  target = ||gradient||
 
-    Before the first stage that keeps state, gradient and direction are the same tensor, and `norm_preserving` only
-    multiplies by `factor`. There, a `graft` restores the norm that d had before some stages: set these stages as
+    If no stage before this one keeps state, gradient and direction are the same tensor, and `norm_preserving` only
+    multiplies by `factor`. To give the result of some stages the norm of their input, use `graft` with these stages as
     `direction` and `identity` as `magnitude`. For factors that depend on the shape alone, use the stage `scale`.
     """
 
@@ -132,9 +132,9 @@ def norm_over(x: Tensor, per: str, context: StepContext) -> Tensor:
 class ClipNorm(Stage):
     """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
 
-    d is the direction. Before the first stage that keeps state, d is the gradient, which is then clipped, too. With
-    `per: model` ||d|| is replaced by the norm of the gradients of all parameters, before any stage, as in
-    `torch.nn.utils.clip_grad_norm_`.
+    d is the direction. If no stage before this one keeps state, gradient and direction are the same tensor, and the
+    following stages receive the clipped tensor as both. With `per: model` ||d|| is replaced by the norm of the
+    gradients of all parameters, before any stage, as in `torch.nn.utils.clip_grad_norm_`.
     """
 
     kind: Literal["clip_norm"] = "clip_norm"

@@ -108,7 +108,10 @@ class AdaptiveShampoo(Factored):
         return wanted
 
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
-        """Decompose the present statistic A of the due blocks. Where the decomposition succeeds, A replaces S.
+        """Decompose the present statistic A of the due blocks, and store its eigenvectors and eigenvalues.
+
+        They replace those of S, the statistic at the last decomposition, and the damping becomes `eps`. Where the
+        decomposition fails, nothing changes except the count of failures.
 
         a: A `[N, d, d]`.
         due: (rows, mask). rows: indices of the blocks to decompose. mask: bool `[N]`, True for due blocks. Only due

@@ -58,7 +58,7 @@ class Turn:
 
     @cached_property
     def stays(self) -> bool:
-        """True if R is known to be the identity for every block.
+        """True if the change is known to change nothing: Q_new equals Q_old, and R is the identity, for every block.
 
         On a device the value is always False, because the host would have to wait for a comparison.
         """
@@ -133,7 +133,10 @@ def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
 
 
 def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
-    """Return x with its entries reordered along the axis of each turn, as the columns of the basis are."""
+    """Return x with its entries along each axis in the new order of that axis's columns of the basis.
+
+    turns: the change of basis of each axis. `Turn.order` is the order; without it the entries keep their places.
+    """
     for axis, turn in turns.items():
         x = x if turn.order is None else reordered(x, axis, turn.order)
     return x
@@ -206,22 +209,27 @@ def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
 def fit_second_moments(
     slots: Iterable[ChainSlot], state: State, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Fit the second moments of a chain to marginals after its basis has changed, and limit the updates that follow.
+    """Scale the second moments of a chain after its basis has changed, so that they fit the statistics in the new
+    basis.
+
+    A second moment v is a slot with a `decay` b: a running mean of squared gradients. Its sums over all axes except i
+    should be the marginals d_i, which are known from the statistics. `fit_` multiplies v along each axis i by d_i /
+    s_i, with s_i the present sums.
+
+    A factored second moment is v = x y^T / mean(x), stored as the vectors x and y. For each of them the marginals give
+    a factor d_i / s_i. A deviation of one entry of v is in both factors, because the entry is part of the sum of its
+    row and of its column. If both factors are known, each vector is therefore multiplied by the square root of its
+    factor.
+
+    An entry of the fitted v may be too small for the first moments m, so that m / sqrt(v) would be a large update.
+    Therefore v of each block is then multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) is at most
+    max(mean m^2 / mean v, 1 - b), for every m. Here mean m^2 / mean v is the value of mean(m^2 / v) if all entries of v
+    are equal. 1 - b is the value of m^2 / v after one gradient that is much larger than all before it, if m and v have
+    the decay b.
 
     slots: the slots of the chain, as `chain_slots` yields them.
-    marginals: by axis i of the block, the sums d_i of squared gradients over all other axes, which follow from the
-        statistic.
+    marginals: d_i by axis i of the block.
     weights: by axis j of the block, the weights w_j of sums over this axis. Empty: the statistics are not whitened.
-
-    A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored second moment is v = x
-    y^T / mean(x) with vectors x and y. A change of one entry of v changes the sum of its row and the sum of its column.
-    It would count twice if x and y both took their full correction. If the marginals of x and of y are known, each
-    vector is therefore multiplied by the square root of its full correction.
-
-    Then v of a block is multiplied by the smallest number c >= 1 for which mean(m^2 / (c v)) does not exceed a limit,
-    for every first moment m. The limit is the larger of mean m^2 / mean v and 1 - b. The first number is the value of
-    mean(m^2 / v) for a v with equal entries, in any basis. The second number is the value of m^2 / v after one gradient
-    that is much larger than all others, if both moments have the decay b.
     """
     first, second = _moments(slots, state)
     for scope, own in second:
@@ -256,12 +264,13 @@ def _moments(
 
 
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
-    """Return for each block the factor c `[N]` by which `fit_second_moments` multiplies its second moment v.
+    """Return for each block the factor c `[N]` by which `fit_second_moments` multiplies v to limit m / sqrt(v).
 
-    Entries of v below the rounding error, for example in directions without gradients, are ignored.
+    c is the largest of mean(m^2 / v) / max(mean m^2 / mean v, 1 - b) over all first moments m, but at least 1. Entries
+    of v below the rounding error, for example in directions without gradients, are ignored.
 
-    first: the first moments m.
-    v: the second moments.
+    first: the first moments m, each `[N, *block]`.
+    v: a second moment of the same chain.
     decay: decay b of v.
     """
     mean = v.flatten(1).mean(-1)
@@ -375,10 +384,12 @@ def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: flo
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d / s)^power for one axis, after d is scaled to the same total as s. The factor is 1 where d or s is 0.
+    """Return (d / s)^power, the factor by which `fit_` multiplies a second moment v along one axis.
 
-    d: the wanted sums `[N, length of the axis]`.
-    s: the present sums, in the same shape.
+    d is first scaled to the same total as s. The factor is 1 where d or s is 0.
+
+    d: sums that v should have over all other axes, `[N, length of the axis]`.
+    s: the present sums of v over all other axes, in the same shape.
     """
     known = (d > 0) & (s > 0)
     unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))

@@ -152,7 +152,8 @@ class Eigenbasis(Factored, DelayedRefresh):
         own = slice(*rows)
         new = self._rotated(state, cached.x[own])
         for axis, q in cached.bases.items():
-            if state.copied(f"basis.{axis}"):  # q is a copy; otherwise q is the state, which has changed already
+            # if the slot is read as a copy, q still has the old basis; otherwise q is the slot, which has the new one
+            if state.copied(f"basis.{axis}"):
                 q[own].copy_(new.bases[axis])
         if cached.bases:  # if no axis has a basis, `rotated` is the gradient itself, which must not be written to
             cached.rotated[own].copy_(new.rotated)
@@ -212,10 +213,12 @@ class Eigenbasis(Factored, DelayedRefresh):
             self._fit(state, {axis: diagonal for axis, (*_, diagonal) in solved.items() if diagonal is not None})
 
     def _fit(self, state: State, found: Mapping[int, Tensor]) -> None:
-        """Fit the second moments of the inner chain to the sums that follow from the statistics.
+        """Scale the second moments of the inner chain so that they fit the statistics in the new basis.
 
-        found: by axis, the diagonal `[N, d]` of Q^T A Q, with Q the basis and A the statistic, if the solver computed
-            it as a by-product; NaN for blocks without it.
+        For an axis with the basis Q and the statistic A, diag(Q^T A Q) are the sums of squared gradients in the basis
+        over all other axes. `fit_second_moments` gives the second moments these sums.
+
+        found: by axis, diag(Q^T A Q) `[N, d]` if the solver computed it as a by-product; NaN for blocks without it.
         """
         axes = self.factor_axes(state.block)
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
@@ -241,7 +244,8 @@ class Eigenbasis(Factored, DelayedRefresh):
 
         Return (the old bases, the result of the solver, a function for the diagonal of Q^T A Q or None).
         """
-        stored = self.solver.unit_free and self.statistic.slow is None  # the estimate is a multiple of the factor
+        # without a slow mean the estimate is a multiple of the stored factor, and such a solver returns the same basis
+        stored = self.solver.unit_free and self.statistic.slow is None
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if stored else self.statistic.estimate(state, axis, context) for axis in axes)
         return old, *self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
@@ -250,7 +254,8 @@ class Eigenbasis(Factored, DelayedRefresh):
         """Return the change from the present basis of an axis to a new basis.
 
         A quantized basis is written to its slot at once, because the change must be computed from the basis that is
-        stored, with its rounding. A basis that is not quantized is written after the transport.
+        stored, with its rounding. A basis that is not quantized is written later by `_change_basis`, after the state of
+        the inner chain was transported to the new basis.
 
         axis: the axis, or the first of several axes whose bases are one stack. Quantized bases are never in one stack.
         old: the present basis.
@@ -346,8 +351,8 @@ class Eigenbasis(Factored, DelayedRefresh):
         cached = context.kept.get(state.path)
         if cached is None:
             cached = self._rotated(state, gradient)
-            if self.statistic_frame == "basis":
-                context.kept[state.path] = cached  # for the statistic, which observes after `apply` if this is lagged
+            if self.statistic_frame == "basis":  # in a lagged stage `observe` runs after `apply`, and uses this cache
+                context.kept[state.path] = cached
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):
                 rows = state if stop - start == len(gradient) else state.slice_rows(start, stop)

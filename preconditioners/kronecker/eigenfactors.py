@@ -29,12 +29,12 @@ class Eigenfactors(LearnedFactors):
 
     x_i is the product along axis i. V and l are the eigenvectors and eigenvalues of a running mean of M, b = beta is
     its decay, and e = 1 / (2k) by default, where k is the number of axes with a factor. V `[N, d, d]` starts as the
-    identity and l `[N, d]` as `initial`. Unlike in the paper, the solver `power_qr` sorts the columns of V before the
-    step.
+    identity and l `[N, d]` as `initial`. The refresh is that of 4-bit Shampoo (Wang et al. 2024, arXiv:2405.18144,
+    Algorithm 1), except that the solver `power_qr` sorts the columns of V before the step.
 
     Neither a statistic nor a root is stored: only the part of A that is diagonal in P is kept. With 4 bits this takes
-    half the memory of the paper's Algorithms 1 to 3, which store a root as well. The price is one more product with V
-    for each axis and step, because R is applied as V^T, the diagonal and V.
+    half the memory of Algorithms 1 to 3 of 4-bit Shampoo, which store a root as well. The price is one more product
+    with V for each axis and step, because R is applied as V^T, the diagonal and V.
 
     The basis converges no faster than the running mean: for a constant M, each refresh multiplies the angle between a
     column and its limit by b + (1 - b) r, where r < 1 is the ratio of two eigenvalues. With an exact `solver` and

@@ -44,7 +44,7 @@ class Shampoo(Factored, DelayedRefresh):
 
     @model_validator(mode="after")
     def _exponents_fit(self) -> Self:
-        if self.exponent is not None:  # the default depends on the order of the blocks, and `slots` checks it
+        if self.exponent is not None:  # the default depends on the number of axes of a block, and `slots` checks it
             for order in self.exponent if isinstance(self.exponent, dict) else (2,):
                 self._require_fit((2,) * order)
         return self

@@ -106,14 +106,26 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the next root R of the published form, without the factor (1 + 1 / ||X||_F)^e, and log ||X||_F `[N]`."""
+    """Return (R K, log ||X||_F `[N]`) as in the form `published` of `Jorge`, with X = R^(1/e) S.
+
+    The caller multiplies R K by (1 + 1 / ||X||_F)^e, which makes it the next root.
+
+    r: R, the present root.
+    s: S = G G^T, of the gradient's unfolding G along the axis.
+    """
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
     return r - float(e) * ry + float(e * (e + 1) / 2) * torch.bmm(ry, y), size
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the next root R of the symmetric form, without the factor (1 + 1 / ||X||_F)^e, and log ||X||_F `[N]`."""
+    """Return (h R h, log ||X||_F `[N]`) as in the form `symmetric` of `Jorge`, with X = R^(1/2e) S R^(1/2e).
+
+    The caller multiplies h R h by (1 + 1 / ||X||_F)^e, which makes it the next root.
+
+    r: R, the present root.
+    s: S = G G^T, of the gradient's unfolding G along the axis.
+    """
     y, left = _product(r, s, e.denominator // 2)
     y, right = _product(r, y.mT, e.denominator // 2)
     y, half = symmetrized(y), e / 2

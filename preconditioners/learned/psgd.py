@@ -172,10 +172,11 @@ gradient.
 class FactorStep(NamedTuple):
     """The functions of one `form` of the step of a factor, with symbols as in `PSGD`.
 
-    terms: function of the factors, the damped gradient h and the probe v. It returns (size, terms), with the terms
-        divided by size^2.
-    move: function of a factor and of m T / L, with m the step size, T the descent direction and L its bound. It returns
-        the updated factor.
+    terms: function of the factors, the damped gradient h and the probe v. It returns (size, terms). `terms` has for
+        each axis the two terms whose difference is the descent direction T. They are divided by size^2, so that they do
+        not overflow. No entry of the tensors A and B, from which the terms are computed, is larger than `size` `[N]`.
+    move: function of a factor and of m T / L, with m the step size and L a bound of the size of T. It returns the
+        updated factor.
     probed: True if the terms need the probe v.
     """
 

@@ -99,7 +99,8 @@ class NewtonSchulz(PolarSolver):
         for a, b, c in triples(self.coefficients, self.steps):
             gram = symmetric_product(y, y)
             y = _add_product(y, add_symmetric(gram.clone(), gram, gram, b, c), y, a)
-        if tall and not x.is_cpu:  # one kernel casts and transposes, and the write of contiguous updates takes one too
+        if tall and not x.is_cpu:
+            # one kernel casts and transposes, and one kernel then adds the contiguous result to the parameter
             return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(y.mT)
         return (y.mT if tall else y).to(x.dtype)
 

@@ -97,7 +97,7 @@ class PowerIteration(EigenvalueBound):
         v = v.expand(len(a), -1, -1)
         factors, apart = [a] * self.steps, 1
         if self.steps >= _SQUARED:
-            rest = (self.steps - 1) % 4 + 1  # at least one product with A itself, which gives the estimate
+            rest = (self.steps - 1) % 4 + 1  # at least 1: the last product must be A v, whose norm is the estimate
             factors, apart = [_scaled_square(_scaled_square(a))] * ((self.steps - rest) // 4) + [a] * rest, _SAFE
         for k, factor in enumerate(factors):
             if k % apart == 0 or k == len(factors) - 1:

@@ -42,7 +42,10 @@ and the iteration may diverge.
 
 
 class Polynomial(NamedTuple):
-    """The polynomial f(x) = constant + linear (1 - x) + square (1 - x)^2."""
+    """The polynomial f(x) = constant + linear (1 - x) + square (1 - x)^2 of one step.
+
+    A step maps each eigenvalue x of the matrix M, whose limit is I, to f(x)^p x.
+    """
 
     constant: float
     linear: float
@@ -53,7 +56,10 @@ class Polynomial(NamedTuple):
         return (self.constant + (1 - x) * (self.linear + (1 - x) * self.square)) ** p * x
 
     def stretched(self, end: float, p: int) -> Polynomial:
-        """Return the polynomial end^(-1/p) f(x / end). It maps the eigenvalue `end` of M as f maps the eigenvalue 1."""
+        """Return the polynomial end^(-1/p) f(x / end), for eigenvalues x up to `end` instead of 1.
+
+        Its step maps an eigenvalue x of M to the same number as the step of f maps x / end.
+        """
         shift, size = 1 - 1 / end, end ** (-1 / p)
         return Polynomial(
             size * (self.constant + shift * (self.linear + shift * self.square)),

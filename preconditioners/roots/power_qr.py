@@ -87,7 +87,7 @@ def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
 
     For a matrix A of zeros, the order of the columns and the basis do not change.
     """
-    aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
+    aq = torch.bmm(q.mT, a).mT  # A Q = (Q^T A)^T for symmetric A, with the entries of a column contiguous in memory
     descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
     return descending, QRFactors.of(_columns(aq, descending), q)
 
@@ -171,12 +171,13 @@ class QRFactors(NamedTuple):
         return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
-        """Return diag(Q^T A Q) `[N, d]`, for factors Q and R of X = A q[:, order] with a square q.
+        """Return diag(Q^T A Q) `[N, d]` for the new basis Q of a step of orthogonal iteration, without a product with
+        A.
 
-        With q q^T = I, this is the diagonal of R q[:, order]^T Q. The method overwrites the Householder vectors in
-        `packed` with zeros.
+        The step computed these factors Q and R of X = A q[:, order] from the old basis q `[N, d, d]`. As q q^T = I, Q^T
+        A Q = R q[:, order]^T Q. The method overwrites the Householder vectors in `packed` with zeros.
 
-        order: `[N, d]`.
+        order: `[N, d]`, the column of q from which each column of X was computed.
         rotation: q^T Q `[N, d, d]`.
         """
         sorted_rows = _columns(rotation.mT, order).mT

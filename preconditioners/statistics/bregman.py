@@ -93,7 +93,10 @@ class Bregman(Statistic):
         return [found[axis] for axis in axes]
 
     def _whitening(self, state: State, x: Tensor, axis: int, powers: Powers) -> _Whitening:
-        """Return the map that whitens a gradient along one axis, by the power q - 1 of the factor of that axis."""
+        """Return the map that whitens a gradient along one axis by the power q - 1 of the factor of that axis.
+
+        q is the field `q` of the statistic.
+        """
         d = state.block[axis]
         if not self.has(state, axis):
             return _Whitening(None, None, None, None, d)
@@ -116,11 +119,14 @@ class Bregman(Statistic):
 class _Whitening(NamedTuple):
     """The map that whitens a gradient along one axis, for the contributions to the factors of all other axes.
 
+    The gradient is multiplied by the power q - 1 of the factor of this axis, with q the field `q` of `Bregman`.
+
     left, right: the two matrices whose product is the power q - 1 of the factor, as in `Power`.
     half: `[N]`, unit^((q - 1) / 2), by which `left` and `right` are multiplied, with unit the mean eigenvalue of the
         factor. None: the axis has no factor.
     known: bool `[N]`, True where the power is known. None: the power is known for all blocks.
-    trace: `[N]`, the divisor of contributions: the trace of the power q of the factor, or the length of the axis.
+    trace: `[N]`, the number by which contributions to other factors are divided: the trace of the power q of this
+        factor, or the length of the axis.
     """
 
     left: Tensor | None
@@ -130,17 +136,20 @@ class _Whitening(NamedTuple):
     trace: Tensor | float
 
     def of(self, pair: _Pair, axis: int) -> _Pair:
-        """Return the two tensors of a contribution, whitened along the axis.
+        """Return the two tensors of a contribution, the first multiplied by the field `left` along the axis, and the
+        second by `right`.
 
-        If the two tensors are one object and `left` is `right`, the results are one object, too.
+        If the two tensors are one object, and both fields are one object, the results are one object, too.
         """
         left = self._along(pair[0], self.left, axis)
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by `matrix`, and by `half`.
+        """Return x multiplied along the axis by `matrix`, and by the number `half` of each block.
 
-        matrix: `left` or `right`; None if the power is a multiple of the identity.
+        Blocks whose power is not known are multiplied by `half` alone. If the axis has no factor, x is returned.
+
+        matrix: the field `left` or `right`; None if the power is a multiple of the identity.
         """
         if self.half is None:
             return x

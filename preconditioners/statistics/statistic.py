@@ -67,7 +67,11 @@ class Contribution(NamedTuple):
     scale: Tensor | float = 1.0
 
     def multiplied(self) -> Contribution:
-        """Return the contribution as a matrix, with the product Y Z^T computed in bfloat16."""
+        """Compute the product Y Z^T of the fields `y` and `z` in bfloat16. Return the contribution with the product as
+        `y`, and without `z`.
+
+        A contribution without `z` is returned as it is.
+        """
         if self.z is None:
             return self
         product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
@@ -320,11 +324,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of a running mean (or sum) of squared gradients, if the marginals diag(Q^T A_k Q) are such a mean.
-        Otherwise None.
+        """Decay b of the running mean (or sum) of squared gradients that the marginals of a factor are. None: they are
+        no such mean.
 
-        Q is a basis of axis k. The gradients are squared in the basis, and summed over all axes except k. If
-        `needs_power` is p, each square is weighted by the power p of the other axes' eigenvalues.
+        The marginals of the factor A_k are diag(Q^T A_k Q), with Q a basis of axis k. For A_k <- b A_k + w G G^T with
+        the gradient's unfolding G, they accumulate the squares of the gradient in this basis, summed over all axes
+        except k. If `needs_power` is p, each square is weighted by the power p of the other axes' eigenvalues.
         """
         return None
 
@@ -411,7 +416,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             for name, decay in self._means(axis).items():
                 factor = state[name]
                 if self.precision != "input" and factor.ndim == 3:
-                    given = given.multiplied()  # once, because a product is returned as it is
+                    given = given.multiplied()  # the product is computed for the first mean, and reused for the second
                 state[name] = self._accumulate(factor, given, decay, now)
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
@@ -464,7 +469,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return factor / context.correction(beta, factor, lambda step: self._observations(step - behind))
 
     def _observations(self, step: Tensor) -> Tensor:
-        """Return the number of observations up to a step, at least 1. A lagged stage observes in step 0 already."""
+        """Return how many of the steps 1, ..., `step` have an observation (see `interval`).
+
+        The result is at least 1, also for step 0, in which a lagged stage observes the first gradient.
+        """
         return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
 
 
