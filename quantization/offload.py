@@ -27,8 +27,8 @@ from .base import Location, Quantizer
 
 
 class Offload(Quantizer):
-    """Storage in pinned host memory or in a memory-mapped file, for a slot itself or for its tensors in an inner
-    format.
+    """Storage of a slot in pinned host memory or in a memory-mapped file. The slot is stored as it is, or encoded by
+    the format `inner`.
 
     The slots of a stack are copied to the device while the previous stack is computed. They are copied back after the
     stack was computed, so that the device holds the state of at most two stacks. On a CPU, slots in a file are read

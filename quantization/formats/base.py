@@ -93,12 +93,12 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return a width into which rows of n numbers can be cut so that the parts are encoded and decoded separately.
+    """Return the width of the parts into which rows of n numbers can be cut, so that a format encodes and decodes each
+    part without the rest of its row.
 
-    The width is B if all blocks of a row are full and B is even, because two codes in one byte then never belong to two
-    parts. Otherwise rows cannot be cut, and the width is n.
-
-    size: B.
+    A row consists of blocks of `size` numbers, the last of which may be shorter. If no block is shorter and `size` is
+    even, the result is `size`: each block is a part. Two codes that share a byte are then codes of the same block. In
+    all other cases a row cannot be cut, and the result is n.
     """
     return size if n % size == 0 and size % 2 == 0 else n
 
@@ -220,7 +220,8 @@ class Blockwise(Format, ABC):
         """Return the codes of z `[N, ..., n]`, numbers that are scaled to [-span, span]. The call may overwrite z.
 
         uniform: function that draws random numbers in [0, 1); None: values are rounded to nearest.
-        out: tensor to which the codes are written; None for a new tensor.
+        out: tensor in the shape of the result that the codes may be written to; None for a new tensor. Use the returned
+            tensor, because a format may return a new one.
         """
 
     @abstractmethod
@@ -229,7 +230,8 @@ class Blockwise(Format, ABC):
         scales of their blocks.
 
         n: length of a row of values.
-        out: tensor to which the values are written if the format supports this shape; None for a new tensor.
+        out: tensor in the shape of the result that the values may be written to; None for a new tensor. Use the
+            returned tensor, because a format with two codes in a byte returns a new one if n is odd.
         """
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:

@@ -76,7 +76,8 @@ def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
     codes = codes.to(torch.uint8)
     if codes.shape[-1] % 2:
         codes = pad(codes, (0, 1))
-    # a shift of 16 bits joins two bytes, and the conversion to uint8 keeps the low byte
+    # An int16 contains two codes, the first one in its low byte. Shifted right by 4 bits, the second code is the upper
+    # half of the low byte. The conversion to uint8 keeps the low byte.
     if may_branch_on_values(codes) and sys.byteorder == "little":
         pairs = codes.contiguous().view(torch.int16)
         pairs = (pairs >> 4).bitwise_or_(pairs)
@@ -188,25 +189,27 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return a table, int32 `[2^15 + 1]`, by which `_found` finds the code of a float32 in (-2, 2) in two integer
-    operations.
+    """Return a table, int32 `[2^15 + 1]`, by which `_found` finds the code of a float32 in (-2, 2).
 
-    Read the bits of the float as a signed integer, and let k be its absolute value. Read the upper 16 bits alone as a
-    signed integer, and let h be its absolute value. The code is the upper 16 bits of k + table[h].
+    The code is the upper 16 bits of k + table[h]. k is the absolute value of the 32 bits of the float, read as a signed
+    integer. h is the absolute value of the upper 16 of these bits, read as a signed integer.
 
-    All floats with the same h share an entry of the table. They have at most two codes, c - 1 and c, if midpoints
-    between levels differ by at least 2^-7 of their size. The entry is 2^16 c - s, where s is the smallest k with the
-    code c. So the upper half of the sum is c for k >= s, and c - 1 for k < s.
+    An entry of the table is for all floats with the same h. They differ only in their lower 16 bits. If midpoints
+    between levels differ by at least 2^-7 of their size, at most one midpoint is among these floats, so that they have
+    at most two codes, c - 1 and c. Both for floats >= 0 and for floats below 0, k increases with the float. With s the
+    smallest k of the code c, the entry is 2^16 c - s. The sum k + table[h] is then 2^16 c + (k - s), with the upper 16
+    bits c for k >= s, and c - 1 for k < s.
 
     Floats >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.
     """
-    # o is k for floats >= 0, and k - 2^31 for floats below 0: it increases with the float, also across 0
+    # The table is computed with k for floats >= 0, and with k - 2^31 for floats below 0. This number increases with the
+    # float also across 0.
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
-    middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)  # o
+    middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)
     h = torch.arange((1 << 15) + 1, dtype=torch.int64, device="cpu")
     negative = h > 1 << 14
-    first = torch.where(negative, (h << 16) - 0xFFFF - (1 << 31), h << 16)  # o
+    first = torch.where(negative, (h << 16) - 0xFFFF - (1 << 31), h << 16)
     below, upto = torch.searchsorted(middles, first), torch.searchsorted(middles, first + 0xFFFF)
     if bool((upto - below > 1).any()):
         raise ValueError("codebook: two midpoints of levels share the upper 16 bits; use levels that are farther apart")
