@@ -58,7 +58,7 @@ itself made from the schema.
 class ComponentType(ModelMetaclass):
     # The metaclass of components. It defines calls of a component, and what `help`, `dir` and completion show.
 
-    if not TYPE_CHECKING:  # type checkers read the fields instead
+    if not TYPE_CHECKING:  # without a signature of `__call__`, type checkers check calls against a component's fields
 
         def __call__(cls, *values: object, **fields: object) -> Any:
             """Return an instance. Raise RecipeError for invalid fields, and TypeError for positional arguments."""
@@ -138,7 +138,8 @@ class Component(BaseModel, metaclass=ComponentType):
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if family is None and cls.family_name is not None:  # before pydantic makes fields, and warns of such a name
+        # hidden methods are refused before pydantic makes the fields, because it would warn of their names first
+        if family is None and cls.family_name is not None:
             try:
                 own = inspect.get_annotations(cls)
             except NameError:  # Python 3.14 evaluates all annotations, also names that only type checkers import

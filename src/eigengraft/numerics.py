@@ -212,7 +212,8 @@ def block_norm(x: Tensor) -> Tensor:
         if bool(((norm > 2 * low * root) & (norm < high)).all()):
             return norm
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1).clamp_min_(tiny(x.dtype))
-    scale = peak / peak.clamp(low, high)  # 1 in the range, so that a norm has the bits of one without scaling
+    # the scale is 1 in the range of safe squares, so that scaling does not change the bits of these norms
+    scale = peak / peak.clamp(low, high)
     found: Tensor = torch.linalg.vector_norm(flat / scale[:, None], dim=1).mul_(scale)
     return found
 
@@ -720,7 +721,7 @@ def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bound, branches = 1 + size, may_branch_on_values(v)
     if branches and bool((bound < _SAFE).all()):
         return v, gram, 1 / peak
-    power = off / per_block(size.clamp_min(tiny(v.dtype)), off)  # powers of E itself would overflow
+    power = off / per_block(size.clamp_min(tiny(v.dtype)), off)  # E / |E|_F, because powers of E could overflow
     for order in (2, 4):
         power = torch.bmm(power, power)
         bound = 1 + size * torch.linalg.matrix_norm(power) ** (1 / order)

@@ -357,7 +357,10 @@ class State:
             watch.stored(self, name, value)
 
     def read(self, name: str) -> Tensor:
-        """Return the slot `[n, *shape]`, which must not be changed in place. Under a mask it is not copied."""
+        """Return the slot `[n, *shape]`, which must not be changed in place.
+
+        `state[name]` copies the slot if some of the selected rows must not be written. This method does not.
+        """
         value, _ = self._stored(name)
         if self.written and (watch := self.storage.watch) is not None:
             watch.loaded(StateKey.join(self.path, name), value)

@@ -41,15 +41,17 @@ class StepContext:
     device: device of the stack.
     seeds: `[N]`, a number computed from the parameter's name and the block's key, the same in every run and on every
         rank.
-    signals: the requested signals that were provided, and the totals of slots, by name.
+    signals: values of the requested signals that were provided, by name. For slots with `total=True`, also the sum of
+        the slot over all blocks of all parameters, by the key of the slot.
     first: True during the first refresh of a block.
-    due: spans of rows whose refresh takes effect in this step, by the id of the stage. A span is (first row, row after
-        the last one, True if this is the first refresh of the rows).
-    asked: spans of rows whose refresh is due in this step, by the id of the stage. With a delay the refresh takes
-        effect in a later step. Without a delay `asked` equals `due`.
+    due: rows whose refresh takes effect in this step, by the id of the stage. They are given as spans (first row, row
+        after the last one, True if this is the first refresh of these rows).
+    asked: rows whose refresh is due in this step, in the same form. With a delay the refresh takes effect in a later
+        step. Without a delay `asked` equals `due`.
     kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
-    numbers: only while a chain is traced: function that takes a function f of the step and returns f(step) as a 0-d
-        tensor. None: the context computes f(step) itself.
+    numbers: while a chain is traced, the function that replaces `per_block`. Its argument is a function f of the step
+        number. It returns a 0-d tensor, which the traced program replaces by f(step) in each step. None: no chain is
+        traced.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
     questions: conditions that `holds` received while a chain is traced.
     """
@@ -98,7 +100,7 @@ class StepContext:
     @cached_property
     def priming(self) -> bool:
         """True at the first gradient of lagged stages, with which they only initialize their statistics."""
-        return self.numbers is None and self.uniform == 0  # lagged chains are not traced while they prime
+        return self.numbers is None and self.uniform == 0  # a step 0 is never traced
 
     @cached_property
     def uniform(self) -> int | None:
@@ -149,7 +151,8 @@ class StepContext:
         exponent: power of the correction.
         ahead: number that is added to the step; ignored if `count` is given.
         """
-        if count is None and self.numbers is None and self.uniform is not None:  # the same bits, with fewer kernels
+        if count is None and self.numbers is None and self.uniform is not None:
+            # `per_block` would return the same bits, but run more kernels
             return _uniform_correction(beta, self.uniform + ahead, exponent)
         terms = count or (lambda step: step + ahead)
         return self.per_block(lambda step: (1 - beta ** terms(step)) ** exponent, like)

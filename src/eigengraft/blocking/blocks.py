@@ -175,19 +175,21 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return one view of x for each piece, which contains that piece for all blocks of the grid.
+        """Return a view of x for each item of `pieces`, with the entries of this piece in all blocks of the grid.
 
-        A view has the shape `[*count, *lengths]`: first the axes of the grid, then the lengths of the piece along the
-        axes that `joined` lists, in that order.
+        A piece is a part of a block that is a box in the parameter, too (see `Piece`). A view has the shape `[*count,
+        *lengths]`: first the axes of the grid, then the lengths of the piece along the axes that `joined` lists, in
+        that order.
 
         x: the parameter, or a tensor with as many entries, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return one tensor for each piece, with this piece of every block, in the shapes that `in_parameter` returns.
+        """Return a tensor for each item of `pieces`, with the entries of this piece in all of the blocks.
 
-        The results are views if `blocks` is contiguous, else copies.
+        The shapes are those of `in_parameter`, so that copies between the two lists gather or scatter blocks. The
+        results are views if `blocks` is contiguous, else copies.
 
         blocks: `[n, *shape]`.
         """
@@ -208,7 +210,8 @@ class BlockGrid:
 
     @cached_property
     def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, Any]]]:
-        """Cache of `_views`: shapes, strides and offsets of the views, by the name of `cut` and the strides of x."""
+        """Cache of `_views`: (shape, strides, offset) of each view. The keys are (name of the function that makes the
+        views, strides of the tensor)."""
         return {}
 
     def _pieces_of_parameter(self, x: Tensor) -> list[Tensor]:
@@ -271,12 +274,17 @@ class EqualMatrices:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Equal ranges (tiles) of one axis of a matrix. A block is the intersection of one tile on each axis of the matrix.
+    """Ranges of equal length (tiles) of one axis of a matrix. A block is the intersection of one tile on each axis of
+    the matrix.
+
+    The axis may consist of several axes of the parameter, flattened into one. A tile is then not always a range along
+    each of them, but always a sequence of boxes.
 
     first: number of the first of these tiles among all tiles of the axis.
-    boxes: boxes of the parameter that together contain the first tile, each as (offset, {axis of the parameter: (start,
-        length)}). The offset is the index in the tile at which the box begins.
-    lattice: {axis of the parameter: (number of tiles along this axis, distance from one tile to the next)}.
+    boxes: the boxes of the first tile, each as (offset, {axis of the parameter: (start, length)}). The first entry of
+        the box has the index `offset` in the tile.
+    lattice: {axis of the parameter: (number of tiles along this axis, distance from one tile to the next)}; empty for a
+        single tile.
     """
 
     first: int
@@ -321,10 +329,11 @@ def divided_grids(
 
 
 def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
-    """Yield the matrices of each section.
+    """Yield the matrices of each section of a parameter. A section is a part of one axis, such as the queries of a
+    fused projection, and all of its matrices have one shape.
 
-    If the sections are repeated in groups, the axis that is divided into sections counts as two axes: the number of the
-    group, and the entries of a group.
+    The axis may repeat the sections, for example once for each group of heads. The results then refer to a parameter in
+    which this axis is divided into two axes: the number of the repetition, and the entries of one repetition.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -345,10 +354,10 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
 
 
 def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
-    """Yield the tiles along one axis of the blocks. Tiles that are evenly spaced in the parameter are yielded as one
-    `Tiles`.
+    """Yield the tiles into which one axis of the matrices is cut. Equal tiles that are evenly spaced in the parameter
+    are yielded as one `Tiles`, all other tiles one by one.
 
-    spans: spans of the parameter that are flattened into the axis.
+    spans: the axis of the first matrix, as one range of each axis of the parameter that is flattened into it.
     side: length of a tile. The last tile may be shorter.
     equal: the matrices that are cut.
     """
@@ -372,13 +381,14 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return the grid of the blocks that the chosen tiles cut out of each of the equal matrices.
+    """Return a grid of blocks of equal shape. Each block is the intersection of one tile on each axis, in one of the
+    equal matrices.
 
-    factored: shape of the parameter, with one axis divided into groups if the matrices have groups.
-    equal: the matrices that are cut.
-    joined: for each axis of a block, the spans of the parameter that are flattened into it.
-    chosen: for each axis of a block, the chosen tiles.
-    tiles: for each axis of a block, the number of all tiles.
+    factored: shape of the parameter. If its sections are repeated, their axis counts as two (see `_equal_matrices`).
+    equal: the matrices that are cut into blocks.
+    joined: for each axis of a matrix, the ranges of the parameter's axes that are flattened into it.
+    chosen: for each axis of a matrix, the tiles of the blocks in this grid.
+    tiles: for each axis of a matrix, the number of all its tiles, also of those in other grids.
     before: (number of blocks, number of matrices) of earlier sections, where the numbers of this grid begin.
     """
     order = len(factored)
@@ -400,10 +410,10 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the piece of the grid's first block that consists of one box on each axis of the block.
+    """Return the part of a block that is the intersection of one box of each tile.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, one item of `Tiles.boxes`.
+    boxes: for each axis of the block, one of the boxes of its tile, as in `Tiles.boxes`.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)

@@ -250,10 +250,10 @@ def side_shape(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> 
 
 
 def side_index(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide, device: torch.device) -> Tensor:
-    """Return for each entry of a parameter the number of its input or output.
+    """Return for each entry of a parameter the number of the input (or output, by `side`) that the entry belongs to.
 
-    Inputs of all matrices along the batch axes are numbered together. The result is a view in the shape of the
-    parameter.
+    A parameter `[*batch, m, n]` has n inputs for each index of `batch`. The inputs of the first index have the numbers
+    0, ..., n - 1, those of the second n, ..., 2n - 1. The result is a view in the shape of the parameter.
     """
     counted = sorted([*range(matrices.batch), *_axes(shape, matrices, side)])
     lengths = [shape[axis] if axis in counted else 1 for axis in range(len(shape))]
@@ -283,11 +283,13 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
 
 
 def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
-    """Return for each block the part of its parameter's matrix that belongs to the c inputs (or outputs) of the block.
+    """Return for each block the part of a matrix over inputs (or outputs) that belongs to the c inputs (or outputs) of
+    the block.
 
     The result is `[N, c, c]`.
 
-    matrices: the matrix of each parameter, by position; None: blocks of the parameter receive zeros.
+    matrices: for each parameter, by position, a matrix over its inputs or outputs, such as a covariance of the inputs.
+        None: blocks of the parameter receive zeros.
     """
     known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
     zero = torch.zeros((), dtype=torch.int64, device=stack.device)

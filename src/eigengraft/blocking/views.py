@@ -57,7 +57,11 @@ class Factor:
 
 
 def named_factor(name: str | None) -> Factor | None:
-    """Return which factor of a product a parameter is, by its qualified name; None if it is no factor."""
+    """Return the `Factor` of a parameter that is one factor of a low-rank product B A, such as LoRA's. Return None for
+    all other parameters.
+
+    name: qualified name of the parameter, from which the result follows (see `PAIR_NAMES`).
+    """
     parts = [] if name is None else name.split(".")
     for inputs, outputs in PAIR_NAMES:
         if inputs in parts:
@@ -170,12 +174,18 @@ class Matrices(View):
         return bool(self.sections) or self.heads is not None
 
     def axis(self, shape: tuple[int, ...]) -> int:
-        """Return the axis of a parameter that is divided into sections and heads."""
+        """Return the axis of outputs, or the axis of inputs with `side: inputs`. Sections and heads are parts of it.
+
+        shape: shape of the parameter.
+        """
         first = (self.outputs == "first") == (self.side == "outputs")
         return self.batch if first else len(shape) - 1
 
     def parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the lengths of the sections in one group. Without sections, the full axis counts as one section."""
+        """Return the lengths of the field `sections`. Without sections, the full axis counts as one section.
+
+        shape: shape of the parameter.
+        """
         return self.sections or (shape[self.axis(shape)],)
 
     def matrix_axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -557,9 +567,10 @@ def _outputs(module: nn.Module, name: str) -> Literal["first", "last"]:
 
 
 def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
-    """Return the facts of every parameter of a model, by the `id` of the parameter.
+    """Return for every parameter of a model the facts that follow from its module, by the `id` of the parameter.
 
-    `parameter_views()` of a module has precedence over recognized layouts.
+    The matrices of a parameter are those that a module declares by a method `parameter_views()`. Without a declaration,
+    the functions in `RECOGNIZED` find the matrices of known layers, such as attention, by the names of their weights.
     """
     modules = dict(model.named_modules())
     known: dict[int, tuple[Matrices, str]] = {}
@@ -655,7 +666,10 @@ GATED_LAYERS = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("w12", "w3"))
 
 
 def _gated_layer(module: nn.Module) -> FoundMatrices:
-    """Yield the fused gates and values of a feed-forward layer, as in Phi 3 and ModernBERT."""
+    """Yield the weight that computes both gates and values of a feed-forward layer, divided into these two matrices.
+
+    Phi 3 and ModernBERT have such layers.
+    """
     for name, following in GATED_LAYERS:
         weight, after = weight_of(module, name), weight_of(module, following)
         if weight is not None and after is not None and weight.shape[0] == 2 * after.shape[1]:

@@ -343,10 +343,11 @@ class _Device(TorchDispatchMode):
                 stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # with these settings `model.to` keeps parameter objects, and dispatch modes see the copy of `torch.tensor`
+            # `model.to(device)` then keeps the parameter objects
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
+            # `torch.tensor(..., device=device)` then makes a CPU tensor first, and dispatch modes see its copy
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
             stack.enter_context(mock.patch.object(_Device, "current", self))
@@ -381,7 +382,8 @@ class _Device(TorchDispatchMode):
         if kwargs:
             _collect(kwargs.values(), tensors)
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
-        if (fake := active_fake_mode()) is not None:  # a fake tensor has the device, so fake tensors are passed on
+        # under `FakeTensorMode` the operation runs on fake tensors, which have this device and need no simulation
+        if (fake := active_fake_mode()) is not None:
             known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, (args, kwargs))
             return func(*known[0], **known[1])
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None

@@ -55,7 +55,11 @@ class CadenceCase(Case[Cadence]):
         return {row: first for start, stop, first in spans for row in range(start, stop)}
 
     def history(self, earliest: int) -> Iterator[tuple[int, dict[int, bool]]]:
-        """Yield (step, result of `due`) for a stack whose blocks are all at the same step."""
+        """Yield (step, result of `due`) for all steps from `earliest` to `last`. All blocks of the stack are at the
+        same step.
+
+        earliest: first step at which a refresh may happen.
+        """
         for step in range(earliest, self.last + 1):
             yield step, self.due([step] * len(_PHASES), earliest)
 

@@ -81,7 +81,10 @@ def matrices_have_every_entry_once(case: ViewCase) -> None:
 
 
 def a_choice_follows_from_shape_and_facts_alone(case: ViewCase) -> None:
-    """Equal arguments give equal choices, on every rank, and no matter when a parameter is added to an optimizer."""
+    """For equal shapes and equal `ModuleFacts` of a parameter, `of` chooses equal matrices.
+
+    All ranks then choose the same matrices, no matter when a parameter is added to an optimizer.
+    """
     same = case.accepted() == case.accepted()
     require(same, "of() for equal arguments", "equal choices", "others")
 

@@ -408,7 +408,7 @@ def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
 
 
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
-    """A matrix in a stack gets the bound that it gets alone."""
+    """The bound of a matrix's largest eigenvalue is the same alone and in a stack of matrices."""
     a, many = definite(), definite(WATCHED_BLOCKS)
     together = case.component.upper(a)
     for i in range(len(a)):

@@ -142,8 +142,8 @@ class StageBench:
     def context(self, chosen: Any) -> StepContext:
         """Return the context of the chosen blocks, with their own steps and every signal that the stage requests.
 
-        The signal of a block does not depend on the other blocks of the stack. The sum of a slot over all blocks, which
-        stages may read, is 1.
+        The signal of a block does not depend on the other blocks of the stack. For slots with `total=True`,
+        `context.total` returns 1 instead of the sum over all blocks of all parameters.
         """
         steps, seeds, device = self.counts[chosen] - int(self.lagging), self.seeds[chosen], torch.get_default_device()
         signals = signals_of(self.requested.values(), self.block, seeds, self.dtype)
@@ -214,7 +214,7 @@ class StageCase(Case[Stage]):
         return f"update.{self.component.label}"
 
     def bench(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> StageBench:
-        """Return a bench with fresh state."""
+        """Return the stage with fresh state for `blocks` blocks, which laws run without an optimizer."""
         return StageBench(self.component, block, blocks, dtype)
 
     def gradients(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -226,19 +226,24 @@ class StageCase(Case[Stage]):
         return {}
 
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
-        """Return (directions, bench after the last step) of a run of three blocks on `gradients`, from fresh state.
+        """Run the stage on `gradients`, for three blocks from fresh state. Return (directions, stage with its state
+        after the last step).
 
-        All laws share one run for each shape and dtype, so they must not step the bench.
+        All laws share one run for each shape and dtype, so they must not run further steps on the result.
         """
         out, _, bench = self._trajectory(block, dtype)
         return out, bench
 
     def halfway(self, block: tuple[int, ...]) -> StageBench:
-        """Return a copy of the bench of the trajectory after half of its steps."""
+        """Return the stage with its state after half of the steps of `trajectory`. The state is a copy, so that laws
+        may run further steps.
+        """
         return self._trajectory(block, torch.float64)[1].copy()
 
     def _trajectory(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, StageBench, StageBench]:
-        """Return (directions, copy of the bench after half of the steps, bench after all steps)."""
+        """Run the stage as `trajectory` does. Return (directions, stage with a copy of its state after half of the
+        steps, stage with its state after all steps).
+        """
         if (block, dtype) not in self._trajectories:
             bench, given = self.bench(block, dtype=dtype), self.gradients(block, dtype=dtype)
             first = bench.run(given[: self.steps // 2])
@@ -248,7 +253,9 @@ class StageCase(Case[Stage]):
         return self._trajectories[block, dtype]
 
     def degree_on(self, block: tuple[int, ...]) -> float:
-        """Return the degree for blocks of shape `block`."""
+        """Return the number d for blocks of shape `block`: if all gradients are scaled by c, directions are scaled by
+        c^d.
+        """
         assert self.degree is not None
         return self.degree(len(block)) if callable(self.degree) else self.degree
 
