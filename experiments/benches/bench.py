@@ -53,11 +53,12 @@ def default_members(
     usual: Callable[[str], Declaration] = kind_alone,
     keep: Callable[[Any], bool] = bool,
 ) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that makes the candidates that `defaults` declares.
+    """Return a function that makes the default candidates of a bench from the declarations that `defaults` returns.
 
-    preferred: declarations that come first, as in `defaults`.
-    usual: function from a kind to its usual declaration. Fields of `preferred` take precedence.
-    keep: function that returns True for members that are candidates.
+    family: family of components to which the candidates belong.
+    preferred: declarations of the first candidates.
+    usual: function from a kind to a declaration of this kind. Its fields are used where `preferred` does not set them.
+    keep: function of a candidate that returns False if the candidate is to be left out.
     """
 
     def make() -> tuple[Any, ...]:
@@ -88,13 +89,15 @@ def listed(value: Any) -> Any:
 def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
     """Return `kind field=value ...` with the fields that differ from those of `usual(kind)`.
 
-    usual: function from a kind to its usual declaration. Nested components are labeled in the same way.
-    always: names of fields that are always shown.
+    Nested components are labeled in the same way.
+
+    usual: function from a kind to the declaration with which components of this kind are compared.
+    always: names of fields that are shown even if they do not differ.
     """
     kind = str(getattr(component, "kind"))  # noqa: B009  every member has a kind, the family has none
     try:
         like = type(component).model_validate(dict(usual(kind)))
-    except ValidationError:  # fields without a default are always shown
+    except ValidationError:  # `usual(kind)` lacks a required field: compare with the defaults of the fields instead
         like = None
     fields = type(component).model_fields
     own = {name: getattr(component, name) for name in fields if name != "kind"}
@@ -248,13 +251,14 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def cells(self) -> int:
-        """Return the number of cells of all problems (see `cells_of`)."""
+        """Return the number of lists that `cell_by_cell` yields."""
         own = type(self).cells_of is not Bench.cells_of
         return len(self.problems()) * (1 if own else len(self.contenders()))
 
     @final
     def cell_by_cell(self) -> Iterator[list[Row]]:
-        """Yield the rows of each cell of all problems (see `cells_of`).
+        """Yield the rows of each cell. A cell is one candidate on one problem, or all candidates on one problem if the
+        bench measures them together (see `cells_of`).
 
         The cells are measured with `threads` threads of torch. The default is one, because threads delay each other on
         small matrices.

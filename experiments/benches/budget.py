@@ -86,10 +86,10 @@ class BudgetBench(MatrixBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return, by layer, a list of factors for each axis.
+        """Return the factors of each layer, by its name, as `LayerFactors.histories` has them.
 
-        The first factor of a list is the present one. For a run, one older factor follows for each item of `intervals`:
-        the one from which the last root was computed, if roots are refreshed at this interval.
+        The factor of `interval - 1` steps before the present step is the oldest from which the root in use may have
+        been computed, if roots are refreshed at this interval.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:
@@ -112,11 +112,11 @@ class BudgetBench(MatrixBench):
 
     def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: LayerFactors) -> Iterator[Row]:
         for place, interval in enumerate(self.intervals, start=1):
-            if interval > 1 and len(given.paths[0]) == 1:
+            if interval > 1 and len(given.histories[0]) == 1:
                 problem = "earlier factors are unknown; record a run"
                 yield {"interval": interval, "storage": "", "problem": problem}
                 continue
-            roots = [self._root(candidate, path[place if len(path) > 1 else 0]) for path in given.paths]
+            roots = [self._root(candidate, past[place if len(past) > 1 else 0]) for past in given.histories]
             if any(root is None for root, _ in roots):
                 yield {"interval": interval, "storage": "", "problem": "the solver rejected a factor"}
                 continue
@@ -143,12 +143,12 @@ class BudgetBench(MatrixBench):
     ) -> Row:
         """Return the row of one layer and storage: error, time and bytes, or the reason why nothing was measured."""
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
-        for (root, damped), path in zip(roots, given.paths, strict=True):
+        for (root, damped), past in zip(roots, given.histories, strict=True):
             assert root is not None
             if role_of(storage, root.shape[-1], ("root",)) is None:
                 return {"storage": name, "problem": f"{name} stores no root of size {root.shape[-1]}"}
             stored = StoredStack(storage, root, "root", self.seed).encoded(1)
-            kept *= 1 - self.squared_sine(stored.decode(), path[0])
+            kept *= 1 - self.squared_sine(stored.decode(), past[0])
             key = solver, storage, root.shape
             if key not in given.times:
                 solve = partial(solver.root, damped, self.exponent)
@@ -162,10 +162,12 @@ class BudgetBench(MatrixBench):
         return {"storage": name, "error": math.sqrt(1 - kept), "milliseconds": spent, "bytes": held}
 
     def squared_sine(self, x: Tensor, a: Tensor) -> float:
-        """Return 1 - cos_i^2 of one axis, with cos_i as in `BudgetBench`: the largest value over a stack of matrices.
+        """Return 1 - cos_i^2 for one axis i of a layer. cos_i is the cosine of X_i G and Y_i G (see `BudgetBench`).
 
-        x: decoded roots X_i, `[N, d, d]`.
-        a: present factors A_i, `[N, d, d]`.
+        The exact root Y_i is computed from A_i. The result is the largest value over the N matrices of the stacks.
+
+        x: roots X_i that the optimizer would use, after decoding, `[N, d, d]`.
+        a: factors A_i at the present step, `[N, d, d]`.
         """
         y = inverse_power(a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype), float(self.exponent))
 
@@ -240,13 +242,15 @@ class BudgetBench(MatrixBench):
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """The factors of one layer.
+    """The factors of one layer, and the times that were measured so far.
 
-    paths: for each axis the factors `[N, d, d]` in float64, the present one first.
-    times: (solver, storage, shape) -> milliseconds to solve and encode once, and to decode once.
+    histories: for each axis a list of factors `[N, d, d]` in float64. The first is the factor at the present step. For
+        a run, one factor follows for each item of `intervals`: that of `interval - 1` steps before.
+    times: (solver, storage, shape) -> milliseconds to solve and encode once, and to decode once. All layers share this
+        mapping, so that nothing is timed twice.
     """
 
-    paths: Sequence[Sequence[Tensor]]
+    histories: Sequence[Sequence[Tensor]]
     times: dict[Any, tuple[float, float]] = field(repr=False)
 
 

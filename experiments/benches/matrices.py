@@ -416,10 +416,12 @@ class OwnMatrices(Bench, ABC):
         return self.record is not None
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
-        """Return a list with one recommendation. For the user's own matrices, each layer is a problem of its own.
+        """Return a list with one rule for recommendations, which gives a line for each problem (see `Recommendation`).
 
-        where: function that returns the text that names the problem of a row.
-        fields: other fields of `Recommendation`.
+        If the matrices are the user's own, the rule gives a line for each problem of each layer.
+
+        where: function from a row to the name of its problem, without the layer.
+        fields: other fields of the `Recommendation`.
         """
         named = (lambda row: f"{row[self.layer_field]}: {where(row)}") if self.own else where
         return [Recommendation(named, **fields)]
@@ -488,9 +490,14 @@ class MatrixBench(OwnMatrices, ABC):
         return [MatrixSource(name, a.shape[-1], partial(with_unit_norm, a)) for name, a in found.items()]
 
     def sweep(self, error: str, y: str, same: tuple[str, ...], band: tuple[float, float]) -> Panel:
-        """Return the panel of an error against the condition number, for the largest size.
+        """Return the panel that draws an error of each candidate against the condition number of the matrices.
 
-        The panel shows the geometric spectra, or all of the user's own matrices.
+        If the matrices are the user's own, all of them are drawn. Otherwise only matrices of the largest size with a
+        `Geometric` spectrum are drawn, because these spectra differ in nothing but their condition number.
+
+        error: column of the rows that has the error.
+        y: label of the vertical axis.
+        same, band: fields of `Panel`.
         """
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
         keep = bool if self.own else (lambda row: row["spectrum"] in swept)

@@ -1,6 +1,12 @@
-"""Statistics: distance of the Kronecker product of their factors from the full second moment of the gradients.
+"""A bench that compares the Kronecker product of a statistic's two factors with the second moment of the gradients.
 
-Legend: K gradients G `[K, m, n]`; vec stacks rows, so that (L x R) vec X = vec(L X R^T); C `[m n, m n]`; all float64.
+- G `[K, m, n]`: K gradients of one weight matrix.
+- vec: stacks the rows of a matrix.
+- C `[m n, m n]`: second moment E[vec G vec G^T], the mean over the K gradients.
+- L `[m, m]`, R `[n, n]`: the factors of a statistic, its estimates for the two axes of the weight matrix.
+- S = L x R `[m n, m n]`: their Kronecker product, with (L x R) vec X = vec(L X R^T). It is the estimate of C.
+
+All these tensors are in float64.
 """
 
 from __future__ import annotations
@@ -82,10 +88,13 @@ def best_cosine(c: Tensor, m: int, n: int) -> float:
 
 
 def gains(held_out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return log10 of the gains sqrt(h_i / s_i) `[m, n]` with h_i = u_i^T C u_i, s_i = u_i^T S u_i.
+    """Return log10 of the gain sqrt(h_i / s_i) of each eigenvector u_i of S = L x R, as a matrix `[m, n]`.
 
-    u_i are the eigenvectors of S = L x R, and C is the second moment of held-out gradients. The logarithm is 0 where
-    S^(-1/2) scales the held-out gradients to unit size.
+    h_i = u_i^T C u_i is the second moment of the held-out gradients along u_i, and s_i = u_i^T S u_i is its estimate.
+    A gain is 1, and its logarithm 0, if S^(-1/2) scales the held-out gradients along u_i to unit size.
+
+    held_out: gradients `[K, m, n]` that the statistic has not seen. C is their second moment.
+    left, right: L and R.
     """
     (a, u), (b, v) = torch.linalg.eigh(left), torch.linalg.eigh(right)
     h = ((u.T @ held_out @ v) ** 2).mean(0)
@@ -95,14 +104,14 @@ def gains(held_out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median of |log10 gain| (Liu et al. 2026)."""
+    """Return the gain error: the median of |log10 gain| over the m n gains that `gains` computes (Liu et al. 2026)."""
     return float(gains(held_out, left, right).abs().median())
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median of |log10 gain - median log10 gain|.
+    """Return the median of |log10 gain - median log10 gain| over the m n gains that `gains` computes.
 
-    This is the part of the gain error that no learning rate removes.
+    A factor that all gains share is left out, because another learning rate would compensate for it.
     """
     found = gains(held_out, left, right)
     return float((found - found.median()).abs().median())
@@ -124,15 +133,19 @@ BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
 
 
 class StatisticBench(OwnMatrices):
-    """Every statistic on every layer and number of gradients of a byte-level language model after a short training.
+    """Compare the estimate that a statistic has after some numbers of gradients with the gradients' second moment.
 
-    S = L x R is the Kronecker product of a statistic's estimates for the two axes. C is the second moment over all
-    training gradients. Gain errors compare S with gradients that no statistic has seen. If a statistic computes its two
-    factors independently of each other, S is scaled to the trace of C.
+    The gradients are those of the layers of a byte-level language model after a short training. If `record` names a
+    run, they are the leading `width` x `width` entries of the gradients of its layers.
+
+    S = L x R is the Kronecker product of the statistic's estimates for the two axes of a layer. S is compared with C,
+    the second moment over all gradients that statistics see, by their cosine. The gain error compares S with held-out
+    gradients, which no statistic sees. It is the median of |log10 gain| over the eigenvectors u of S. Here gain^2 is
+    the second moment of the held-out gradients along u, divided by u^T S u. If a statistic computes its two factors
+    independently of each other, S is scaled to the trace of C.
 
     The statistic runs inside `shampoo` with exponent 1/2, because statistics whose factors depend on each other read
-    the roots. The roots are refreshed every `every` gradients, the first time at gradient `start`. If `record` names a
-    run, the gradients are the leading `width` x `width` entries of the gradients of its layers.
+    the roots. The roots are refreshed every `every` gradients, the first time at gradient `start`.
     """
 
     kind: Literal["statistics"] = "statistics"
@@ -236,7 +249,9 @@ class StatisticBench(OwnMatrices):
         return found[0], found[1]
 
     def reference(self, given: LayerGradients) -> Iterator[Row]:
-        """Yield the cosines of C with its best Kronecker product and with its diagonal, for each layer."""
+        """Yield two rows for each layer: the cosine of the second moment C with its best approximation by a Kronecker
+        product, and its cosine with its own diagonal.
+        """
         for name, c in zip(given.names, given.moments, strict=True):
             values = best_cosine(c, self.width, self.width), cosine(c, c.diagonal().diag())
             for candidate, value in zip((BEST, DIAGONAL), values, strict=True):

@@ -126,12 +126,14 @@ INTERVAL = "{interval}"
 
 
 class StepCase(Component):
-    """A recipe with overrides, or a peer: an optimizer class of another library, "module:Class" or "file.py:Class",
-    with options.
+    """A candidate of the bench: a recipe with overrides, or a peer with options.
 
-    "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. `maths` is
-    the name of the algorithm. Candidates with the same algorithm take turns, and their times are compared with those of
-    the peers, and of recipes whose field `compared` is true.
+    A peer is an optimizer class of another library, written "module:Class" or "file.py:Class". The bench measures
+    candidates with several intervals between refreshes. "{interval}" in an override, or as the value of an option,
+    stands for the number of steps of the interval.
+
+    `maths` is the name of the algorithm. Candidates with the same algorithm take turns. The times of recipes are
+    compared with those of the peers with the same algorithm, and of recipes whose field `compared` is true.
     """
 
     recipe: str | None = Field(default=None, examples=["soap"], description="shipped name or YAML file")
@@ -172,12 +174,15 @@ class StepCase(Component):
         return any(INTERVAL in text for text in self.overrides) or INTERVAL in self.options.values()
 
     @property
-    def is_other(self) -> bool:
-        """True if recipes with the same algorithm are compared with this candidate."""
+    def is_reference(self) -> bool:
+        """True if recipes with the same algorithm are compared with this candidate, in the column `over_best_other`."""
         return self.compared or self.recipe is None
 
     def build(self, parameters: Sequence[Parameter], interval: int) -> torch.optim.Optimizer:
-        """Return the optimizer. Raise ImportError if the library of a peer is not installed."""
+        """Return the optimizer of this candidate. Raise ImportError if its class is in a library that is not installed.
+
+        interval: number of steps between refreshes, which replaces "{interval}".
+        """
         if self.recipe is not None:
             changes = [text.replace(INTERVAL, str(interval)) for text in self.overrides]
             return Optimizer(list(parameters), self.recipe, lr=1e-3, overrides=changes)
@@ -388,7 +393,7 @@ class StepBench(Bench):
                 contender = self._contender(case, shapes, interval)
                 take_turns([contender], gradients, Rounds(0, 2))
                 ready.append((case, contender))
-            except Exception as error:  # a peer may be any code
+            except Exception as error:  # the class of another library may raise any error
                 rows[case.label()]["problem"] = first_line(error)
         rounds = Rounds(self.warm, max(10, self.periods * interval), CLOCKS[self.clock])
         times = take_turns([contender for _, contender in ready], gradients, rounds)
@@ -409,10 +414,10 @@ class StepBench(Bench):
                 "times_counted": spent.amortized / counted if counted else None,
                 "steps_ms": totals,
             }
-        others = [rows[case.label()]["amortized"] for case, _ in ready if case.is_other]
+        others = [rows[case.label()]["amortized"] for case, _ in ready if case.is_reference]
         for case, _ in ready:
             own_time = rows[case.label()]["amortized"]
-            rows[case.label()]["over_best_other"] = own_time / min(others) if others and not case.is_other else None
+            rows[case.label()]["over_best_other"] = own_time / min(others) if others and not case.is_reference else None
         yield list(rows.values())
 
     def _contender(self, case: StepCase, shapes: Shapes, interval: int) -> Contender:

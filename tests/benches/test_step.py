@@ -126,7 +126,7 @@ def test_storage_is_measured_beside_the_same_recipe_without_it() -> None:
     pairs = {case.kind_of_maths(): [] for case in bench.candidates}
     for case in bench.candidates:
         optimizer = case.build([torch.nn.Parameter(torch.zeros(8, 8))], 10)
-        pairs[case.kind_of_maths()].append((case.is_other, optimizer.recipe.declaration()))
+        pairs[case.kind_of_maths()].append((case.is_reference, optimizer.recipe.declaration()))
     for (first, stored), (second, plain) in pairs.values():
         assert (first, second) == (False, True) and stored["storage"] and plain == {**stored, "storage": {}}
     rows = run_bench("storage", candidates=declared["candidates"][:2], sets=["squares:size=64"], intervals=10, warm=1)
