@@ -115,7 +115,7 @@ class Explanation:
     """Text for all findings of one kind.
 
     usual: usual causes.
-    remedy: things to do, in the order in which they are tried.
+    remedy: things to do, in the order in which they are tried. Names in braces stand for texts that depend on the run.
     """
 
     usual: str
@@ -210,7 +210,7 @@ class Finding:
     step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
-    advice: parts of the remedy that depend on the run, by name, as `_advice` returns them.
+    advice: texts that replace the names in braces in the remedy, by name, as `_advice` returns them.
     """
 
     kind: FindingKind
@@ -291,10 +291,10 @@ class Columns(NamedTuple):
 
 
 class FirstBatch(NamedTuple):
-    """The first batch of a run with the initial weights.
+    """Numbers about the first batch of a run, computed with the initial weights of the model.
 
     loss: loss of the batch.
-    columns: sizes of the input columns; None: inputs are no floating-point numbers.
+    columns: sizes of the input columns; None: inputs are no floating-point numbers, or all are 0.
     classes: number of classes of the task; 0 if the task defines a loss of its own.
     constant: loss of a guess that is the same for each row: uniform among the classes, or else the mean of the targets;
         infinity if outputs do not have the shape of targets.
@@ -356,7 +356,7 @@ class Record:
 
     @cached_property
     def start(self) -> FirstBatch | Exception:
-        """The first batch with the initial weights, or the error if the task or its data are not on this machine."""
+        """Numbers about the first batch, or the error if the task or its data are not on this machine."""
         if isinstance(self.initial, Exception):
             return self.initial
         try:
@@ -366,8 +366,8 @@ class Record:
 
     @cached_property
     def shares(self) -> Mapping[str, tuple[float, bool]]:
-        """For each layer, two values: its first norm as a share (at most 1) of a usual norm, and True if the layer is a
-        matrix.
+        """For each layer, two values: its norm at the start, divided by a usual norm, but at most 1; and True if the
+        layer is a matrix.
 
         The usual norm is that of entries with variance 1 / (3 inputs), as torch initializes matrices. A vector counts
         as having one input. Empty if the task or its data are not on this machine.
@@ -383,8 +383,10 @@ class Record:
             return {}
 
     def share(self, name: str) -> float:
-        """Return the first norm of a layer as a share (at most 1) of a usual norm. Without the task, the usual norm is
-        the median first norm of all layers.
+        """Return the norm that a layer had at the start, divided by a usual norm, but at most 1.
+
+        The usual norm is that of `shares`. If the task cannot be loaded, it is the median over all layers of the norms
+        at the start. Returns 1 if the norm of the layer is not known.
         """
         if name in self.shares:
             return self.shares[name][0]
@@ -455,7 +457,7 @@ class Record:
 
     @property
     def end_loss(self) -> float | None:
-        """Loss at the end: that of the last row, as metrics.jsonl and `train` have it; None without rows."""
+        """Last of `losses`, which may be noisy in contrast to `last_loss`; None without rows."""
         return self.losses[-1] if self.losses else None
 
     @property
@@ -502,8 +504,10 @@ def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosi
 
 
 def diagnose_result(directory: str | Path, experiment: Experiment, result: Result) -> Diagnosis:
-    """Find the faults of a run that has ended, as `diagnose` does. The task is loaded only if this takes a second or
-    less: the data are small, and the run was on the CPU, with short steps and undivided batches.
+    """Find the faults of a run that has ended, as `diagnose` does. The task is loaded only if this is quick.
+
+    It is quick if the data have at most QUICK_DATA bytes, the run was on the CPU, its steps took at most QUICK_STEP
+    milliseconds, and its batches were not split into micro-batches.
     """
     size = read_object(Path(directory) / "env.json").get("data", {}).get("size", math.inf)
     undivided = experiment.device == "cpu" and experiment.accumulate is None
@@ -546,9 +550,10 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
 
 
 def _advice(record: Record) -> Mapping[str, str]:
-    """Return the parts of remedies that depend on the run, by name. They name settings that the run has.
+    """Return the texts that replace the names in braces in `Explanation.remedy`, such as "{factor}", by name.
 
-    A run that another training loop logged has none of the settings of an experiment.
+    The texts name only settings that the run has. If another training loop logged the run, it has none of the settings
+    of an experiment.
     """
     config, excess = record.run.config, _excess(record)
     rates = ", add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr"
@@ -759,7 +764,7 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     other layers. Yields nothing if there is no such layer. Growth is measured from a layer's first norm, or from a
     usual norm if the first norm is smaller.
 
-    sick: True if something else is wrong with the run. If False, a layer must have grown EXPLODED_ALONE times as much.
+    sick: True if another check found a fault. If False, a layer must have grown EXPLODED_ALONE times as much.
     """
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
@@ -810,7 +815,7 @@ def _dead(record: Record) -> Iterator[Finding]:
     """
     measured = sum(row.get("gradient_norm") is not None for row in record.run.rows)
     dead = [name for name, zeros in record.run.layers.get("zero_gradients", {}).items() if zeros == 1]
-    if not dead and not record.run.layers:  # without a table of layers: the run was stopped or trains
+    if not dead and not record.run.layers:  # a run that was stopped or still trains has no table of layers
         rows = [row for row in record.run.rows if row.get("gradient_norm_smallest") is not None]
         found = {row["gradient_norm_smallest_layer"] for row in rows if row["gradient_norm_smallest"] == 0}
         dead = sorted(found) if len(found) == 1 and all(row["gradient_norm_smallest"] == 0 for row in rows) else []
@@ -878,11 +883,12 @@ def _stalled(record: Record) -> Finding:
 
 
 def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Finding]:
-    """Yield findings about the loss of the first batch: a loss that does not fit the outputs, inputs that are not
-    normalized, or initial outputs far from a uniform guess.
+    """Yield findings about the first batch with the initial weights: a loss function that does not fit the outputs,
+    inputs that are not normalized, or outputs far from a uniform guess.
 
     notes: list to which the reason is appended if the task or its data are not on this machine.
-    sick: True if something else is wrong with the run. If False, inputs are a finding only if the model learned poorly.
+    sick: True if another check found a fault. If False, inputs that are not normalized are reported only if the first
+        loss is large or the model learned poorly, because many models learn in spite of them.
     """
     start = record.start
     if isinstance(start, Exception):
@@ -899,7 +905,10 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
 
 
 def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
-    """Return the first batch of an experiment with the initial weights of its model. Nothing is trained."""
+    """Compute the outputs and the loss of an experiment's first batch, and return the numbers of a `FirstBatch`.
+
+    model: model of the experiment with its initial weights, which are not changed.
+    """
     task = experiment.task
     with isolated_run(experiment), torch.no_grad():
         data = task.load()
@@ -922,10 +931,13 @@ def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
 
 
 def _columns(inputs: Tensor, names: Sequence[str]) -> Columns | None:
-    """Return the sizes of the columns of inputs. Columns of zeros, such as pixels at an edge, do not count.
+    """Return the largest absolute number of the columns of inputs, and that of a usual column.
 
-    names: names of the columns of inputs [B, columns]; (): columns are numbered. All numbers of inputs of other shapes,
-        such as images, are taken as one column.
+    Columns of zeros, such as pixels at an edge, do not count. If inputs have other shapes than [B, columns], such as
+    those of images, all their numbers count as one column. Returns None if inputs are no floating-point numbers, or if
+    all are 0.
+
+    names: names of the columns; (): columns are numbered.
     """
     if not inputs.is_floating_point() or not inputs.numel():
         return None

@@ -162,16 +162,19 @@ RECIPE_GROUPS = (
 
 
 class RecipeNumbers(NamedTuple):
-    """Measured and counted numbers of a shipped recipe. Profiles and rates are None if it was not run on the track.
+    """Measured and counted numbers of a shipped recipe. `steps`, `time` and `rates` are None if the recipe was not run
+    on the laptop track, a set of small tasks with target losses.
 
     state: bytes of state per parameter of a 1024 x 1024 weight in float32.
     counted: counted milliseconds of the optimizer in a step of GPT-2 small on one H100, a lower bound.
     measured: mean milliseconds of the optimizer in a step of GPT-2 small, measured on `timed_card()`; None: not
         measured.
-    steps: profile of steps on the laptop track, from 0 to 1 for the fewest on every task.
-    time: profile of counted time.
+    steps: profile of steps, a score from 0 to 1 for the steps to the targets (see `profile_score`). It is 1 if the
+        recipe needs the fewest steps of all recipes on every task.
+    time: profile of time, the same score for the number of steps times the counted time of a step.
     rates: largest over smallest of the best learning rates of the tasks; None also if a target was not reached.
-    accumulate: number of micro-batches of a batch in the runs on the track; None: batches were not split.
+    accumulate: number of micro-batches into which batches were split in the runs on the track; None: they were not
+        split.
     """
 
     state: float
@@ -227,9 +230,10 @@ _SHOWN = 3
 
 @cache
 def goals() -> tuple[Goal, ...]:
-    """Return the recipes for each goal, chosen by the numbers of the laptop track among recipes that run as they are.
+    """Return the recipes for each goal, chosen by their numbers on the laptop track.
 
-    A recipe whose batches were split into micro-batches on the track needs several backwards per step in any loop.
+    Recipes whose batches were split into micro-batches on the track are not considered. They work only in training
+    loops that make several backward passes in each step.
     """
     measured = {name: own for name, own in recipe_numbers().items() if own.steps is not None}
     run: dict[str, Any] = {name: own for name, own in measured.items() if own.accumulate is None}

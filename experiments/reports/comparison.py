@@ -97,11 +97,11 @@ class ComparisonRow:
     def reached(self, axis: int) -> dict[int, float | None]:
         """Return where each run first reaches the final metric of the baseline's run with the same seed.
 
-        Returns seed -> step or second, None if the run never reaches the metric. Seeds without a finite final metric of
-        the baseline are left out. Empty if the rows are not comparable, or if the metric of the baseline rose again:
+        Returns seed -> step or seconds, None if the run never reaches the metric. Seeds without a finite final metric
+        of the baseline are left out. Empty if the rows are not comparable, or if the metric of the baseline rose again:
         its curve passes the final value long before its end.
 
-        axis: 0 for the step, 1 for the second.
+        axis: 0 for steps, 1 for seconds of time.
         """
         base, found = self.baseline or self, dict[int, float | None]()
         levels = base.finals
@@ -119,7 +119,7 @@ class ComparisonRow:
 
         For these seeds the result of `reached` is only an upper bound.
 
-        axis: 0 for the step, 1 for the second.
+        axis: 0 for steps, 1 for seconds of time, as in `reached`.
         """
         found = self.reached(axis)
         curves = {run.seed: run.curve(self.metric) for run in self.runs if found.get(run.seed) is not None}
@@ -266,7 +266,8 @@ def leaders(rows: Iterable[ComparisonRow], metric: Metric) -> list[ComparisonRow
     p: dict[str, float] = {}
     for place, row in enumerate(ended[1:], start=1):
         test = paired(row.finals, ended[0].finals)
-        if test is not None and test.n > 1:  # without p all differences are equal
+        if test is not None and test.n > 1:
+            # `test.p` is None if all differences are equal. Then p is 1 if they are 0, and 0 otherwise.
             p[str(place)] = test.p if test.p is not None else float(test.mean == 0)
     corrected = holm(p)
     return [row for place, row in enumerate(ended) if not place or corrected.get(str(place), 0.0) > 0.05]
@@ -286,15 +287,17 @@ def compare(records: Records) -> list[ComparisonPanel]:
     return [_panel(others, runs, styles, records) for others, runs in groups.items()]
 
 
-def _styles(names: Mapping[str, str], records: Records) -> dict[str, int]:
-    """Return the style of each label: that of its method (see `styles_of`). If all labels are numbers, it is the
-    label's place in their order.
+def _styles(methods: Mapping[str, str], records: Records) -> dict[str, int]:
+    """Return the number of the style (color, dashes and marker) of each row or curve, by its label.
 
-    names: for each label of a row or curve, its label on the axis of methods.
+    A method usually has the same style in all figures (see `styles_of`). If the names of all methods are numbers, such
+    as learning rates, the styles are 0, 1, 2, ... in the order of `methods`.
+
+    methods: label of a row or curve -> name of its method.
     """
-    if all(math.isfinite(label_number(name)) for name in names.values()):
-        return {label: place for place, label in enumerate(names)}
-    return styles_of({label: records.originals.get(name, name) for label, name in names.items()})
+    if all(math.isfinite(label_number(name)) for name in methods.values()):
+        return {label: place for place, label in enumerate(methods)}
+    return styles_of({label: records.originals.get(name, name) for label, name in methods.items()})
 
 
 def _panel(
@@ -402,10 +405,11 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Return (common labels, panels) for each group of panels whose labels differ only on the axis of methods.
+    """Return (headings, panels) for each group of two or more panels that differ only in their method.
 
-    The axis of methods is the last axis besides the compared axis. A group has several panels, one for each method.
-    Returns [] unless the rows have at least two labels and all are numbers.
+    The rows of a panel are the labels of the compared axis, such as learning rates. The method of a panel is its label
+    on the last of the other axes. `headings` are the labels on the remaining axes, which the panels have in common.
+    Returns [] unless the compared axis has at least two labels, all of which are numbers.
     """
     panels = compare(records)
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}

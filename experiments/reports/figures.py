@@ -163,7 +163,7 @@ def draw_curves(
 
 
 def draw_line(axes: Axes, curve: Curve) -> None:
-    """Draw the band, the line and the lost runs of a curve in its style."""
+    """Draw a curve in its style: its line with the band around it, and the runs that diverged."""
     own = stroke(curve.style)
     color = own["color"]
     if curve.x:
@@ -191,7 +191,7 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
     low, high = min(finite), max(finite)
     starts = [y for curve in curves for y in curve.high[:1] if math.isfinite(y)]
     ends = [y for curve in curves for y in curve.mean[-1:] if math.isfinite(y)]
-    if falling and starts and ends and max(starts) > max(ends):  # not true of an accuracy, which rises
+    if falling and starts and ends and max(starts) > max(ends):  # curves that rise, as of an accuracy, are not cut off
         high = max(starts)
     if low <= 0 or (high / low < 1.8 if logarithmic is None else not logarithmic):
         pad = 0.05 * (high - low) or 1.0

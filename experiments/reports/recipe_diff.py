@@ -43,13 +43,19 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
 
 
 def _differ(found: Mapping[_Place, str], among: Collection[_Place]) -> bool:
-    """Return True if in some panel the values differ, or only some labels have a value."""
+    """Return True if in some panel the texts of a field differ, or if only some labels have the field.
+
+    found: text of the field, by panel and label.
+    among: panels and labels to compare.
+    """
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
 
 
 def _summary(place: _Place, fields: Mapping[str, Mapping[_Place, str]]) -> str:
-    """Return the fields of a component as one text: its kind or chain, then names and values. `false` is left out."""
+    """Return the fields of a component as one text: its kind, or the stages of a chain, then the names and values of
+    other fields. `false` is left out.
+    """
     texts = [(field, found[place]) for field, found in fields.items() if found.get(place, "false") != "false"]
     return ", ".join(text if field in ("", "kind") else f"{field} {text}" for field, text in texts)
 
@@ -68,9 +74,10 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(path: str, data: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (path of the component, field, text) for each field that is set.
+    """Yield (path of the component, field, text) for each field that is set, also in nested components.
 
-    A list of stages is a component with a field for each stage, by its name. The field "" has the chain as text.
+    The stages of a chain, which is a list, are components too: their path ends with their name. The chain has one
+    field, which is named "". Its text has the names of the stages in their order.
     """
     for key, value in data.items():
         inner = f"{path}.{key}".strip(".")

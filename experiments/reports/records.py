@@ -428,9 +428,10 @@ class Records:
 
     @property
     def coarse(self) -> str:
-        """A sentence about complete runs whose steps to a value are coarse, because they have few evaluations.
+        """A sentence that warns of complete runs with few evaluations, "" if there are none.
 
-        Empty if there are no such runs. Runs that diverged have few evaluations because they ended early.
+        The step at which such a run reaches a value is coarse: it is interpolated between distant evaluations. Runs
+        that diverged are not counted, because they may have few evaluations only for having ended early.
         """
         complete = [run for run in self.runs if run.status(self.metric) == "complete"]
         few = [run for run in complete if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]

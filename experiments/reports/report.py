@@ -1,6 +1,7 @@
 """A self-contained HTML page about a directory of runs: curves, tables, differences of recipes, environments.
 
-Figures of a panel beside its curves are differences from the baseline, and measures of the optimizer.
+The runs are divided into panels: those of a panel differ only on the compared axis. A panel has figures of the metrics
+over a run, of the differences from the baseline, and of measures of the optimizer such as the norms of updates.
 """
 
 from __future__ import annotations
@@ -292,7 +293,11 @@ class Report:
         )
 
     def _of_grids(self) -> list[Drawing]:
-        """Return figures of the metric against a number: one for each sweep over labels and each tuned field."""
+        """Return figures of the metric against a hyperparameter.
+
+        They show the final metrics of the runs if the labels of an axis are numbers, such as learning rates (see
+        `sweeps`), and the mean metrics that a search of the study found for each tuned field (see `tuning_curves`).
+        """
         records, along = self.records, swept(self.records)
         metric, look = records.metric.title, Look(self.width)
         found = []

@@ -125,7 +125,8 @@ def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
     """Return a sentence that explains which means of a table are marked: the best ones, and those not significantly
     worse.
 
-    place: the part of the table that has its own best mean.
+    groups: rows among which a best mean is marked; several groups if, for example, each column has a best mean.
+    place: name of a group in the sentence, as in "the best mean of each column".
     """
     if not any(row.tested for group in groups for row in group):
         return f"* is the best mean of {place}; a test needs three seeds or more to distinguish means."

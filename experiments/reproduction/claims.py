@@ -201,10 +201,9 @@ def keep_results(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_results(path: Path, study: Study) -> StudyResults:
-    """Return the runs in a file of results of this study.
+    """Return the runs in a file of results. Raises ValueError if they are not the runs that the study plans.
 
-    A file of older runs may be a list of rows without `made`, and its rows may have labels among their numbers. Raises
-    ValueError if the runs are not those that the study plans.
+    A file of an older version may contain only the rows of runs, without `made` (see `StudyResults`).
     """
     if not path.is_file():
         raise ValueError(f"reproduce: the file of results '{path}' does not exist; run the study first")
@@ -232,7 +231,11 @@ def _row(run: Run, edge: str) -> dict[str, Any]:
 
 
 def _read(row: Mapping[str, Any], study: Study) -> ResultRow:
-    """Return a run. An older row has its labels among its numbers, by the axis or by the last part of its path."""
+    """Return the run that a row in a file of results describes.
+
+    A row of an older version has no entry `labels`. It has an entry for each axis instead, whose key is the name of the
+    axis, or the last part of this name if it is a dotted path.
+    """
     known = row.get("labels", row)
     labels = {axis: as_label(known[axis if axis in known else axis.rpartition(".")[2]]) for axis in study.axes}
     return ResultRow(labels, row["seed"], row)
@@ -276,7 +279,7 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
     """
     if len(set(steps)) < 4:
         raise ValueError(f"fitted_steps: needs runs of at least four lengths, got {sorted(set(steps))}")
-    from scipy import optimize  # takes half a second, as below
+    from scipy import optimize  # not at the top of the file, because importing it takes half a second
 
     n, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
 
@@ -392,7 +395,11 @@ def interval_test(
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
-    """Return, by seed, the mean difference or mean log ratio over the pair's cells, or the log of a fitted ratio."""
+    """Return by seed how much the metric of the claim in the cells `pair.of` differs from that in their partners.
+
+    If the claim compares by ratio, the result is the mean over these cells of the logarithm of the ratio, else the mean
+    of the difference. For the metric `fitted_steps` it is the logarithm of one ratio, which is fitted to all cells.
+    """
     pairs: dict[int, list[tuple[ResultRow, ResultRow]]] = {}
     for row in results.rows:
         if inside(pair.of, row.labels):
@@ -407,9 +414,9 @@ def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[i
 
 
 def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
-    """Return the logarithm of the ratio of steps to an equal loss, from the runs of one seed.
+    """Return the logarithm of `fitted_steps_ratio` for the runs of one seed.
 
-    pairs: for each length of a run, the run of the claim's cell and that of its partner.
+    pairs: a run of a cell and the run of the partner of this cell, for each length of a run.
     """
     own, other = (
         {int(row.numbers["steps"]): _number(row, "val_loss") for row in rows} for rows in zip(*pairs, strict=True)
