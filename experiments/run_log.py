@@ -159,7 +159,8 @@ class RunLog:
                 continue
             if known is None:
                 known = self._lost_loss(place, step, value)
-            elif place == "loss" and known.place == "evaluation":  # the training loss was logged later
+            elif place == "loss" and known.place == "evaluation":
+                # After the validation loss, the training loss is not finite either: validation data are not the cause.
                 known = replace(known, cause="loss not finite")
         if known is not None and known is not self._fault:
             self._run.write("fault", asdict(known))
@@ -243,7 +244,7 @@ def import_run(
             try:
                 row[name] = _parsed(name, value)
             except ValueError as error:
-                if name in names.values():  # other columns without numbers are left out
+                if name in names.values():  # values of a column that `columns` does not name may be texts
                     raise RecipeError(f"{file}, row {place}: {error}") from None
         step = row.pop("step", None)
         if step is None or not math.isfinite(step):

@@ -116,7 +116,8 @@ def update_params(  # noqa: PLR0913  the signature is AlgoPerf's
         label_smoothing=given.get("label_smoothing", 0.0),
     )
     total, count = losses["summed"], losses["n_valid_examples"]
-    if distributed.is_initialized():  # the gradient of this sum is right after DDP has averaged over ranks
+    if distributed.is_initialized():
+        # DDP averages gradients over ranks. For sums over all ranks, this is the gradient of the mean over all rows.
         summed: Any = torch.distributed.nn.all_reduce
         total, count = summed(total), summed(count)
     (total / count).backward()

@@ -255,9 +255,9 @@ def plan_tuning(
 
 
 class _CellSearch:
-    """The search in one cell.
+    """The search for the best values of the tuned fields in one cell of a study.
 
-    trials: completed trials, filled by `left`.
+    trials: completed trials. `left` reads them from the directory of the study.
     """
 
     def __init__(self, study: Study, tuning: Tuning, cell: Cell, directory: Path, failed: Collection[str]) -> None:

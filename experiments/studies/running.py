@@ -108,7 +108,7 @@ def prepare_study(
     left = unfinished(planned, directory)
     require_metric(study, left)
     seconds = expected_seconds(planned)
-    if not timing:  # timed runs keep their order, round by round
+    if not timing:  # timed runs keep their order, in which all cells are timed once before a cell is timed again
         left.sort(key=lambda run: -seconds[run.directory])
     write_manifest(study, own, tuned, directory)
     phase: Phase = "timing" if timing else "tuning" if tuning else "study"

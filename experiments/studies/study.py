@@ -61,7 +61,7 @@ def inside(where: Where, labels: Mapping[str, str]) -> bool:
 
 
 class Setting(Component):
-    """Values for the cells that `when` selects."""
+    """Values of fields in some cells of a study. A cell is a combination of one label from each axis."""
 
     when: Where = Field(min_length=1, examples=[{"method": "soap"}], description="axis -> label or list of labels")
     set: dict[str, Any] = Field(min_length=1, examples=[{"lr": 0.01}], description="dotted path -> value")
@@ -113,7 +113,7 @@ def located_axis(axis: str, choices: Any, home: Path) -> Any:
     try:
         long = axis_choices(axis, choices)
     except ValueError:
-        return choices  # validation of the study reports it together with all other faults
+        return choices  # the validation of the study reports a malformed axis together with all other faults
     found = {k: resolve_paths(v, home) if isinstance(v, Mapping) else v for k, v in long.items()}
     return choices if found == long else found
 
@@ -282,7 +282,8 @@ class Study(Component):
             )
         if self.equal == "steps":
             return
-        own = changed_paths(self.axes[compared])  # steps of other cells are computed from those of their baseline
+        # With `equal: seconds`, the steps of a cell are computed from those of the cell with the baseline's label.
+        own = changed_paths(self.axes[compared])
         if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
             raise ValueError(
                 f"equal: `seconds` cannot be combined with `steps` on axis '{compared}', because the steps of its "

@@ -176,7 +176,7 @@ class Range(Component):
 
     def value(self, fraction: float) -> float | int:
         """Return the value at a fraction of the way from `low` to `high`."""
-        if self.integer:  # so that every whole number has an equal share of the fractions
+        if self.integer:  # wider by 1/2 at each end: else rounding would give the ends only half of their share
             low, high = self.low - 0.5, self.high + 0.5
             found = low * (high / low) ** fraction if self.log else low + (high - low) * fraction
             return int(min(max(round(found), self.low), self.high))
@@ -227,7 +227,10 @@ def read_space(space: Any, interval: type[Component]) -> Any:
 
 
 def _choices(path: str, choices: list[Any]) -> list[Any]:
-    """Return a list of values. Raises ValueError if a value is repeated or cannot be part of a directory's name."""
+    """Return `choices`, the values that a search may give to the field at `path`.
+
+    Raises ValueError for fewer than two values, or if one is repeated or cannot be part of a directory's name.
+    """
     if len(choices) < 2 or len({text(choice) for choice in choices}) < len(choices):
         raise ValueError(f"{path}: must have at least two values, all distinct, got {choices}")
     for choice in choices:
@@ -247,7 +250,10 @@ class RatioGrid(Component):
     start: float | None = Field(None, gt=0, description="value to start from; none: the cell's own lr or weight_decay")
 
     def first(self, path: str, experiment: Experiment) -> float:
-        """Return the start value in a cell. Raises RecipeError if there is none."""
+        """Return the value of the field at `path` with which the search in a cell starts.
+
+        It is `start`, or else the value that the cell's own experiment has. Raises RecipeError if it is not positive.
+        """
         own = None
         if path in ("lr", "weight_decay"):
             own = getattr(experiment, path)

@@ -111,9 +111,10 @@ def loss_fault(task: Task, outputs: Tensor, targets: Tensor) -> str:
 
 
 def _second_softmax(task: Task, outputs: Tensor, targets: Tensor) -> str:
-    """Return a text if the outputs are probabilities, and the loss is the cross-entropy of logits.
+    """Return a sentence if the outputs are probabilities, and the loss applies a softmax to them; else "".
 
-    The loss is recognized by its value for a probability of 0.9 for each class: -log(0.9) is that of probabilities.
+    To see if the loss applies a softmax, it is computed for outputs that give the right class the probability 0.9. A
+    loss of probabilities is then -log(0.9). With a softmax it is the cross-entropy of torch.
     """
     classes = outputs.shape[-1] if outputs.ndim > 1 and outputs.is_floating_point() else 0
     if classes < 2 or targets.dtype != torch.int64 or targets.shape != outputs.shape[:-1]:
@@ -130,11 +131,11 @@ def _second_softmax(task: Task, outputs: Tensor, targets: Tensor) -> str:
 
 
 def _broadcast(task: Task, outputs: Tensor, targets: Tensor) -> str:
-    """Return a text if outputs and targets have different shapes, and a loss of a batch is not the mean of the losses
-    of its rows.
+    """Return a sentence if the loss compares each output with the targets of all rows, because outputs and targets have
+    different shapes, such as [B, 1] and [B], and are broadcast; else "".
 
-    The loss is computed of outputs that are equal to their targets. Then the loss of a row differs from the loss of
-    this output and the targets of other rows, whatever rows the batch has.
+    This is so if, for outputs equal to their targets, the loss of the batch is not the mean of the losses of its single
+    rows.
     """
     shapes = [list(outputs.shape), list(targets.shape)]
     if outputs.numel() != targets.numel() or shapes[0] == shapes[1] or not outputs.is_floating_point():
@@ -145,7 +146,7 @@ def _broadcast(task: Task, outputs: Tensor, targets: Tensor) -> str:
         return ""
     if both in shapes:
         return ""
-    if targets.is_floating_point():  # within (0, 1), where losses of probabilities are defined
+    if targets.is_floating_point():  # different in all rows, and within (0, 1), where losses of probabilities exist
         targets = torch.linspace(0.25, 0.75, targets.numel()).to(targets).reshape(targets.shape)
     guesses = targets.to(outputs.dtype).reshape(outputs.shape)
     single = [float(task.loss(guesses[row : row + 1], targets[row : row + 1])) for row in range(len(targets))]

@@ -137,8 +137,11 @@ class FourierMethod:
         return found
 
     def _part(self, v: Modes) -> Modes:
-        """Return D F[n(u)], with the upper third of the modes set to zero. The nonlinearity n would otherwise alias
-        these modes onto lower ones.
+        """Return the nonlinear term D F[n(u)] of the equation (see `FourierMethod`).
+
+        The upper third of the modes is set to zero, because the nonlinearity n would alias them onto lower modes.
+
+        v: Fourier coefficients of u.
         """
         modes: Modes = self.outer(self.waves) * np.fft.rfft(self.nonlinear(np.fft.irfft(v, self.points)))
         modes[self.points // 3 :] = 0

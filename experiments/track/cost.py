@@ -88,10 +88,12 @@ def _numel(model: str) -> int:
 
 @cache
 def _work(declared: str, model: str) -> tuple[float, float, float]:
-    """Return (F, H, B) of a step with the recipe in a JSON text.
+    """Return the counts F, H and B of a step, which the docstring of this module defines.
 
     All layers are equal, so each number is linear in the number of layers. It is extrapolated from models of one and of
     two layers.
+
+    declared: the recipe as JSON.
     """
     recipe = load_recipe(json.loads(declared))
     (one, two), layers = (_planned(recipe, model, layers) for layers in (1, 2)), MODELS[model].layers
@@ -100,7 +102,7 @@ def _work(declared: str, model: str) -> tuple[float, float, float]:
 
 
 def _planned(recipe: Recipe, model: str, layers: int) -> tuple[float, float, float]:
-    """Return (F, H, bytes of state) of a model with `layers` layers."""
+    """Return the counts F and H of a step of the model with only `layers` layers, and its bytes of state."""
     infos = _parameters(model, layers)
     found, half = plan(recipe, infos, (1,), "ddp"), _half_operations(recipe, infos)
     return float(found.work[0]) - half, half, float(found.state[0])

@@ -70,11 +70,15 @@ def read_rankings(folder: Path) -> dict[str, Ranking]:
 
 @dataclass(frozen=True)
 class Standing:
-    """All entries of a folder with their scores.
+    """All entries in the folder of a track with their scores. An entry is a recipe that was run on all tasks.
 
-    costs: model -> entry -> counted time of a step, divided by that of AdamW.
-    profiles: key -> entry -> profile score. The key is "" for scores of steps, and the name of a model for scores of
-        counted cost.
+    recipes: entry -> recipe without its learning rate.
+    scores: entry -> task -> steps and seconds to the target.
+    costs: model -> entry -> time of a step with the model, divided by that of AdamW. The time is counted, not measured:
+        it is computed from operations and bytes (`step_ms`).
+    profiles: key -> entry -> `profile_score`, from 0 to 1 for the least spending of all entries on every task. For the
+        key "", spending is the number of steps to the target. For the name of a model it is the counted cost, which is
+        this number times the entry's item of `costs`.
     """
 
     track: Track
@@ -86,7 +90,7 @@ class Standing:
 
     @property
     def order(self) -> list[str]:
-        """Names of the entries, the best profile of steps first."""
+        """Names of the entries, the best score of steps (`profiles[""]`) first."""
         return sorted(self.scores, key=lambda name: (-self.profiles[""][name], name))
 
 
@@ -116,7 +120,8 @@ def track_page(now: Standing, folder: Path) -> dict[Path, str]:
 
 
 def steps_table(now: Standing) -> str:
-    """Return a table with a row for each entry: its profiles, and for each task the steps and seconds to the target.
+    """Return a table with a row for each entry: its scores (`Standing.profiles`), and for each task the steps and
+    seconds to the target.
 
     If the target is not reached, the cell has the final loss.
     """
@@ -130,11 +135,11 @@ def steps_table(now: Standing) -> str:
 
 
 def cost_table(now: Standing) -> str:
-    """Return a table of counted cost with a row for each entry.
+    """Return a table with a row for each entry: times that are counted from operations and bytes, not measured.
 
-    For each counted model it has the milliseconds of the optimizer, and the time of a step relative to AdamW. For each
-    task it has the cost of reaching the target: the number of steps times the time of a step of the first counted
-    model, in units of the time of a step with AdamW.
+    For each of COUNTED_MODELS it has the milliseconds of the optimizer in a step, and the time of a step, divided by
+    that with AdamW. For each task it has the cost of reaching the target: the number of steps times this quotient for
+    the first model.
     """
     first = next(iter(COUNTED_MODELS))
     models = [head for title in COUNTED_MODELS.values() for head in (f"{title}: optimizer ms", "step / AdamW's")]
@@ -165,7 +170,9 @@ def rates_table(now: Standing) -> str:
 
 
 def published_table(now: Standing, rankings: Mapping[str, Ranking]) -> str:
-    """Return a table of rank correlations: of each published ranking with the profiles of steps and of counted cost."""
+    """Return a table with the rank correlations of each published ranking with the rankings of the same entries by
+    their scores of steps and of counted cost (`Standing.profiles`).
+    """
     heads = ("ranking", "ranked by", "entries", "steps", *(f"cost, {title}" for title in COUNTED_MODELS.values()))
     rows = []
     for name, ranking in rankings.items():

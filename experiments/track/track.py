@@ -282,7 +282,8 @@ Scores = Mapping[str, Mapping[str, TaskScore]]
 
 
 def score(task: TrackTask, z: float, runs: Sequence[TaskRun]) -> TaskScore:
-    """Return the score of an entry on one task.
+    """Return the step and the seconds at which the runs of an entry reach the target of one task, their final loss, and
+    their learning rate.
 
     z: number of standard errors by which the mean must be below the target.
     runs: one run for each seed.

@@ -54,8 +54,8 @@ FaultCause = Literal[
 class Fault:
     """The first thing that went wrong in a run, as fault.json has it.
 
-    place: kind of the value.
-    cause: usual cause.
+    place: kind of the value that went wrong, such as "gradient".
+    cause: usual cause of such a fault.
     step: number of the step, from 1.
     layer: name of the parameter, or "<parameter>: <slot>" for state; "" for none.
     text: a sentence about value, place and cause.

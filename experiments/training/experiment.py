@@ -204,7 +204,8 @@ def load_experiment(
     imported = [override for override in own if _path(override) == "imports"]
     others = [override for override in own if override not in imported]
     try:
-        data = with_imports(apply_overrides(data, imported, parse_yaml))  # overrides may set fields of its kinds
+        # Files in `imports` are imported first, because other overrides may set fields of components that they define.
+        data = with_imports(apply_overrides(data, imported, parse_yaml))
         return validated(Experiment, _with_recipe(apply_overrides(data, others, parse_yaml)))
     except RecipeError as error:
         if isinstance(source, (str, Path)):

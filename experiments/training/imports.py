@@ -133,7 +133,7 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     names = [name]
     if path.stem not in sys.modules and getattr(importlib.util.find_spec(path.stem), "origin", None) == str(path):
-        names.append(path.stem)  # so that files beside it import the same module
+        names.append(path.stem)  # so that `import NAME` in other files of its folder finds this module
     sys.modules.update(dict.fromkeys(names, module))  # before execution, as pydantic reads annotations from there
     try:
         spec.loader.exec_module(module)

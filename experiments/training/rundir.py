@@ -122,7 +122,10 @@ class RunDirectory:
         return read_rows(self.path / "diagnostics.jsonl")
 
     def rewind_fault(self, step: int) -> dict[str, Any] | None:
-        """Return the recorded fault, or None without one. Remove a fault after `step`, from which the run continues."""
+        """Return the recorded fault of a run that continues from `step`, or None if there is none.
+
+        A fault after this step is removed, and None is returned.
+        """
         fault = self.read("fault")
         if fault is not None and fault["step"] > step:
             (self.path / "fault.json").unlink()
@@ -166,7 +169,7 @@ class RunDirectory:
         if last.is_file() and checkpoint_step(last) > step:
             if branch.is_file() and checkpoint_step(branch) <= step:
                 branch.replace(last)
-            else:  # a directory is the newest remaining checkpoint
+            else:  # no file is left to continue from, but a checkpoint directory may be
                 last.unlink()
         for folder in _complete(self):
             if checkpoint_step(folder) > step:
@@ -304,7 +307,10 @@ def load_checkpoint(
 
 
 def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the newest checkpoint, and its notes if it is a directory. Drop the rows of metrics after it."""
+    """Return the newest checkpoint and, if it is a directory, the notes that `save_sharded` wrote into it.
+
+    Drop the rows of metrics after the checkpoint. If there is none, return (None, None) and drop all rows.
+    """
     found = run.newest_checkpoint()
     if found is None:
         run.rewind(0)

@@ -164,7 +164,8 @@ class Trainer:
                 fault = self._divergence(self.step, *losses).fault()
                 self._note_fault(fault)
             elif self.window.skipped and self.fault is None:
-                alone = Ranks(device=self.device)  # without messages, as other ranks may have skipped no gradient
+                # Other ranks may have skipped no gradient. They do not search, and this rank must not wait for them.
+                alone = Ranks(device=self.device)
                 self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
             if metrics is not None or not finite or self._due(self.experiment.log_every):
                 self._write_row(lr, metrics)
@@ -206,7 +207,7 @@ class Trainer:
                     fault = self._divergence(step).of_error(error, self.experiment.recipe.failure.roots)
                 except Exception:  # the search for the fault failed; the first error says more
                     fault = Fault.of_error(error, step)
-                self.fault = None  # an error that ends the run matters more than a skipped gradient
+                self.fault = None  # the error replaces an earlier fault, as of a skipped gradient: it ends the run
                 self._note_fault(replace(fault, place="evaluation") if evaluation else fault)
             raise
 
@@ -382,7 +383,10 @@ class Trainer:
         self.fault = Fault(**known) if known is not None else None
 
     def _restore_random(self, notes: dict[str, Any]) -> None:
-        """Restore the random state of a single process. A checkpoint of several processes has none: begin a new one."""
+        """Restore the random state from the checkpoint, if this run is one of a single process.
+
+        A checkpoint of several processes has no random state. The generator is then seeded for this step.
+        """
         if self.ranks.distributed:
             return
         if notes.get("rng") is None:
