@@ -26,7 +26,7 @@ from ..step.exchange import decay_source
 
 @dataclass
 class Traffic:
-    """The traffic of a set of collectives. All fields except `ranks` are arrays of shape `[R]`, one number for each rank.
+    """The traffic of a set of collectives. All fields except `ranks` are arrays `[R]`, one number for each rank.
 
     ranks: number of ranks.
     sent: bytes sent to other ranks.
