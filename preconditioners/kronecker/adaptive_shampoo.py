@@ -78,7 +78,7 @@ class AdaptiveShampoo(Factored):
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
         for axis in axes:
-            a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
+            a, damping = self.estimate(state, axis, context), state[f"damping.{axis}"]
             wanted = self._wanted(state, axis, a)
             due = ~(wanted <= self.ceiling) | bool(context.first)  # written so that nan is due
             state[f"damping.{axis}"] = torch.where(due, damping, wanted)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -153,11 +153,16 @@ class Factored(Stage):
 
         def power(axis: int, exponent: Fraction) -> Power:
             behind = 0 if axis in observed else 1
-            return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
+            return self.power(state, axis, exponent, self.estimate(state, axis, context, behind))
 
         # cached, because several axes may need the same power
         powers = power if self.statistic.needs_power is None else cache(power)
         self.statistic.observe(state, self.in_frame(state, x, context), context, axes, powers)
+
+    @final
+    def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
+        """Return the statistic's estimate of one axis (see `Statistic.estimate`)."""
+        return self.statistic.estimate(state, axis, context, behind, self.cached_traits().lagged)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         if not self.statistic.sequential:  # for a sequential statistic, `observe` has refreshed each axis already

@@ -247,7 +247,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         # without a slow mean the estimate is a multiple of the stored factor, and such a solver returns the same basis
         stored = self.solver.unit_free and self.statistic.slow is None
         old = joined([state[f"basis.{axis}"] for axis in axes])
-        a = (state[f"factor.{axis}"] if stored else self.statistic.estimate(state, axis, context) for axis in axes)
+        a = (state[f"factor.{axis}"] if stored else self.estimate(state, axis, context) for axis in axes)
         return old, *self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
 
     def _turn(self, state: State, axis: int, old: Tensor, found: Basis, tried: Tensor | None = None) -> Turn:
@@ -285,7 +285,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _in_basis(self, state: State, axis: int, context: StepContext) -> Basis:
         """Return P `[N, d, d]`, the eigenvectors of the statistic of an axis, for `statistic_frame: basis`."""
         eye = identity_like(state[f"basis.{axis}"])
-        return self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
+        return self.solver.basis(self.estimate(state, axis, context), eye, context.first)
 
     def _turned(self, state: State, axis: int, found: Basis, tried: Tensor | None = None) -> Turn:
         """Multiply the basis of an axis by P, the eigenvectors of the statistic in this basis, and rotate the statistic
@@ -342,7 +342,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         """
         found = {}
         for axis in self.factor_axes(state.block) if self.statistic_frame == "basis" else ():
-            b = self.statistic.estimate(state, axis, context)
+            b = self.estimate(state, axis, context)
             found[f"basis.{axis}/off_diagonal"] = off_diagonal_share(b)
             found[f"basis.{axis}/angle"] = turning_angle(b, identity_like(b))
         return found

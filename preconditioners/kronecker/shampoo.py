@@ -121,7 +121,7 @@ class Shampoo(Factored, DelayedRefresh):
         ok: bool `[N]`, True where the solver succeeded.
         """
         for equal in self.equal_axes(state, axes):
-            estimate = joined([self.statistic.estimate(state, axis, context) for axis in equal])
+            estimate = joined([self.estimate(state, axis, context) for axis in equal])
             solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
             found, parts = solve(estimate, self._exponent(state.block, equal[0])), len(equal)
             yield from zip(equal, found.value.chunk(parts), found.ok.chunk(parts), strict=True)
@@ -168,7 +168,7 @@ class Shampoo(Factored, DelayedRefresh):
         for axis, root in self.matrices(state).items():
             exponent = self._exponent(state.block, axis)
             powers = (exponent.denominator, exponent.numerator)
-            found[f"root.{axis}/residual"] = root_residual(self.statistic.estimate(state, axis, context), root, powers)
+            found[f"root.{axis}/residual"] = root_residual(self.estimate(state, axis, context), root, powers)
         return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:

@@ -12,7 +12,7 @@ import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, final
 
 import torch
@@ -442,16 +442,18 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return add_symmetric(factor, y * per_block(scale, y), z, decay, weight)
 
     @final
-    def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
+    def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0, lagged: bool = False) -> Tensor:
         """Return the estimate of one axis for a solver: `[N, d, d]`, or `[N, d]` for a diagonal factor.
 
         The result is a new tensor or a view of the state.
 
         behind: 1 if the factor does not contain the contribution of this step yet, else 0.
+        lagged: True for the statistic of a lagged stage, which observes the first gradient in step 0.
         """
-        factor = self._corrected(state[f"factor.{axis}"], self.beta, context, behind)
+        count = partial(self._observations, behind=behind, lagged=lagged)
+        factor = self._corrected(state[f"factor.{axis}"], self.beta, context, count)
         if self.slow is not None:
-            slow = self._corrected(state[f"slow.{axis}"], self.slow.beta, context, behind)
+            slow = self._corrected(state[f"slow.{axis}"], self.slow.beta, context, count)
             factor = torch.lerp(factor, slow, self.slow.weight)
         if self.trace_scaling:
             trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
@@ -459,21 +461,26 @@ class Statistic(Schedulable, ABC, family="statistic"):
             factor = factor * per_block(power, factor)
         return factor
 
-    def _corrected(self, factor: Tensor, beta: float, context: StepContext, behind: int) -> Tensor:
+    def _corrected(
+        self, factor: Tensor, beta: float, context: StepContext, count: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Return F / c for a mean F with decay beta, with bias correction c as in the formula of the class.
 
-        behind: see `estimate`.
+        count: function that returns the numbers t of observations for the numbers of steps.
         """
         if beta == 1 or not (self.bias_correction and self.damped):
             return factor
-        return factor / context.correction(beta, factor, lambda step: self._observations(step - behind))
+        return factor / context.correction(beta, factor, count)
 
-    def _observations(self, step: Tensor) -> Tensor:
-        """Return how many of the steps 1, ..., `step` have an observation (see `interval`).
+    def _observations(self, step: Tensor, behind: int, lagged: bool) -> Tensor:
+        """Return the number of observations that the factor has in a step, at least 1.
 
-        The result is at least 1, also for step 0, in which a lagged stage observes the first gradient.
+        Steps 1, 1 + interval, 1 + 2 interval, ... have an observation, and so has step 0 of a lagged stage.
+
+        behind, lagged: see `estimate`.
         """
-        return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
+        seen = step - behind
+        return (torch.div(seen - 1, self.interval, rounding_mode="floor") + 1 + lagged).clamp_min(1)
 
 
 class Gram(Statistic):

@@ -42,7 +42,7 @@ class Stepper:
         return StepContext(np.array([self.t]), np.zeros(1), np.zeros(1, dtype=np.int64))
 
     def estimate(self, axis: int) -> Tensor:
-        found: Tensor = self.stage.statistic.estimate(self.state, axis, self.context())
+        found: Tensor = self.stage.estimate(self.state, axis, self.context())
         return found[0]
 
 
@@ -102,6 +102,19 @@ def test_gram_is_a_weighted_sum_of_gram_matrices(form: dict[str, Any], block: tu
         axes = form.get("axes", {})
         diagonal = axes.get("entries") == "diagonal" or d > axes.get("max_size", d)
         assert close(stage.estimate(axis), a.diagonal() if diagonal else a, 1e-13)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_means_of_a_lagged_stage_count_the_first_gradient(interval: int) -> None:
+    """The gradient is constant, so all its Gram matrices and their mean are equal. 1e-13: some tens of roundings."""
+    statistic = {"kind": "gram", "beta": 0.5, "interval": interval, "slow": {"beta": 0.99, "weight": 0.5}}
+    basis = {"kind": "eigenbasis", "timing": "lagged", "statistic": statistic, "refresh": EVERY}
+    stage = Stepper({**basis, "inner": ["rms"], "transport": "exact"}, (4, 3))
+    gradient = normal(4, 3, seed=1)
+    stage.stage.prime(stage.state, gradient[None], gradient[None], stage.context())
+    for _ in range(7):
+        stage.step(gradient)
+        assert close(stage.estimate(0), gradient @ gradient.T, 1e-13)
 
 
 @pytest.mark.parametrize("source", ["direction", "orthogonalized"])
