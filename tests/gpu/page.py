@@ -46,8 +46,8 @@ set: {update.eigenbasis.refresh.delay: 2}        # new bases two steps late, on 
 STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
 
 - *total*: until the device has finished; *host*: until `step` returns; *device*: between CUDA events around the step.
-- *kernels*: of the step with the fewest of three, and the milliseconds in which they run, without the gaps between
-  them. SOAP and Shampoo refresh some of their blocks in every step.
+- *kernels*: the number of kernels of a step, and the milliseconds in which they run, without the gaps between them.
+  Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks in every step.
 - *waits*: times that the host waits for the device, by torch's synchronization debug mode, in the step with the fewest
   and in the step with the most."""
 MEMORY = """Megabytes (10^6 bytes): the memory that the state takes on the device, with what torch and cuBLAS keep
@@ -56,8 +56,9 @@ for the steps of each parameter; the most that a step allocates beyond the state
 intermediate results, and refreshes under way keep copies of their inputs. The plan counts neither."""
 CAPTURE = """Steps with `graph: true`, refreshes every 10 steps, while the learning rate changes in every step.
 
-- *replays*: steps that a graph made, of all pieces of a recipe; *differing*: tensors of parameters and state that have
-  other bits than the same steps launched one by one, over all steps.
+- *replays*: the number of replays of graphs, summed over all graphs of a recipe. A recipe may have several graphs for
+  different parameters. *differing*: the number of tensors of parameters and state whose bits differ from those of the
+  same steps launched one by one, over all steps.
 - *apart*: largest difference to the steps without `graph`, as a share of the way that parameters went. A graph reads
   its numbers on the device, in the dtype of the state, where other steps take them from the host."""
 TORCH = """Recipes against `torch.optim` on the options that torch's own tests list for SGD, Adam, AdamW, Adagrad,
