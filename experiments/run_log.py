@@ -132,7 +132,10 @@ class RunLog:
         if loss is None and "val_loss" not in given:
             for name in numbers:
                 if near := near_names(name, ("loss", "val_loss"), 0.75):
-                    raise ValueError(f"{name}: the row has neither 'loss' nor 'val_loss'; did you mean '{near[0]}'?")
+                    raise ValueError(
+                        f"{name}: is it a misspelled '{near[0]}'? The row has no 'loss' and no 'val_loss', one of "
+                        "which is required beside a column with such a name; rename the column"
+                    )
         parsed = {name: _parsed(name, value) for name, value in given.items() if value is not None}
         losses = {name: parsed[name] for name in ("loss", "val_loss") if name in parsed}
         row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: finite_or_none(x) for name, x in parsed.items()}}

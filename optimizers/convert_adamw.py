@@ -76,8 +76,9 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
             for key, value in zip(moment_slots(rule, path, *chain), ("exp_avg", "exp_avg_sq"), strict=True):
                 if (slot := StateKey.join(0, key)) not in state:
                     raise ValueError(
-                        f"{name}: its moments are stored in another form; convert to an optimizer without `storage`, "
-                        "and its state dict with `convert_storage`"
+                        f"{name}: the recipe's `storage` encodes its slot {key}, and torch's moments can be copied "
+                        "only into plain tensors; convert to an optimizer of the recipe without `storage`, and then "
+                        "pass its state dict to `convert_storage`"
                     )
                 if state[slot].numel() != moments[value].numel():
                     raise ValueError(

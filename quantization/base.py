@@ -188,7 +188,7 @@ def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quant
         if where in storage:
             problem = storage[where].unsupported(slot)
             if problem and where != key.stage:
-                raise ValueError(f"storage.{where}: {problem}")
+                raise ValueError(f"storage.{where}: {problem}; choose another format, or remove the entry")
             return None if problem else storage[where]
     by_role = storage.get(slot.role)
     if by_role is None or (slot.sensitive and by_role.codec is not None):

@@ -153,10 +153,12 @@ class StepCase(Component):
             raise ValueError("exactly one of recipe and peer is required; give one of the two")
         if self.recipe is not None and (self.options or self.switches):
             raise ValueError("options and switches cannot be combined with recipe; give overrides, or a peer")
-        if self.peer is not None and (self.overrides or ":" not in self.peer):
+        if self.peer is not None and ":" not in self.peer:
+            raise ValueError(f"peer: must have the form module:Class, as torch.optim:AdamW, got '{self.peer}'")
+        if self.peer is not None and self.overrides:
             raise ValueError(
-                f"peer: '{self.peer}' must have the form module:Class, and cannot be combined with overrides; give "
-                "options"
+                f"overrides: cannot be combined with the peer '{self.peer}', because they change recipes; give "
+                "`options`, the arguments of the class"
             )
         return self
 

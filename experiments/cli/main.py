@@ -59,13 +59,15 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:
-        """Rewrite the message of an error about an option.
+        """Rewrite the message of an error about an option, and leave all other errors as they are.
 
         If an option lacks its value, the message says what the value means. If there is no such option, the message
         says how a setting is given. An error about an option is recognized by its attribute `option_name`, because
         typer does not export its class.
         """
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
+        if name is None:
+            return
         option: Any = next((one for one in command.params if name in one.opts), None) if command is not None else None
         if option is not None and getattr(option, "help", None):
             value = option.metavar or str(option.type.name).upper()

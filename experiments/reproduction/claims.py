@@ -214,9 +214,12 @@ def read_results(path: Path, study: Study) -> StudyResults:
     planned = {(tuple(cell.labels.values()), seed) for cell in cells(study) for seed in study.seeds}
     measured = [(tuple(row.labels.values()), row.seed) for row in found.rows]
     if len(measured) != len(planned) or set(measured) != planned:
-        odd = sorted(planned.symmetric_difference(measured))[:1]
+        lacking, others = sorted(planned.difference(measured)), sorted(set(measured) - planned)
+        values, seed = (lacking or others or [max(measured, key=measured.count)])[0]
+        fault = "is missing" if lacking else "is not in the study" if others else "is there more than once"
         raise ValueError(
-            f"{path}: must have one run for each cell and seed of {study.name}; missing or unexpected is {odd}"
+            f"{path}: must have one run for each cell and seed of the study {study.name}, but the run of cell "
+            f"{', '.join(values)} with seed {seed} {fault}; run the study again"
         )
     return found
 
@@ -423,7 +426,8 @@ def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
     )
     if len(own) < len(pairs):
         raise ValueError(
-            f"claims: fitted_steps needs one pair of cells for each number of steps, got {len(pairs)} pairs"
+            f"claims: fitted_steps needs one pair of cells for each number of steps, got {len(pairs)} pairs for "
+            f"{len(own)} different numbers of steps; name cells of which `steps` is the only varied field"
         )
     return _log(fitted_steps_ratio(own, other))
 

@@ -162,6 +162,10 @@ def _transaction(url: str) -> Iterator[sql.Connection]:
         raise _no_answer(url, error) from error
 
 
+_FORMS = "give a URL of SQLite (sqlite:///study.db) or PostgreSQL (postgresql+psycopg://user@host/name)"
+_CHECKS = "check the URL, whether the server runs, and whether this user may create and write tables there"
+
+
 @lru_cache
 def _engine(url: str) -> sql.Engine:
     """Return the engine of a database, after its tables were created if they were missing.
@@ -172,14 +176,11 @@ def _engine(url: str) -> sql.Engine:
         parsed = sql.make_url(url)
         backend = parsed.get_backend_name()
         if backend not in _CLOCKS:
-            raise RecipeError(
-                f"--storage: '{backend}' databases are not supported; give a URL of SQLite (sqlite:///study.db) or "
-                f"PostgreSQL (postgresql+psycopg://user@host/name), got '{url}'"
-            )
+            raise RecipeError(f"--storage: '{backend}' databases are not supported; {_FORMS}, got '{url}'")
         waiting = {"timeout": 60} if backend == "sqlite" else {}
         engine = sql.create_engine(parsed, poolclass=sql.pool.NullPool, connect_args=waiting)
     except (sql.exc.ArgumentError, ImportError) as error:
-        raise RecipeError(f"--storage: SQLAlchemy cannot use the URL '{url}' ({error})") from None
+        raise RecipeError(f"--storage: SQLAlchemy cannot use the URL '{url}' ({error}); {_FORMS}") from None
     for left in reversed(range(len(_TABLES.tables) + 1)):  # another worker may create each table at this moment
         try:
             _TABLES.create_all(engine)
@@ -192,4 +193,4 @@ def _engine(url: str) -> sql.Engine:
 
 def _no_answer(url: str, error: sql.exc.DBAPIError) -> OSError:
     name = sql.make_url(url).render_as_string(hide_password=True)
-    return OSError(f"--storage: the database '{name}' cannot be used ({error.orig}); check the URL and the server")
+    return OSError(f"--storage: the database '{name}' cannot be used ({error.orig}); {_CHECKS}")

@@ -127,7 +127,10 @@ def _second_softmax(task: Task, outputs: Tensor, targets: Tensor) -> str:
     cross_entropy = functional.cross_entropy(sure.flatten(0, -2), index.flatten())
     if not math.isclose(float(task.loss(sure, index)), float(cross_entropy), rel_tol=1e-4):
         return ""
-    return "the outputs of the model are probabilities, which sum to 1, and its cross-entropy applies a second softmax"
+    return (
+        "the outputs of the model are probabilities, which sum to 1, and its cross-entropy applies a second softmax; "
+        "return logits, without a softmax"
+    )
 
 
 def _broadcast(task: Task, outputs: Tensor, targets: Tensor) -> str:

@@ -121,8 +121,10 @@ def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
         raise RecipeError(f"{path}: must contain names and shapes, got {type(data).__name__}")
     found: dict[str, tuple[int, ...]] = {}
     for row in rows:
-        if not isinstance(row, (list, tuple)) or len(row) != 2 or not isinstance(row[0], str) or row[0] in found:
-            raise RecipeError(f"{path}: an entry must be a name that is not used yet, and a shape, got {row!r}")
+        if not isinstance(row, (list, tuple)) or len(row) != 2 or not isinstance(row[0], str):
+            raise RecipeError(f"{path}: an entry must have a name and a shape, as [weight, 8x4], got {row!r}")
+        if row[0] in found:
+            raise RecipeError(f"{path}: each entry must have its own name, got '{row[0]}' again in {row!r}; rename it")
         found[row[0]] = _shape(row[1], f"{path}: {row[0]}")
     return list(found.items())
 

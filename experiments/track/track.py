@@ -219,8 +219,10 @@ def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
         first = entries[0].name
         for name, other in data.items():
             if other != data[first]:
+                one, two = (", ".join(sorted(hashes)) for hashes in (data[first], other))
                 raise ValueError(
-                    f"track: {first} and {name} were run with different data of {task}; run one of the two again"
+                    f"track: the data of task '{task}' must be the same for all entries, got data with the sha256 "
+                    f"{one} for entry '{first}' and {two} for entry '{name}'; run one of the two entries again"
                 )
     return entries
 

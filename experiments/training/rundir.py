@@ -49,7 +49,8 @@ def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if there is None or given is None or there == given:
         return ""
     if given < there:
-        return f" The run there has {there} steps, for instance by --extend {there}; give steps={there} to continue it."
+        why = f"perhaps because it was continued by --extend {there}"
+        return f" The run there has {there} steps, {why}; give steps={there} to continue it."
     return f" To continue the run there to {given} steps, give --extend {given}."
 
 

@@ -100,7 +100,9 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
         for name, new, info in zip(names, found, infos, strict=True):
             if tuple(new.shape) != info.shape:
                 raise ValueError(
-                    f"{name}: the parameter had shape {info.shape}, its replacement has {tuple(new.shape)}"
+                    f"{name}: the optimizer was composed with a parameter of shape {info.shape}, and its param group "
+                    f"now has one of shape {tuple(new.shape)} in that place; put a parameter of the same shape there, "
+                    "or compose an optimizer of the present parameters"
                 )
         check_values(group)
 

@@ -271,8 +271,9 @@ def gather_signals(
                 tensors[name] = _tensors(call, used, values, ranks)
         elif call.values and call.signal.extent != "outputs":
             warn_user(
-                f"provide: the signal '{name}' is not used in this step, because a parameter has no value on some "
-                f"rank; on this rank {len(call.values)} of {len(call.wanted)} parameters have a value ({what})"
+                f"provide: the signal '{name}' is not used in this step, because at least one parameter has no value "
+                f"of it on at least one rank; this rank has values for {len(call.values)} of {len(call.wanted)} "
+                f"parameters. Provide a value for each parameter on each rank ({what})"
             )
     return numbers, tensors, next(iter(missing), None)
 

@@ -353,9 +353,10 @@ def warn_of_waiting(
     advice = advise(specs, recipe, keys, ranks, now)
     if advice is not None:
         warn_user(
-            f"{', '.join(advice.fields)}: {ranks} ranks wait for each other's refreshes, with a computed efficiency of "
-            f"{now.efficiency:.2f}; set the value to {advice.min_wave_work} for an efficiency of "
-            f"{advice.balance.efficiency:.2f}. This changes the trajectory, to that of one process with the same value"
+            f"{', '.join(advice.fields)}: the {ranks} ranks wait for each other's refreshes (computed efficiency "
+            f"{now.efficiency:.2f}); set min_wave_work to {advice.min_wave_work} for an efficiency of "
+            f"{advice.balance.efficiency:.2f}. Another value of it changes the steps in which blocks are refreshed, "
+            "and so the updates, on one process in the same way"
         )
 
 

@@ -228,7 +228,7 @@ class RankChecks:
         }
         if copied:
             norms = norms if self._surveys < FIRST or self._surveys % EVERY == 0 else torch.zeros_like(norms)
-            copies = SameNumbers("gradients", {"norm": norms}, AVERAGE_FIRST, self.names, TOLERANCE, ABSENT)
+            copies = SameNumbers("gradients", {"gradient norm": norms}, AVERAGE_FIRST, self.names, TOLERANCE, ABSENT)
             checks, fields = [*checks, copies.check], fields | copies.fields()
         self._surveys += 1
         sums = self.checked.reduce(fields, checks, device, f"agreement on gradients ({first})")

@@ -18,7 +18,7 @@ A graph is valid for steps with equal addresses, layouts and constants (`_Key`):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -156,9 +156,22 @@ def difference(one: Signature, other: Signature) -> str | None:
     if len(one) != len(other):
         return f"{len(one)} operations in one step and {len(other)} in the next"
     for a, b in zip(one, other, strict=True):
+        if a[0] != b[0]:
+            return f"{a[0]} in one step and {b[0]} in the next"
         if a != b:
-            return f"{a[0]} takes {a[1:]} in one step and {b[1:]} in the next"
+            own, others = [*_leaves(a[1:])], [*_leaves(b[1:])]
+            x, y = next((pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]), (own, others))
+            return f"{a[0]} takes {x} in one step and {y} in the next"
     return None
+
+
+def _leaves(x: object) -> Iterator[str]:
+    """Yield the texts in nested tuples, in order."""
+    if isinstance(x, tuple):
+        for part in x:
+            yield from _leaves(part)
+    else:
+        yield str(x)
 
 
 _Place = tuple[int, tuple[int, ...], torch.dtype]
@@ -384,13 +397,19 @@ class CapturedStacks:
         other = difference(self._record.signature, record.signature)
         if other is not None:
             body()
-            return f"a number is no input: {other}"
+            return (
+                f"a number or an operation of a stage changes from step to step, and the graph would repeat that of "
+                f"the captured step: {other}; set `graph: false`, or let the stage take the number from its context"
+            )
         try:
             graph = capturer.capture(body)
         except RuntimeError as error:
             _restore(targets, before)
             body()
-            return f"the step cannot be captured: {error}"
+            return (
+                f"the device cannot capture an operation of this step ({error}); set `graph: false`, or replace stages "
+                "that wait for the device"
+            )
         _restore(targets, before)
         body()
         _exchange(targets, before)
@@ -398,7 +417,11 @@ class CapturedStacks:
         graph.replay()
         if not all(map(_same_bits, targets, after)):
             _restore(targets, after)
-            return "a replay has other bits than the step as it is"
+            return (
+                "a replay of the graph gave other bits than the same step without the graph, as if an operation read "
+                "memory that the graph does not update; set `graph: false`, or replace your own stages one by one to "
+                "find the operation"
+            )
         self.graph, self._record = graph, record
         return None
 
@@ -410,8 +433,12 @@ def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
         return f"there are no graphs of a device of type {device}"
     if any(own.block_group is not None for own in stacks):
         return "blocks are sent between ranks"
-    if recipe.averaging is not None or any(update.constraints for update in recipe.rules().values()):
-        return "an averaging or a constraint has numbers of its own"
+    constrained = [f"{path}.constraints".lstrip(".") for path, own in recipe.rules().items() if own.constraints]
+    if fields := [*["averaging"] * (recipe.averaging is not None), *constrained]:
+        return (
+            f"{', '.join(fields)} may use numbers that the host computes in each step, and the graph would repeat "
+            "those of the captured step; remove the field, or set `graph: false`"
+        )
     given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
     if given:
         return f"stages ask for signals that lie elsewhere in each step ({', '.join(sorted(given))})"

@@ -251,8 +251,8 @@ def _require_form(
             follows = lead >= 0 and slot.shape[lead:] == shape and found == (*slot.shape[:lead], *longer)
             if slot.shape and not follows:
                 raise ContractError(
-                    f"{stage}: slot '{name}': the shape must be () or end with the axes of the parameter, {shape}, "
-                    f"got {slot.shape}"
+                    f"{stage}: slot '{name}': the shape must be (), or its last axes must be those of the parameter, "
+                    f"got {slot.shape} for a parameter of shape {shape} and {found} for {longer}"
                 )
 
 

@@ -66,8 +66,8 @@ def _by_order(value: Any) -> ByOrder | Fraction | None:
         several = isinstance(item, (list, tuple))
         if several and len(item) != int(key):
             raise ValueError(
-                f"a block of order {key} has {counted(int(key), 'axis', 'axes')}, got "
-                f"{counted(len(item), 'exponent')}; give one exponent, or one for each axis"
+                f"a block of order {key} has {counted(int(key), 'axis', 'axes')}, got a list of "
+                f"{counted(len(item), 'exponent')}; give one number, or a list with one for each axis"
             )
         exponents[int(key)] = tuple(_fraction(part, zero=True) for part in (item if several else [item] * int(key)))
     return exponents

@@ -120,7 +120,11 @@ def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[n
         while dual(at + size * step) > dual(at) + 1e-4 * size * (slope @ step) and size > 1e-10:
             size /= 2
         at = at + size * step
-    raise ValueError(f"no {length} positive weights have {statistics}; try a mean_age nearer to exp(mean_log_age) - 1")
+    given = ", ".join(f"{name} {value:g}" for name, value in statistics._asdict().items())
+    raise ValueError(
+        f"a kernel of {length} positive weights cannot have these statistics: {given}; try a mean_age nearer to "
+        "exp(mean_log_age) - 1"
+    )
 
 
 _NEWTON_STEPS = 200

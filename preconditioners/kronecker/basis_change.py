@@ -318,17 +318,20 @@ def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_c
     decay = statistic.decay_of_squares
     if decay is None:
         fields = {name: getattr(statistic, name) for name in ("kind", "interval", "initial", "source")}
-        wanted = "a gram or bregman, interval 1, initial 0, source gradient"
-        return f"the squares of every gradient: {wanted}; got {fields}"
+        wanted = "a gram or bregman with interval 1, initial 0 and source gradient"
+        return f"a statistic that takes every gradient ({wanted}), got {fields}"
     if not keeps_all_columns:
         return "all columns of a basis, got a solver that keeps fewer"
     slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
     if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
         got = ", ".join(f"{beta:g}" for beta in sorted(found))
-        none = "none (a slot that is a running mean of squared gradients declares it by `Slot(decay=beta)`)"
-        return f"second moments inside with the decay of the statistic, {decay:g}, got {got or none}"
+        none = "none (a running mean of squared gradients declares its decay by `Slot(decay=beta)`)"
+        return f"an inner chain whose second moments have the decay of the statistic, {decay:g}, got {got or none}"
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
-        return "second moments of every entry with a statistic that is whitened, got factored ones"
+        return (
+            "a second moment for each entry if the statistic whitens gradients, as this one does, got factored second "
+            "moments"
+        )
     return None
 
 

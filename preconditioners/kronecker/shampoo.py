@@ -77,8 +77,9 @@ class Shampoo(Factored, DelayedRefresh):
         """Raise ValueError unless A^p is a whole power of the factor A, or a whole power of its root A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
-                f"statistic: q = {p + 1} needs the power {p} of each factor A, but only whole powers of A and of its "
-                f"root A^(-{exponent}) can be computed; choose another q or exponent"
+                f"statistic: q = {p + 1} needs A^({p}) of each factor A, but this stage can compute only positive "
+                f"whole powers of A, and whole powers of its root, A^(-{exponent}), A^(-{2 * exponent}), ...; choose "
+                "another q or exponent"
             )
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:

@@ -85,15 +85,15 @@ def _schedule(value: Any) -> Any:
     A known name is returned unchanged, and a single triple becomes a tuple of one triple. Lists, as YAML has them,
     become tuples.
     """
-    if isinstance(value, str) and value not in NAMED_COEFFICIENTS:
-        raise ValueError(
-            f"triples (a, b, c) or a name of {', '.join(get_args(CoefficientName))} are required, got '{value}'"
-        )
-    flat = isinstance(value, (list, tuple)) and len(value) == 3 and not isinstance(value[0], (list, tuple))
-    value = (value,) if flat else value
-    if isinstance(value, (list, tuple)):
-        return tuple(tuple(row) if isinstance(row, list) else row for row in value)
-    return value
+    if isinstance(value, str) and value in NAMED_COEFFICIENTS:
+        return value
+    rows = value if isinstance(value, (list, tuple)) else ()
+    flat = len(rows) == 3 and not isinstance(rows[0], (list, tuple))
+    rows = (rows,) if flat else rows
+    if not rows or not all(isinstance(row, (list, tuple)) and len(row) == 3 for row in rows):
+        names = ", ".join(get_args(CoefficientName))
+        raise ValueError(f"triples (a, b, c), one triple, or a name of {names} are required, got {value!r}")
+    return tuple(map(tuple, rows))
 
 
 Coefficients = Annotated[

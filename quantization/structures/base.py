@@ -122,11 +122,18 @@ def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int
     what: name of the required matrices in the returned reason.
     least: smallest number of rows that is allowed.
     """
-    square = len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least
-    if square and slot.role in roles:
+    problem = role_error(slot, roles, what)
+    if problem is None and not (len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least):
+        rows = f" of {least} rows or more" if least > 1 else ""
+        problem = f"square matrices{rows} are required, got a {slot.role} of shape {slot.shape}"
+    return problem
+
+
+def role_error(slot: Slot, roles: tuple[str, ...], what: str) -> str | None:
+    """Return the reason why a slot has none of the roles of `what`, or None if it has one."""
+    if slot.role in roles:
         return None
-    wanted = f"{what} (role {' or '.join(roles)}{f', {least} rows or more' if least > 1 else ''}) are required"
-    return f"{wanted}, got a {slot.role} of shape {slot.shape}"
+    return f"this format is for slots of the role {' or '.join(roles)} ({what}), got the role {slot.role}"
 
 
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:

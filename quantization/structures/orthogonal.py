@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.numerics import may_branch_on_values, per_block, rectified, safe_factor, transposed
 from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, encode_under, without_prefix
+from .base import Structure, encode_under, role_error, without_prefix
 
 
 class Orthogonal(Structure):
@@ -32,9 +32,10 @@ class Orthogonal(Structure):
         return self.shape_error(slot) or self.inner.unsupported(_transposed(slot))
 
     def shape_error(self, slot: Slot) -> str | None:
-        if slot.role in self.roles and len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]:
-            return None
-        return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
+        problem = role_error(slot, self.roles, "matrices with orthonormal columns")
+        if problem is None and not (len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]):
+            problem = f"orthonormal columns need a matrix with at least as many rows as columns, got shape {slot.shape}"
+        return problem
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         rows = transposed(x)

@@ -163,7 +163,7 @@ LAWS = {
     "an exception": (("RuntimeError", "apply()", 1), "the contract is kept"),
     "steps that are not shaped": (("context.per_block(f, like)",), "the contract is kept"),
     "zero over zero": (("nan",), "a zero gradient moves nothing"),
-    "not blind to scale": (("power 0",), "scaling all gradients scales the direction"),
+    "not blind to scale": (("c^(0)",), "scaling all gradients scales the direction"),
     "memory of its own": (("copy",), "a copy of the state resumes exactly"),
     "a measure of the stack": (
         ("measures()", "size", 1.0),
@@ -192,7 +192,7 @@ def test_a_stage_that_breaks_its_contract_is_refused_by_name(fault: str) -> None
     with refused(LawError, *CONTRACT[fault]) as caught:
         check_stage(Broken(fault=fault), BLOCKS)
     assert "update.broken_for_test" in str(caught.value)
-    assert str(caught.value).endswith("(on blocks of shape (3, 2))  [law: the contract is kept]")
+    assert str(caught.value).endswith("(on blocks of shape (3, 2))  [broken law: the contract is kept]")
 
 
 @pytest.mark.parametrize("fault", LAWS)
@@ -200,7 +200,7 @@ def test_a_stage_that_breaks_a_law_is_told_which(fault: str) -> None:
     says, law = LAWS[fault]
     with pytest.raises(LawError) as caught:
         check_stage(Broken(fault=fault), BLOCKS, degree=0, rotates=fault == "not blind to scale")
-    told = [line for line in str(caught.value).splitlines() if line.endswith(f"[law: {law}]")]
+    told = [line for line in str(caught.value).splitlines() if line.endswith(f"[broken law: {law}]")]
     assert len(told) == 1 and told[0].startswith("update.broken_for_test: ")
     check_said(told[0], *says, kind="LawError")
 
@@ -218,7 +218,7 @@ def test_a_broken_law_names_the_first_step_that_differs(wrong: float, got: str) 
 def test_all_laws_that_are_broken_are_named_at_once() -> None:
     with refused(LawError, "update.broken_for_test", 2) as caught:
         check_stage(Broken(fault="not blind to scale"), ((6, 5),), degree=0, rotates=True)
-    assert [line.partition("[law: ")[2] for line in str(caught.value).splitlines()[1:]] == [
+    assert [line.partition("[broken law: ")[2] for line in str(caught.value).splitlines()[1:]] == [
         "scaling all gradients scales the direction]",
         "rotating all gradients rotates the direction]",
     ]

@@ -17,7 +17,16 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.stacks.placement import ParamSpec, place
-from eigengraft.optimizers.stacks.rank_checks import NUMBERS, SQUARES, RankChecks, RankSurvey, step_numbers
+from eigengraft.optimizers.stacks.rank_checks import (
+    AVERAGE_FIRST,
+    NUMBERS,
+    SQUARES,
+    STEP_ALIKE,
+    STEPS,
+    RankChecks,
+    RankSurvey,
+    step_numbers,
+)
 from eigengraft.optimizers.write.write import Hyper
 
 from ..refusals import refused
@@ -92,7 +101,7 @@ def reduced(
 
 def step(**changes: float) -> SameNumbers:
     values = [0.1 + 0.2, math.pi, 1e-300, 2.0**40 + 1, 0.0]
-    return SameNumbers("a step", dict(zip(NUMBERS, values, strict=True)) | changes, "mend it")
+    return SameNumbers("a step", dict(zip(NUMBERS, values, strict=True)) | changes, STEP_ALIKE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 1000, 4096, 2**19])
@@ -109,24 +118,24 @@ def test_the_last_bit_of_a_number_on_one_rank_is_seen_whatever_the_number_of_ran
 def test_numbers_are_named_with_the_ranks_that_have_them() -> None:
     mine, other = step(lr=1.0), step(lr=0.2, weight_decay=1.0)
     where = ("1 on rank 0", "0.2 on ranks 1, 2", "1e-300 on rank 0", "1 on ranks 1, 2")
-    with refused(DistributedError, "a step", "lr", "weight_decay", *where, "mend it"):
+    with refused(DistributedError, "a step", "lr", "weight_decay", *where, STEP_ALIKE):
         reduced(mine, [other] * 2, [[0.2, 1.0]] * 2)
 
 
 def test_large_numbers_that_differ_in_a_digit_are_told_apart() -> None:
-    mine, other = (SameNumbers("a step", {"steps": x}, "mend it") for x in (12345678.0, 12345679.0))
+    mine, other = (SameNumbers("a step", {STEPS: x}, STEP_ALIKE) for x in (12345678.0, 12345679.0))
     with refused(DistributedError, 12345678, 0, 12345679, 1):
         reduced(mine, [other], [[12345679.0]])
 
 
 def test_minus_zero_is_zero() -> None:
-    zero, minus = (SameNumbers("a step", {"lr": value}, "mend it") for value in (0.0, -0.0))
+    zero, minus = (SameNumbers("a step", {"lr": value}, STEP_ALIKE) for value in (0.0, -0.0))
     assert reduced(zero, [minus])[checks.RANKS].tolist() == [2.0]
 
 
 def test_numbers_of_several_groups_are_told_apart() -> None:
     def given(lr: float) -> SameNumbers:
-        return SameNumbers("a", step_numbers({0: Hyper(0.1, 0.1, 0.0), 3: Hyper(lr, 0.1, 0.0)}, 5, 0), "mend it")
+        return SameNumbers("a", step_numbers({0: Hyper(0.1, 0.1, 0.0), 3: Hyper(lr, 0.1, 0.0)}, 5, 0), STEP_ALIKE)
 
     with refused(DistributedError, 3, 0.1, 0, 0.2, 1):
         reduced(given(0.1), [given(0.2)], [[0.2]])
@@ -153,14 +162,14 @@ def test_a_tensor_on_a_device_has_the_bits_of_its_value(dtype: torch.dtype) -> N
 
 def norms(*values: float) -> SameNumbers:
     tensor = torch.tensor(values).double()
-    return SameNumbers("gradients", {"norm": tensor}, "mend it", ["a", "b", "c", "d"], 1e-4, "absent")
+    return SameNumbers("gradients", {"gradient norm": tensor}, AVERAGE_FIRST, ["a", "b", "c", "d"], 1e-4, "absent")
 
 
 def test_numbers_may_differ_by_rounding_or_be_absent_or_not_finite() -> None:
     mine = norms(1.012345678, 0.0, math.nan, 4.0)
     reduced(mine, [norms(1.01235, 2.0, 3.0, 4.0)], absent=[0.0, 1.0, 0.0, 0.0])
     where = ("1.01235 on rank 0", "1 on rank 1", "0 on rank 0", "2 on rank 1", "4 on rank 0", "5 on rank 1")
-    with refused(DistributedError, "gradients", "norm of a", "norm of b", "norm of d", *where, "mend it") as caught:
+    with refused(DistributedError, "gradients", *(f"gradient norm of {name}" for name in "abd"), *where) as caught:
         reduced(mine, [norms(1.0, 2.0, 3.0, 5.0)], [[1.0, 2.0, 5.0]], absent=[0.0] * 4)
     assert "norm of c" not in str(caught.value)
     with refused(DistributedError, 1):

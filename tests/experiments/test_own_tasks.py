@@ -175,7 +175,7 @@ def test_a_structural_fault_breaks_one_law(
     monkeypatch.setattr(Digits, method, function)
     with refused(LawError, "task.digits", *words) as caught:
         check_task(Digits(width=4))
-    assert str(caught.value).count("[law") == 1
+    assert str(caught.value).count("[broken law") == 1
 
 
 def test_an_error_of_the_library_gets_the_line_of_the_task(registry: None) -> None:

@@ -441,7 +441,7 @@ def test_what_cannot_be_captured_runs_as_it_is(recording: Recording, monkeypatch
     ("recipe", "part"),
     [
         ({"base": "adamw", "averaging": "ema"}, "averaging"),
-        ({"base": "adamw", "constraints": "rounding"}, "constraint"),
+        ({"base": "adamw", "constraints": "rounding"}, "constraints"),
     ],
 )
 def test_recipes_with_numbers_of_their_own_are_left(recipe: Any, part: str, recording: Recording) -> None:

@@ -147,7 +147,7 @@ def test_means_follow_a_kernel_of_maximum_entropy() -> None:
 
 
 def test_statistics_that_no_kernel_has_are_refused() -> None:
-    with refused(ValueError, 256, "mean_log_age=1.0"):
+    with refused(ValueError, 256, "mean_log_age 1"):
         entropy_kernel(KernelStatistics(90.0, 1.0, 0.1, 0.1))
     with refused(ValueError, 1, "(1.0, 200.0)"):
         maximum_entropy(1, OLDEST, NEWEST)

@@ -602,8 +602,13 @@ def _factors(model: nn.Module) -> dict[int, Factor]:
         pairs = getattr(module, "parameter_pairs", None)
         for pair in pairs() if callable(pairs) else ():
             where, given = f"{path or type(module).__name__}.parameter_pairs", [_reached(module, name) for name in pair]
-            if len(given) != 2 or not all(isinstance(parameter, nn.Parameter) for parameter in given):
-                raise ValueError(f"{where}: must return pairs of names of parameters of the module, got {pair!r}")
+            if len(given) != 2:
+                raise ValueError(f"{where}: must return pairs of two names of parameters, got {pair!r}")
+            if unknown := [name for name, x in zip(pair, given, strict=True) if not isinstance(x, nn.Parameter)]:
+                raise ValueError(
+                    f"{where}: {unknown[0]!r} in the pair {pair!r} is no parameter of the module; return names of its "
+                    "parameters"
+                )
             inputs, outputs = map(id, given)
             found[inputs], found[outputs] = Factor("inputs", names[outputs]), Factor("outputs", names[inputs])
     return found

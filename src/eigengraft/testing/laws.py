@@ -76,7 +76,7 @@ class Law(Generic[AnyCase]):
         generator = states.drawn_from()
         if generator is not None:
             text = global_draw(case.component, generator, lambda: self.check(case))
-            raise GlobalDrawError(f"{case.who}: {text}  [law: global generators are left alone]")
+            raise GlobalDrawError(f"{case.who}: {text}  [broken law: global generators are left alone]")
         if broken is not None:
             raise broken
 
@@ -85,7 +85,7 @@ class Law(Generic[AnyCase]):
         try:
             self.check(case)
         except LawError as error:
-            return LawError(f"{case.who}: {error}  [law: {self.name}]")
+            return LawError(f"{case.who}: {error}  [broken law: {self.name}]")
         except Exception as error:
             problem = str(error)
             if not isinstance(error, ContractError):
@@ -96,7 +96,7 @@ class Law(Generic[AnyCase]):
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 got = f"{type(error).__name__}: {error}{notes}, raised at {where}"
                 problem = f"{case.who}: a call of its methods: expected no exception, got {got}"
-            found = LawError(f"{problem}  [law: {self.name}]")
+            found = LawError(f"{problem}  [broken law: {self.name}]")
             found.__cause__ = error
             return found
         return None
@@ -144,9 +144,9 @@ def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     if broken:
         problems: dict[str, list[str]] = {}
         for text in map(str, broken):  # an exception of the component often breaks several laws
-            problem, _, name = text.partition("  [law: ")
+            problem, _, name = text.partition("  [broken law: ")
             problems.setdefault(problem, []).append(name.removesuffix("]"))
-        lines = (f"{p}  [law{'s' * (len(own) > 1)}: {', '.join(own)}]" for p, own in problems.items())
+        lines = (f"{p}  [broken law{'s' * (len(own) > 1)}: {', '.join(own)}]" for p, own in problems.items())
         raise LawError("\n".join([f"{case.who}: {len(broken)} laws are broken", *lines]))
     return LawReport(case.who, tuple(held), skipped)
 

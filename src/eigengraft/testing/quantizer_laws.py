@@ -45,8 +45,9 @@ class QuantizerCase(Case[Quantizer]):
             problem = self.component.unsupported(slot)
             if problem is None:
                 return slot, make().float()
-        cause = in_parentheses(f"the last because: {problem}; raise `size` if matrices are too small")
-        raise broken(f"slots of shape {(d, d)}", "storage for a statistic, basis or second moment", "none", cause)
+        what = f"unsupported() for slots of shape {(d, d)} and the roles {', '.join(matrices)}"
+        cause = in_parentheses(f"of {role}: {problem}; raise `size` if the quantizer needs larger matrices")
+        raise broken(what, "None, which accepts the slot, for at least one role", "a refusal of each", cause)
 
 
 def _nearly_one(like: Tensor, purpose: str) -> Tensor:

@@ -55,8 +55,9 @@ class ViewCase(Case[View]):
                     error.add_note(f"in of({shape}); a parameter that does not fit is refused by ValueError")
                     raise
         if not found:
-            cause = in_parentheses(f"the last because: {refused}; give shapes that the view accepts as `shapes`")
-            raise broken(f"of() for the shapes {list(self.shapes)}", "a choice for at least one", "none", cause)
+            cause = in_parentheses(f"the last: {refused}; give shapes that the view accepts as `shapes`")
+            got = "a ValueError for each shape"
+            raise broken(f"of() for the shapes {list(self.shapes)}", "a choice for at least one", got, cause)
         return found
 
 
@@ -75,7 +76,8 @@ def matrices_have_every_entry_once(case: ViewCase) -> None:
         try:
             choice.matrices.require_fit(shape)
         except ValueError as error:
-            raise broken(f"of({shape})", "matrices of a parameter of that shape, or a ValueError", error) from error
+            expected = "a choice of matrices that fit this shape, or a refusal by ValueError"
+            raise broken(f"of({shape})", expected, f"a choice of matrices that do not fit ({error})") from error
         count = sum(math.prod(matrix) for matrix in choice.matrices.each(shape))
         require(count == math.prod(shape), f"entries of the matrices of of({shape})", f"{math.prod(shape)}", count)
 

@@ -181,9 +181,12 @@ def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
             given = torch.cat([case.gradients(block) * scale for scale in scales], 1)
             both = bench.renewed([*range(bench.blocks)] * len(scales)).run(given)[-1]
         for scale, scaled in zip(scales, torch.split(both, bench.blocks), strict=True):
-            with on(block, f"gradients times {scale:g}"):
-                what = f"the direction of scaled gradients and the direction times the scale to the power {degree:g}"
-                require_close(scaled * scale**-degree, plain[-1], 1e-7, what)
+            with on(block, f"c = {scale:g}"):
+                what = f"the direction for gradients c G, divided by c^({degree:g}), and the direction for gradients G"
+                require_close(scaled * scale**-degree, plain[-1], 1e-7, what, lambda: _DEGREE)
+
+
+_DEGREE = in_parentheses("is `degree` the power of c by which the direction grows?")
 
 
 def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
@@ -225,8 +228,11 @@ def entries_are_updated_alone(case: StageCase) -> None:
                 changed = given.flatten(2).clone()
                 changed[..., replaced] = 100 * standard_normal(*changed[..., replaced].shape, seed=len(order))
                 found = case.bench(block).run(changed.reshape(given.shape)).flatten(2)[..., kept]
-                what = "directions of half of the entries beside other gradients and beside their own"
-                require_close(found, straight.flatten(2)[..., kept], 1e-10, what, by_step=True)
+                what = "directions of half of the entries after and before the gradients of all others were replaced"
+                require_close(found, straight.flatten(2)[..., kept], 1e-10, what, lambda: _MIXED, by_step=True)
+
+
+_MIXED = in_parentheses("does the stage use sums or norms of several entries? Then its traits must not be `entrywise`")
 
 
 def a_declared_moment_is_adams(case: StageCase) -> None:

@@ -270,7 +270,9 @@ def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
         plain = FactorBench(case.component, block, dtype=torch.float32).observe(given).estimates()
         scaled = FactorBench(case.component, block, dtype=torch.float32).observe(given * 2.0**8).estimates()
         for axis, factor in plain.items():
-            what = f"the factor of axis {axis} of scaled gradients and it times the scale to the power {degree:g}"
+            what = (
+                f"the factor of axis {axis} for gradients 256 G, and 256^({degree:g}) times the factor for gradients G"
+            )
             with on(block):
                 require_close(scaled[axis], factor * 2.0 ** (8 * degree), 1e-5, what)
 

@@ -175,7 +175,7 @@ def the_loss_fits_the_outputs(case: Case[Task]) -> None:
     for name, batch in (("training", data.batch(0, 0)), ("validation", next(data.evaluation()))):
         with torch.no_grad():
             fault = loss_fault(case.component, model(batch.inputs), batch.targets)
-        require(not fault, f"the loss of a {name} batch", "a loss of outputs with their own targets", fault)
+        require(not fault, f"the loss of a {name} batch", "one that fits the outputs", f"one that does not: {fault}")
 
 
 def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:

@@ -249,7 +249,8 @@ def without_updates_nothing_moves(case: Case[Averaging]) -> None:
         bench.step()
         found = case.component.evaluated(bench.batch())
         for place, before in enumerate(start):
-            where = f"of parameter {place} after {number} updates of 0 and the parameter as it began"
+            steps = "1 step" if number == 1 else f"{number} steps"
+            where = f"of parameter {place} after {steps} whose updates are 0, and the initial parameter"
             require_close(bench.parameters[place], before, 1e-6, f"the trained iterate {where}")
             require_close(found[place].to(before.dtype), before, 1e-6, f"the evaluated iterate {where}", lambda: _BEGIN)
 
