@@ -236,7 +236,11 @@ class Optimizer(ComposedOptimizer):
         """
         given = in_surroundings(closure) if callable(closure) else closure
         with isolation(self):
-            return self._step(given)
+            try:
+                return self._step(given)
+            except ArithmeticError:  # other errors refuse the call, and a corrected call may use the signals
+                self.param_sets.signals.drop()
+                raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._require_training_iterate()
@@ -248,7 +252,10 @@ class Optimizer(ComposedOptimizer):
             )
         if closure is not None or self._calls_again is not None:
             require_closure(closure, self._calls_again, loss_scale is not None)
+        signals = self.param_sets.signals
         if loss_scale is not None and loss_scale.stops:
+            self._collect_signals()
+            signals.drop()
             return None
         self.param_sets.consolidated = None
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
@@ -264,9 +271,7 @@ class Optimizer(ComposedOptimizer):
         if begun is not None:
             self.param_sets.thaw(self.state, "train")
         ready: Steps = prepare(self.param_sets, hypers, loss_scale)
-        signals = self.param_sets.signals
-        if self.param_sets.asks_signals:
-            signals.collect([parameter for param_set in self.param_sets for parameter in param_set.parameters])
+        self._collect_signals()
         if self.param_sets.spikes is not None and parameters:
             ready = self.param_sets.spikes.apply(ready, signals.loss(parameters[0]))
         if self.param_sets.asks_signals:
@@ -278,11 +283,17 @@ class Optimizer(ComposedOptimizer):
             if inputs is not None:
                 param_set.step(inputs)
         if rule is not None and start is not None and passes is not None:
-            with self.param_sets.signals.pause():
+            with signals.pause():
                 rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
         if self._rounding is not None and self._rounding.check(self):
             self._rounding = None
         return loss
+
+    def _collect_signals(self) -> None:
+        """Call the functions that return the values of signals in every step."""
+        if self.param_sets.asks_signals:
+            known = [parameter for param_set in self.param_sets for parameter in param_set.parameters]
+            self.param_sets.signals.collect(known)
 
     def _require_training_iterate(self) -> None:
         if self.iterate != "train":
@@ -379,8 +390,9 @@ class Optimizer(ComposedOptimizer):
         Args:
             name: name of the signal.
             value: a number or a mapping {parameter: number or tensor} for the next step, or a function that is called
-                in every step. A tensor of the parameter's shape must be equal on all ranks that hold the same entries
-                of the parameter. Any other value may differ between ranks, and ranks combine their values.
+                in every step. The next step drops the number or mapping, also if it has no usable gradient. A tensor of
+                the parameter's shape must be equal on all ranks that hold the same entries of the parameter. Any other
+                value may differ between ranks, and ranks combine their values.
 
         Returns:
             True if any part of the recipe requests the signal.

@@ -323,7 +323,7 @@ class Signals:
     asking: {signal: path of the first stage or constraint that requests it}, for the whole recipe.
     asked: {path of an update rule: the same for this rule}.
     somewhere: {signal: path of the first constraint that requires the signal for at least one parameter}.
-    paused: True during forwards that only try a step. No signal is collected from them.
+    paused: True during forwards that only try a step. No signal is collected from them, and `provide` stores no value.
     provided: values for the next step, and functions that return values in every step.
     open_first: paths of the update rules that require a signal in their first step, by name of the signal. The signal
         is removed when a parameter of one of these rules has made a step.
@@ -351,7 +351,7 @@ class Signals:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Collect no signals from forwards in this context."""
+        """Collect no signals from forwards in this context, and drop values that are provided in it."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -425,7 +425,7 @@ class Signals:
         if (signal.extent == "step") is isinstance(value, Mapping):
             wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
             raise ValueError(f"provide: the signal '{name}' must be {wanted}, got {type(value).__name__}")
-        if asked:
+        if asked and not self.paused:
             self.provided.add(signal, value, parameters)
         return asked
 
@@ -468,6 +468,11 @@ class Signals:
                 if given is not None:
                     self.provide(name, given, parameters)
 
+    def drop(self) -> None:
+        """Drop the values for the next step. They count as values of a first step, even if no gradient was usable."""
+        for name in self.provided.clear():
+            self.open_first.pop(name, None)
+
     def loss(self, parameter: Tensor) -> Tensor | None:
         """Return the loss that was provided for the next step, or None if there is none.
 
@@ -486,8 +491,7 @@ class Signals:
         ready = [(param_set, step) for param_set, step in steps if step is not None]
         shared = dict(self._of_all(ready, taken))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
-        for name in self.provided.clear():  # removed even if no gradient was usable
-            self.open_first.pop(name, None)
+        self.drop()  # even if no gradient was usable
         made = {name for _, step in found if step is not None for name in step.outputs}
         for name, where in self.somewhere.items() if ready else ():
             if name not in made:

@@ -1,6 +1,7 @@
 """Signals: what stages are told besides the gradient, who tells it, and what is refused."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, RecipeError, Request, Signal, Slot, Stage, State, StepContext, Traits, register_signal
+from eigengraft.testing import accelerator
 
 from ..refusals import refused
 from ..trajectories import normal
@@ -149,6 +151,62 @@ def test_totals_of_slots_are_over_all_blocks_and_groups() -> None:
     resumed.step()
     for p, before in zip(made, start, strict=True):
         assert p.grad is not None and torch.equal(p, before - above * p.grad)
+
+
+@pytest.mark.parametrize("why", ["scaler", "scaler on a device", "skip", "raise", "raise late", "spike"])
+def test_values_of_a_stopped_step_are_dropped(why: str, told: list[dict[str, Any]]) -> None:
+    """However a step is stopped, its values are not joined with those of the next step."""
+    late, calls, nan = why == "raise late", list[str](), torch.tensor(torch.nan)
+    failure: dict[str, Any] = {
+        "nonfinite": "raise" if "raise" in why else "skip",
+        "detect": "device" if late else "host",
+    }
+    failure |= {"spike": {"window": 2, "measure": "gradient_norm"}} if why == "spike" else {}
+    with accelerator("cuda") as run:
+        weight = nn.Parameter(normal(4, 3, seed=0).to(run.device if why == "scaler on a device" else "cpu"))
+        optimizer = optimizer_of([weight], "hessian_diagonal", failure=failure)
+        optimizer.provide("loss", lambda: calls.append("loss"))
+
+        def step(value: float, gradient: Tensor) -> None:
+            optimizer.provide("hessian_diagonal", {weight: torch.full_like(weight, value)})
+            weight.grad = torch.ones_like(weight) * gradient
+            optimizer.step()
+
+        for _ in range(3):
+            step(1.0, torch.tensor(1.0))
+        if "scaler" in why:
+            vars(optimizer)["found_inf"] = torch.ones((), device=weight.device)
+        if late:
+            step(100.0, nan)
+        stops = pytest.raises(FloatingPointError) if "raise" in why else nullcontext()
+        with stops:
+            step(100.0, torch.tensor(1e9) if why == "spike" else torch.tensor(1.0) if late or "scaler" in why else nan)
+        if "scaler" in why:
+            del vars(optimizer)["found_inf"]
+        step(3.0, torch.tensor(1.0))
+        assert float(told[-1]["hessian_diagonal"].max()) == 3.0
+    assert len(calls) == 5 or "raise" in why  # a source is called in every step, so that no value waits in it
+
+
+@pytest.mark.parametrize("rule", ["sam", "line_search"])
+def test_values_of_trial_passes_are_dropped(rule: str, told: list[dict[str, Any]]) -> None:
+    """A step uses the values of one call of its closure, and leaves none for the next step."""
+    weight, calls = nn.Parameter(normal(4, 3, seed=0)), list[float]()
+    optimizer = optimizer_of(
+        [weight], "hessian_diagonal", weight_decay={"kind": "decoupled", "rate": 0.1}, **{rule: {}}
+    )
+
+    def closure() -> Tensor:
+        calls.append(float(len(calls)))
+        optimizer.provide("hessian_diagonal", {weight: torch.full_like(weight, calls[-1])})
+        loss = weight.square().sum()
+        weight.grad = 2 * weight.detach()
+        return loss.detach()
+
+    for _ in range(2):
+        begun = len(calls)
+        optimizer.step(closure)
+        assert float(told[-1]["hessian_diagonal"].max()) == begun + (rule == "sam") and len(calls) == begun + 2
 
 
 def test_nobody_asks_nothing_is_kept(told: list[dict[str, Any]]) -> None:
