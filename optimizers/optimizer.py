@@ -268,8 +268,8 @@ class Optimizer(ComposedOptimizer):
         if self._model is not None and begun is None and [p for p in parameters if p.grad is None and p.requires_grad]:
             self._model.check(self.param_groups)
         hypers, taken = (self.begin_step(), None) if begun is None else begun
-        if begun is not None:
-            self.param_sets.thaw(self.state, "train")
+        if taken is not None:
+            self.param_sets.begin_step(self.state, taken)
         ready: Steps = prepare(self.param_sets, hypers, loss_scale)
         self._collect_signals()
         if self.param_sets.spikes is not None and parameters:
@@ -308,9 +308,7 @@ class Optimizer(ComposedOptimizer):
         self.param_sets.require_values()
         if any(group.keys() - KNOWN_KEYS for group in self.param_groups):
             warn_of_options(self.param_groups, self.recipe)
-        self.param_sets.thaw(self.state, "train")
-        if self.param_sets.schedules.by_path:
-            self.param_sets.schedules.follow(self.param_sets)
+        self.param_sets.begin_step(self.state)
         return self.hypers()
 
     def hypers(self) -> list[Hyper]:

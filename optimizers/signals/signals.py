@@ -140,9 +140,12 @@ class Schedules:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.by_path = recipe, dict(schedules(recipe))
 
-    def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Set the scheduled numbers of the next step in the stages and constraints of all parameters."""
-        step = steps_taken(param_sets) + 1
+    def follow(self, param_sets: Iterable[ParamSet], taken: int | None = None) -> None:
+        """Set the scheduled numbers of a step in the stages and constraints of all parameters.
+
+        taken: number of steps before the step. None: the largest step count of the parameters.
+        """
+        step = (steps_taken(param_sets) if taken is None else taken) + 1
         rules = component_at(self.recipe, step, self.recipe.total_steps).rules()
         for param_set in param_sets:
             param_set.iterates.constraints = {path: rule.constraints for path, rule in rules.items()}

@@ -250,7 +250,16 @@ class ParamSets:
     def _note_shown(self, state: Mapping[Tensor, Any]) -> None:
         self._shown = ShownState(state, self, self.parameters)
 
-    def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
+    def begin_step(self, state: MutableMapping[Tensor, Any], taken: int | None = None) -> None:
+        """Create state for thawed parameters, and set the scheduled numbers of the step in all parameter sets.
+
+        taken: number of steps before this one. None: the largest step count of the parameters.
+        """
+        self._thaw(state)
+        if self.schedules.by_path:
+            self.schedules.follow(self, taken)
+
+    def _thaw(self, state: MutableMapping[Tensor, Any]) -> None:
         """Create state for parameters with a gradient but no state: they were thawed, or their state was removed."""
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
@@ -262,7 +271,7 @@ class ParamSets:
                     old.resolve_deferred()
                 owned = {p: state[p] for one in self.built[batch] for p in one.parameters}
                 wanted = {id(p) for p in parameters if p in owned or id(p) in thawed}
-                self.install(batch, self.build(batch, wanted), state, mode, owned)
+                self.install(batch, self.build(batch, wanted), state, "train", owned)
 
     def follow(
         self, state: MutableMapping[Tensor, Any], mode: Mode, thorough: bool = True, moved: bool = False

@@ -22,6 +22,7 @@ from eigengraft.testing import accelerator
 
 from ..recipes import COVER
 from ..refusals import refused, warned
+from ..trajectories import normal
 
 STEPS = 6
 NEEDS_ALL = {"prodigy", "sophia", "singd", "muonclip", "lora_rite", "lora_muon", "newton_muon"}
@@ -195,6 +196,38 @@ def test_layers_that_are_thawed_or_added_later_step_with_the_rest() -> None:
         train(model, optimizer, release, range(2, 4))
         runs.append([*values(model, optimizer), added.detach().clone()])
     assert equal(*runs)
+
+
+@pytest.mark.parametrize("late", ["thawed", "added"])
+def test_layers_that_come_late_step_with_scheduled_numbers(late: str) -> None:
+    """Their parameter sets are made between the backward and the rest of the step."""
+    found = []
+    beta = {"from": 0.0, "to": 0.9, "steps": 4}
+    recipe = {"update": [{"kind": "momentum", "beta": beta}, {"kind": "rms"}], "routes": [], "total_steps": 100}
+    for released in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))).double()
+        first = model.get_parameter("0.weight")
+        given = model[1:].parameters() if late == "added" else model.parameters()
+        first.requires_grad_(late == "added")
+        optimizer, betas = Optimizer(given, recipe, lr=0.1), list[set[float]]()
+        release = eigengraft.release(model, optimizer, parts=4) if released else None
+        for step in range(6):
+            if step == 4:
+                first.requires_grad_(True)
+                if release is not None and late == "thawed":  # so that backward calls the layer's hook
+                    release.remove()
+                    release = eigengraft.release(model, optimizer, parts=4)
+            model(normal(5, 6, seed=step)).square().mean().backward()
+            if step == 4 and late == "added":
+                optimizer.add_param_group({"params": [first]})
+            optimizer.step()
+            optimizer.zero_grad()
+            first.grad = None
+            betas.append({own.rule.update[0].beta for own in optimizer.stack_states()})  # type: ignore[attr-defined]
+        assert betas[4:] == [{0.9}, {0.9}]
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(*found, strict=True))
 
 
 def test_a_closure_may_make_the_gradients() -> None:
