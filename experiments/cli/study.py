@@ -200,7 +200,9 @@ def import_command(  # noqa: PLR0913  its arguments are the command's options
         list[str] | None,
         typer.Argument(help="name of a column in the file: loss=train/loss val_loss=eval/loss step=global_step"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="seed of the run")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="seed of the run; default: K of an --out NAME/seed-K, else 0")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="peak of the learning rate")] = None,
     recipe: Annotated[str | None, typer.Option(help="name of the optimizer")] = None,
 ) -> None:

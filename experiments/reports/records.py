@@ -102,7 +102,8 @@ class Run:
     """One run directory.
 
     labels: label by axis of the study.
-    variant: how the run differs in configuration or provenance from other runs with these labels; empty if it does not.
+    variant: text that keeps the run apart from other runs with these labels: its configuration or provenance if these
+        differ, and its directory if another run has the same seed. Empty if the runs are averaged.
     """
 
     labels: dict[str, str]
@@ -381,13 +382,15 @@ class Records:
 
     @property
     def apart(self) -> list[str]:
-        """A sentence for each cell whose runs differ in configuration, code or data. Such runs are not averaged."""
+        """A sentence for each cell with runs that are not averaged, because they differ in configuration, code or data,
+        or have the same seed.
+        """
         found: dict[str, Counter[str]] = {}
         for run in self.runs:
             if run.variant:
                 found.setdefault(", ".join(run.labels.values()), Counter())[run.variant] += 1
         return [
-            f"The runs of {cell} were made differently and are kept apart: "
+            f"The runs of {cell} were made differently, or have the same seed, and are kept apart: "
             + "; ".join(f"{variant} ({counted(count, 'run')})" for variant, count in counts.items())
             for cell, counts in found.items()
         ]
@@ -571,7 +574,8 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
 
 
 def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
-    runs = _kept_apart(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
+    planned = (Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
+    runs = _kept_apart(planned, directory)
     metric = metric_of(manifest["metric"], manifest.get("larger", False))
     tuned = read_tuned(directory)
     if not tuned and all(run.status(metric) == "missing" for run in runs):
@@ -622,7 +626,7 @@ def _joint(directory: Path) -> Records:
     metric = metrics.pop() if len(metrics) == 1 else METRICS["val_loss"]
     if not any(row.get("val_loss") is not None for run in runs for row in run.rows):
         metric = TRAINING_LOSS  # other training loops may record no validation
-    return Records(directory.name, "", metric, "run", "", _kept_apart(runs))
+    return Records(directory.name, "", metric, "run", "", _kept_apart(runs, directory))
 
 
 def _conditions(runs: Sequence[Run]) -> list[str]:
@@ -648,8 +652,11 @@ def _single_run(path: Path, directory: Path) -> Run:
     return Run({"run": re.sub(r"/?seed-\d+$", "", name) or directory.name}, seed, path)
 
 
-def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the runs, with a `variant` for runs with equal labels that differ in configuration or provenance."""
+def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
+    """Return the runs below a directory, with a `variant` for runs with equal labels that cannot be averaged.
+
+    These runs differ in configuration or provenance, or have the same seed.
+    """
     cells: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     all_runs = list(runs)
     for run in all_runs:
@@ -662,7 +669,19 @@ def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
             for run in cell
         ]
         found |= {run.directory: name for run, name in zip(cell, variants(made), strict=True)}
-    return tuple(replace(run, variant=found.get(run.directory, "")) for run in all_runs)
+    named = [replace(run, variant=found.get(run.directory, "")) for run in all_runs]
+    seeds = Counter(_seed_in_row(run) for run in named)
+    return tuple(
+        replace(run, variant=", ".join(filter(None, (run.variant, run.directory.relative_to(directory).as_posix()))))
+        if seeds[_seed_in_row(run)] > 1
+        else run
+        for run in named
+    )
+
+
+def _seed_in_row(run: Run) -> tuple[object, ...]:
+    """Return the labels, variant and seed of a run. Only one run of a row of tables may have them."""
+    return (*run.labels.items(), run.variant, run.seed)
 
 
 def learning_rate(config: Mapping[str, Any]) -> float | None:

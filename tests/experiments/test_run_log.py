@@ -47,6 +47,31 @@ def test_the_directory_gives_the_seed(tmp_path: Path) -> None:
     assert [run.seed for run in panel.rows[0].runs] == [0, 1, 2]
 
 
+def test_runs_with_the_same_name_and_seed_are_kept_apart(tmp_path: Path) -> None:
+    write(tmp_path / "mine", [9.0, 7.0], seed=2)
+    for name, value in (("seed-0", 1.0), ("seed-1", 3.0), ("seed-2", 5.0)):
+        write(tmp_path / "mine" / name, [9.0, value], seed=2 if name == "seed-2" else 1)
+    report = Report(tmp_path)
+    (panel,) = report.panels
+    names = ["mine", "mine/seed-0", "mine/seed-1", "mine/seed-2"]
+    assert [row.label for row in panel.rows] == [f"mine [{name}]" for name in names]
+    assert [list(row.finals.values()) for row in panel.rows] == [[7.5], [1.5], [3.5], [5.5]]
+    assert all(row.ended for row in panel.rows)
+    (notice,) = report.records.apart
+    assert "the same seed" in notice and all(name in notice for name in names)
+
+
+def test_imported_runs_have_the_seeds_of_their_directories(tmp_path: Path) -> None:
+    for seed, value in enumerate((1.0, 3.0)):
+        file = tmp_path / "log.csv"
+        file.write_text(f"step,val_loss\n1,{value}\n")
+        out = tmp_path / "runs" / "mine" / f"seed-{seed}"
+        done = CliRunner().invoke(app, ["import-run", str(file), "--out", str(out), "--task", "t"])
+        assert done.exit_code == 0, done.output
+    (panel,) = Report(tmp_path / "runs").panels
+    assert [(row.label, row.finals, row.ended) for row in panel.rows] == [("mine", {0: 1.0, 1: 3.0}, True)]
+
+
 def test_a_row_without_a_loss_and_with_a_misspelled_one_is_refused(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run", "my text", 4)
     with refused(ValueError, "los", "'loss'"):
