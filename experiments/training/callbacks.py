@@ -24,7 +24,6 @@ from ..tasks import Batch
 from ..tasks.base import MetricName
 from .outcome import Result, Tick
 from .parallel import Ranks
-from .rundir import RunDirectory
 
 
 def no_batch() -> Batch:
@@ -70,7 +69,10 @@ class Callback(Component, ABC, family="callback"):
         return False
 
     def finished(self, run: RunView, result: Result) -> None:
-        """Called after the last step. The model then holds the iterate that is evaluated."""
+        """Called after the last step, before result.json is written. The model then holds the iterate that is evaluated.
+
+        If the process is killed before result.json is written, the continued run calls this again.
+        """
 
 
 class Patience(Callback):
@@ -224,6 +226,7 @@ class _WandBLog:
 class Callbacks:
     """The callbacks of a run. Rank 0 calls them, and every rank obeys their decisions.
 
+    rows: rows of metrics.jsonl. The run appends new rows.
     batch: function that returns this rank's rows of the present batch.
     logs: index of a tracker -> its open log, and the step of the last row that the log received.
     """
@@ -231,8 +234,9 @@ class Callbacks:
     callbacks: tuple[Callback, ...]
     model: nn.Module
     optimizer: eigengraft.Optimizer
-    directory: RunDirectory
+    directory: Path
     ranks: Ranks
+    rows: Sequence[Mapping[str, Any]]
     batch: Callable[[], Batch]
     logs: dict[int, tuple[Log, int]] = field(default_factory=dict)
 
@@ -258,9 +262,10 @@ class Callbacks:
         return self.ranks.on_first(lambda: self._stop(tick))
 
     def finished(self, result: Result) -> None:
-        """Call `finished` of every callback, after trackers have received the last row, and close the logs."""
-        if not self.callbacks or not self.ranks.first:
-            return
+        """Call `finished` of every callback, after trackers have received the last row, and close the logs.
+
+        Only rank 0 calls this.
+        """
         view = self._view()
         self._track(view)
         for one in self.callbacks:
@@ -286,4 +291,4 @@ class Callbacks:
                 self.logs[place] = log, step
 
     def _view(self) -> RunView:
-        return RunView(self.model, self.optimizer, self.directory.path, self.directory.rows(), self.batch)
+        return RunView(self.model, self.optimizer, self.directory, self.rows, self.batch)

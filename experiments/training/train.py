@@ -133,7 +133,8 @@ class Trainer:
         self.diagnostics = Diagnostics(self.optimizer, *shown)
         self.layers = Layers(self.model, self.optimizer, self.ranks)
         self.batch: Batch | None = None
-        trained = (self.model, self.optimizer, directory, self.ranks)
+        self.rows: list[dict[str, Any]] = []  # rows of metrics.jsonl; those of this process on rank 0 alone
+        trained = (self.model, self.optimizer, directory.path, self.ranks, self.rows)
         self.callbacks = Callbacks(experiment.callbacks, *trained, lambda: self.batch or no_batch())
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
         self.tokens = 0  # targets so far: tokens of a text, or images
@@ -169,10 +170,13 @@ class Trainer:
                 self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
             if metrics is not None or not finite or self._due(self.experiment.log_every):
                 self._write_row(lr, metrics)
+            with self._recorded_errors(self.step):
+                ends = finite and not self.window.losses and self.callbacks.stop(tick)  # a row was written
+            if not finite or ends or self.step == self.experiment.steps:
+                # Before the checkpoint of this step, which does not contain the table.
+                self.diagnostics.finish(self.step, self.layers.table())
             if not finite:
                 return self._finish(None, fault.text)
-            with self._recorded_errors(self.step):
-                ends = not self.window.losses and self.callbacks.stop(tick)  # a row was written
             if ends:
                 break
             if self._due(self.experiment.checkpoint_every) or self.step == self.branch:
@@ -294,7 +298,8 @@ class Trainer:
             weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             flops = 6 * weights * self.tokens  # of forward and backward passes (Kaplan et al. 2020)
             spent = {"lr": lr, "seconds": self.seconds, "tokens": self.tokens, "flops": flops}
-            self.directory.append(self.window.row(self.step, metrics, spent, layers))
+            self.rows.append(self.window.row(self.step, metrics, spent, layers))
+            self.directory.append(self.rows[-1])
         self.window = MetricsWindow()
 
     def _read_clipped(self) -> None:
@@ -306,22 +311,30 @@ class Trainer:
     def _finish(self, metrics: Metrics | None, diagnosis: str = "") -> Result:
         """Write and return the result.
 
-        The model is left with the iterate that the recipe evaluates. Checkpoints contain the training iterate.
+        The file result.json marks the run as complete, so it is written last. After a kill before that, the run
+        continues from its last checkpoint, and the callbacks are called again. The model is left with the iterate that
+        the recipe evaluates. Checkpoints contain the training iterate.
 
         metrics: metrics at the end; None: the run has diverged.
         diagnosis: reason of the divergence.
         """
         parameters = sum(p.numel() for p in self.model.parameters())
         held = max(self.ranks.all_gather(self.optimizer.state_bytes()))
-        result = self.ranks.on_first(lambda: self._result(metrics, parameters, held, diagnosis))
-        self.diagnostics.finish(self.step, self.layers.table())
         self.optimizer.eval()
-        self.callbacks.finished(result)
-        return result
+
+        def end() -> Result:
+            result = self._result(metrics, parameters, held, diagnosis)
+            self.callbacks.finished(result)
+            self.directory.write("result", asdict(result))
+            if not self.experiment.keep_checkpoint:
+                self.directory.drop_checkpoints()
+            return result
+
+        return self.ranks.on_first(end)
 
     def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int, diagnosis: str) -> Result:
-        rows = self.directory.rows()
-        result = Result(
+        rows = self.rows
+        return Result(
             diagnosis=diagnosis or worse_than_at_first(self.first_loss, rows[-1]["loss"], self.last_loss),
             diverged=metrics is None,
             val_loss=metrics.val_loss if metrics is not None else None,
@@ -337,10 +350,6 @@ class Trainer:
             first_loss=finite_or_none(self.first_loss),
             metrics=further_metrics(metrics),
         )
-        self.directory.write("result", asdict(result))
-        if not self.experiment.keep_checkpoint:
-            self.directory.drop_checkpoints()
-        return result
 
     def _save(self) -> None:
         self._read_clipped()
@@ -379,6 +388,7 @@ class Trainer:
             self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
             self.tokens = notes.get("tokens", 0)
             self.layers.record = LayerRecord(**notes.get("layers", {}))
+        self.rows += self.directory.rows()
         known = self.ranks.on_first(lambda: self.directory.rewind_fault(self.step))
         self.fault = Fault(**known) if known is not None else None
 

@@ -12,7 +12,10 @@ import pytest
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment, train
 from eigengraft.experiments.files import append_text, read_rows, write_text
-from eigengraft.experiments.training.callbacks import RunView, Tracker
+from eigengraft.experiments.training.callbacks import Callback, RunView, Tracker
+from eigengraft.experiments.training.outcome import Diagnostics, Result
+from eigengraft.experiments.training.rundir import RunDirectory
+from eigengraft.experiments.training.train import Trainer
 
 from ..refusals import refused
 
@@ -83,6 +86,57 @@ def test_a_diverged_run_passes_on_its_last_row(tmp_path: Path) -> None:
     assert result.diverged
     *lines, _ = (tmp_path / "lines").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, result.steps + 1))
+
+
+class Ends(Callback):
+    """A callback that counts its calls in a file, and looks for the result."""
+
+    kind: Literal["ends_for_test"] = "ends_for_test"
+
+    def finished(self, run: RunView, result: Result) -> None:
+        assert len(run.rows) == len(rows(run.directory / "metrics.jsonl")) and run.rows[-1]["step"] == result.steps
+        append_text(run.directory / "ends", f"{(run.directory / 'result.json').exists()}\n")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Diagnostics, "finish"), (Trainer, "_save"), (Trainer, "_finish"), (Ends, "finished"), (RunDirectory, "write")],
+)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_run_killed_at_its_end_ends_like_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, after: bool
+) -> None:
+    """The kill comes at the last call of a method that a run calls at its end."""
+    experiment = load_experiment({**TINY, "callbacks": ["ends_for_test"], "diagnostics": "every 3"})
+    train(experiment, tmp_path / "whole")
+    act = getattr(owner, method)
+
+    def killed(self: Any, *given: Any) -> Any:
+        last = given[0] == "result" if owner is RunDirectory else getattr(self, "step", 7) == 7
+        if last and not after:
+            raise Stopped
+        found = act(self, *given)
+        if last:
+            raise Stopped
+        return found
+
+    monkeypatch.setattr(owner, method, killed)
+    with pytest.raises(Stopped):
+        train(experiment, tmp_path / "killed")
+    monkeypatch.undo()
+    train(experiment, tmp_path / "killed")
+    whole, again = (rows(tmp_path / name / "diagnostics.jsonl") for name in ("whole", "killed"))
+    assert again == whole and any(row["stage"] == "" for row in whole)
+    ends = (tmp_path / "killed" / "ends").read_text().split()
+    assert set(ends) == {"False"} and len(ends) in (1, 2)
+
+
+def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them again after each row would make a run quadratic in its length."""
+    reads = []
+    read = RunDirectory.rows
+    monkeypatch.setattr(RunDirectory, "rows", lambda self: reads.append(self) or read(self))
+    assert len(run_in_two(["lines_for_test"], tmp_path / "run")) == 7 and len(reads) == 2
 
 
 @pytest.mark.slow
