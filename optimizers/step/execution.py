@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -32,7 +33,7 @@ from .capture import never
 from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
-from .program import GraphNumbers, StackStep, move
+from .program import GraphNumbers, StackStep, finite_writes, is_checked, move, require_finite
 from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, program_of
 
 CHUNK_ENTRIES = 1 << 18
@@ -126,7 +127,10 @@ class Execution:
         if self.entries:
             if not all(program.suits(counts[blocks.stack.param_ids]) for program in self.entries.values()):
                 return False
-            _run_entries(blocks, step, counts, held, self.entries, numbers)
+            tensors, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
+            checked = numbers is None and is_checked(int(counts[positions].min()))
+            with finite_writes(own, tensors, gradients) if checked else nullcontext():
+                _run_entries(blocks, step, counts, held, self.entries, numbers)
             return True
         return numbers is None and _run_chunks(blocks, step, counts, held)
 
@@ -147,6 +151,7 @@ class Execution:
             return step.direction()
         (found,) = self.blocks.compiled(inputs)
         assert isinstance(found, Tensor)
+        require_finite(found, step.gradient, step.blocks.stack_state.chain_path("update"), step.context)
         return found
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.errors import ContractError
-from eigengraft.numerics import compute_dtype, has_values, per_block
+from eigengraft.numerics import compute_dtype, has_values, norms_by_dtype, per_block
 from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
@@ -60,6 +62,11 @@ def direction(
     return run_chain(update.after_decay, state_of("after_decay"), gradient, found, context)
 
 
+def is_checked(step: int) -> bool:
+    """Return True if the result of a block's update is checked for inf and nan at this step count of the block."""
+    return step <= CHECKED_UPDATES
+
+
 def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
     """Raise ContractError if the direction of a block has inf or nan although its gradient is finite.
 
@@ -67,16 +74,47 @@ def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepCont
 
     found: directions `[n, *block]`.
     """
-    first = context.steps.min() if context.uniform is None else context.uniform
-    if first > CHECKED_UPDATES or not has_values(found):
+    first = int(context.steps.min()) if context.uniform is None else context.uniform
+    if not is_checked(first) or not has_values(found):
         return
     bad = ~found.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
     if bad.any():
         raise ContractError(
             f"{path}: the directions of {int(bad.sum())} of {len(bad)} blocks of shape "
-            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; no parameter was updated. "
-            "With checked=True the error names the stage that computed them"
+            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; these directions were not "
+            "written. With checked=True the error names the stage that computed them"
         )
+
+
+@contextmanager
+def finite_writes(stack_state: StackState, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context for a compiled update of parameters in place, in the first CHECKED_UPDATES updates of a stack.
+
+    Raise ContractError after the update if a parameter has inf or nan, although the parameter and its gradient were
+    finite before. The program writes its directions, so `require_finite` cannot check them before. On a device the host
+    waits once.
+
+    tensors: the updated parameters of the stack.
+    """
+    if not has_values(tensors[0]):
+        yield
+        return
+    dtype = stack_state.stack.dtype
+    before = _finite(tensors, dtype) & _finite(gradients, dtype)
+    yield
+    bad = before & ~_finite(tensors, dtype)
+    if bad.any():
+        raise ContractError(
+            f"{stack_state.chain_path('update')}: a compiled update wrote inf or nan to {int(bad.sum())} of {len(bad)} "
+            f"parameters of shape {list(tensors[0].shape)}, though they and their gradients were finite. With "
+            "checked=True no step is compiled, and the error names the stage that computed them"
+        )
+
+
+def _finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return `[n]`, True for each of n tensors that has neither inf nor nan."""
+    ((_, norms),) = norms_by_dtype(tensors, [dtype] * len(tensors), math.inf)
+    return norms.isfinite()
 
 
 def move(

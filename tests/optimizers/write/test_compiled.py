@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext, Traits, compose
+from eigengraft import ContractError, Optimizer, Stage, State, StepContext, Traits, compose
 from eigengraft.numerics import per_block
 from eigengraft.optimizers.step import execution, traced
 from eigengraft.optimizers.write.write import WriteNumbers
@@ -184,6 +184,46 @@ def test_signals_that_no_program_has_are_refused() -> None:
     pair = [(f"q.lora_{own}.weight", nn.Parameter(normal(4, 4, seed=0))) for own in "AB"]
     with refused(ValueError, "routes.pairs.compile", "partner_basis", "partner"):
         Optimizer(pair, {"base": "lora_muon", "set": {"routes.pairs.compile": True}})
+
+
+class Broken(Stage):
+    """nan  where the gradient is above 1."""
+
+    kind: Literal["broken_for_test"] = "broken_for_test"
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return torch.where(gradient > 1, torch.nan, direction)
+
+
+Stage.members.pop("broken_for_test")  # the laws are about every member of the family
+
+
+@pytest.mark.parametrize("shape", [(10, 32), (5, 2)], ids=["apart", "together"])
+@pytest.mark.parametrize("update", [[Broken()], [Broken(), "clip_norm"]], ids=["entries", "blocks"])
+def test_a_compiled_result_that_is_not_finite_is_an_error(
+    update: Any, shape: tuple[int, ...], as_traced: list[int]
+) -> None:
+    """In the first updates, as without compilation. It is none if the gradient itself is not finite."""
+    held = [nn.Parameter(normal(*shape, seed=i)) for i in range(2)]
+    optimizer = Optimizer(held, {"update": update, "compile": True, "failure": {"nonfinite": "ignore"}})
+
+    def step(*gradients: float) -> None:
+        for parameter, gradient in zip(held, gradients, strict=True):
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+
+    step(1.0, 1.0)
+    step(1.0, torch.inf)
+    held[1].data.fill_(1.0)
+    as_traced.clear()
+    with refused(ContractError, "update", 1, 2, str(list(shape))):
+        step(1.0, 2.0)
+    held[1].data.fill_(1.0)
+    step(1.0, 2.0)  # a later update is not checked
+    assert as_traced and bool(held[1].isnan().all())
 
 
 @pytest.mark.parametrize("beta", [0.9, {"from": 0.5, "to": 0.9, "steps": 5}], ids=["constant", "scheduled"])
