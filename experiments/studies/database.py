@@ -1,6 +1,6 @@
 """The exchange between workers that share an SQLite or PostgreSQL database and no directory.
 
-Table `eigengraft_leases` has a row for each lease, with the time of its last heartbeat by the clock of the database.
+Table `eigengraft_holders` has a row for each lease, with the time of its last heartbeat by the clock of the database.
 Table `eigengraft_files` has the text files of every run that has ended or failed. Checkpoints are not copied: they stay
 in the directory of the worker that wrote them.
 """
@@ -8,7 +8,8 @@ in the directory of the worker that wrote them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+import uuid
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,14 +21,15 @@ from eigengraft.errors import RecipeError
 
 from ..files import make_directory, write_text
 from ..reports.records import fault_file
-from .rendezvous import STALE, Leases, Rendezvous
+from .rendezvous import STALE, Lease, Leases, Rendezvous
 
 _TABLES = sql.MetaData()
 _LEASES = sql.Table(
-    "eigengraft_leases",
+    "eigengraft_holders",
     _TABLES,
     sql.Column("run_key", sql.String(64), primary_key=True),
-    sql.Column("number", sql.Integer, primary_key=True, autoincrement=False),
+    sql.Column("number", sql.Integer, nullable=False),
+    sql.Column("token", sql.String(32), nullable=False),
     sql.Column("seen", sql.DateTime, nullable=False),
 )
 _FILES = sql.Table(
@@ -105,46 +107,45 @@ class DatabaseRendezvous(Rendezvous):
 
 @dataclass(frozen=True)
 class DatabaseLeases(Leases):
-    """Leases of one run as rows. A worker counts as alive if its last heartbeat is at most `STALE` seconds old."""
+    """The lease of one run as a row. A worker counts as alive if its last heartbeat is at most `STALE` seconds old."""
 
     url: str
     key: str
 
-    def numbers(self) -> list[int]:
+    def present(self) -> Lease | None:
         with _transaction(self.url) as connection:
-            own = sql.select(_LEASES.c.number).where(_LEASES.c.run_key == self.key)
-            return [int(number) for number in connection.scalars(own)]
+            own = sql.select(_LEASES.c.number, _LEASES.c.token).where(_LEASES.c.run_key == self.key)
+            row = connection.execute(own).first()
+        return None if row is None else Lease(int(row.number), str(row.token))
 
-    def alive(self, number: int) -> bool:
+    def alive(self, lease: Lease) -> bool:
         with _transaction(self.url) as connection:
-            seen = connection.scalar(sql.select(_LEASES.c.seen).where(self._is(number)))
+            seen = connection.scalar(sql.select(_LEASES.c.seen).where(self._is(lease)))
             now = connection.scalar(sql.select(_CLOCKS[connection.dialect.name]))
         return seen is not None and now is not None and (now - seen).total_seconds() < STALE
 
     @contextmanager
-    def created(self, number: int) -> Iterator[bool]:
+    def created(self, number: int) -> Iterator[Lease | None]:
+        own: Lease | None = Lease(number, uuid.uuid4().hex)
         try:
             with _transaction(self.url) as connection:
-                row = {"run_key": self.key, "number": number, "seen": _CLOCKS[connection.dialect.name]}
+                row = {"run_key": self.key, **own._asdict(), "seen": _CLOCKS[connection.dialect.name]}
                 connection.execute(sql.insert(_LEASES).values(row))
-            first = True
         except FileExistsError:
-            first = False
-        yield first
+            own = None
+        yield own
 
-    def remove(self, numbers: Iterable[int]) -> None:
+    def remove(self, lease: Lease) -> None:
         with _transaction(self.url) as connection:
-            connection.execute(
-                sql.delete(_LEASES).where(_LEASES.c.run_key == self.key, _LEASES.c.number.in_(list(numbers)))
-            )
+            connection.execute(sql.delete(_LEASES).where(self._is(lease)))
 
-    def beat(self, number: int) -> None:
+    def beat(self, lease: Lease) -> bool:
         with _transaction(self.url) as connection:
             now = _CLOCKS[connection.dialect.name]
-            connection.execute(sql.update(_LEASES).where(self._is(number)).values(seen=now))
+            return bool(connection.execute(sql.update(_LEASES).where(self._is(lease)).values(seen=now)).rowcount)
 
-    def _is(self, number: int) -> sql.ColumnElement[bool]:
-        return (_LEASES.c.run_key == self.key) & (_LEASES.c.number == number)
+    def _is(self, lease: Lease) -> sql.ColumnElement[bool]:
+        return (_LEASES.c.run_key == self.key) & (_LEASES.c.token == lease.token)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -70,7 +71,8 @@ class _Worker:
 
     def start(self, job: int, value: Any) -> PoolEvent:
         self.job = job
-        self.connection.send(value)
+        with suppress(OSError):  # the process has just died: `receive` returns its death
+            self.connection.send(value)
         return PoolEvent(job, "started")
 
     def receive(self) -> PoolEvent:

@@ -1,9 +1,10 @@
 """The exchange between workers of a study: leases of runs, results of other workers, and the job that trains a run.
 
 A run is trained by only one worker at a time, however many workers and machines a study has. A worker holds the lease
-`number` of a run while it trains the run. Creating a lease fails if the lease exists, so that exactly one of several
-workers succeeds. The lease is removed when the run has ended or failed. The lease of a worker that died is not removed.
-The next worker creates the lease `number + 1`, for which again only one worker succeeds.
+of a run while it trains the run. Creating a lease fails if the run has one, so that exactly one of several workers
+succeeds. The lease is removed when the run has ended or failed. The lease of a worker that died remains, and the next
+worker removes it before it creates its own. Each lease has a random token, by which it is removed. A slow worker
+therefore never removes the lease that another worker has created since it looked.
 
 `FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used.
 These belong to `Study.optimize` and restart a dead trial as a new trial. With them, a run would not continue from its
@@ -12,20 +13,22 @@ checkpoint, and runs outside a search would have no heartbeat.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import platform
+import re
+import shutil
 import sys
 import threading
 import time
 import traceback
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..files import make_directory, write_text, writing
 from ..reports.records import fault_file
@@ -39,154 +42,184 @@ STALE = 60.0
 """Seconds without a heartbeat after which a worker counts as dead, if its lock cannot be checked."""
 
 
+class Lease(NamedTuple):
+    """The right of one worker to train a run.
+
+    number: number of the attempt: one more than the number of workers that died with this run.
+    token: random text that only this lease has.
+    """
+
+    number: int
+    token: str
+
+
 class Leases(ABC):
-    """All leases of one run. Methods raise OSError if the storage of the leases cannot be reached."""
+    """The lease of one run. Methods raise OSError if the storage of the leases cannot be reached."""
 
     @abstractmethod
-    def numbers(self) -> list[int]:
-        """Return the numbers of all leases that exist."""
+    def present(self) -> Lease | None:
+        """Return the lease that exists, None if there is none."""
 
     @abstractmethod
-    def alive(self, number: int) -> bool:
+    def alive(self, lease: Lease) -> bool:
         """Return True if the worker that holds this lease is alive, False if it is dead or the lease does not exist."""
 
     @abstractmethod
-    def created(self, number: int) -> AbstractContextManager[bool]:
-        """Create a lease that counts as alive inside the block; yield False if another worker has created it."""
+    def created(self, number: int) -> AbstractContextManager[Lease | None]:
+        """Create a lease that counts as alive inside the block. Yield None if a lease of the run exists."""
 
     @abstractmethod
-    def remove(self, numbers: Iterable[int]) -> None:
-        """Remove leases; numbers without a lease are ignored."""
+    def remove(self, lease: Lease) -> None:
+        """Remove this lease if it exists. A lease with another token is never removed."""
 
     @abstractmethod
-    def beat(self, number: int) -> None:
-        """Record a heartbeat of the worker that holds this lease."""
+    def beat(self, lease: Lease) -> bool:
+        """Record a heartbeat of the worker that holds this lease. Return False if the lease does not exist."""
 
     def held(self) -> bool:
         """Return True if a living worker holds the run."""
-        last = self._last()
-        return last > 0 and self.alive(last)
+        lease = self.present()
+        return lease is not None and self.alive(lease)
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Hold the run inside the block.
-
-        Yields 0 if another worker holds the run, else the number of the lease: one more than the number of workers that
-        died with this run.
-        """
-        own = self._last() + 1
-        if own > 1 and self.alive(own - 1):
-            yield 0
-            return
-        with self.created(own) as created:
-            if created and any(number != own and self.alive(number) for number in self.numbers()):
-                # Other workers have removed leases meanwhile, and one of them holds another lease of this run. So the
-                # lease created here is released.
-                self.remove([own])
-                created = False
-            if not created:
+        """Hold the run inside the block. Yields 0 if another worker holds the run, else the number of the lease."""
+        number, last = 1, self.present()
+        if last is not None:
+            if self.alive(last):
+                yield 0
+                return
+            number = last.number + 1
+            self.remove(last)
+        with self.created(number) as own:
+            if own is None:
                 yield 0
                 return
             stop = threading.Event()
             beating = threading.Thread(target=self._keep_beating, args=(own, stop), daemon=True)
             beating.start()
             try:
-                yield own
+                yield own.number
             finally:
                 stop.set()
                 beating.join()
-                self.remove(number for number in self.numbers() if number <= own)
+                self.remove(own)
 
     def forget_dead(self) -> None:
-        """Remove the leases of dead workers, so that attempts are counted from 1 again."""
-        self.remove(number for number in self.numbers() if not self.alive(number))
+        """Remove the lease of a dead worker, so that attempts are counted from 1 again."""
+        lease = self.present()
+        if lease is not None and not self.alive(lease):
+            self.remove(lease)
 
-    def _keep_beating(self, own: int, stop: threading.Event) -> None:
+    def _keep_beating(self, own: Lease, stop: threading.Event) -> None:
         """Record heartbeats until `stop` is set.
 
-        Ends this process if a later lease exists: another worker has counted this worker as dead and trains the run.
+        Ends this process if its lease was removed: another worker has counted this worker as dead and may train the
+        run.
         """
         while not stop.wait(HEARTBEAT):
-            with contextlib.suppress(OSError):
-                if own + 1 in self.numbers():
+            with suppress(OSError):
+                if not self.beat(own):
                     os._exit(1)
-                self.beat(own)
-
-    def _last(self) -> int:
-        """Return the number of the last lease, 0 if there is none."""
-        return max(self.numbers(), default=0)
 
 
 @dataclass(frozen=True)
 class FileLeases(Leases):
-    """Leases of one run as files of a directory that all workers see.
+    """The lease of one run as a file in a directory that all workers see.
 
-    The file `seed-0.lease-<n>` beside the run `seed-0` exists while the n-th worker holds the run. A hard link creates
-    the file complete and locked in one step.
+    The file `seed-0.lease/<number>-<token>` beside the run `seed-0` exists while a worker holds the run. A directory is
+    renamed to `seed-0.lease`, with the file complete and locked inside. This fails if `seed-0.lease` has a file.
 
     run: directory of the run.
     """
 
     run: Path
 
-    def numbers(self) -> list[int]:
-        head = f"{self.run.name}.lease-"
-        found = self.run.parent.iterdir() if self.run.parent.is_dir() else ()
-        numbers = (path.name.removeprefix(head) for path in found if path.name.startswith(head))
-        return [int(number) for number in numbers if number.isdecimal()]
-
-    def alive(self, number: int) -> bool:
-        """Return True if the lease is locked, or if a worker of another machine has recorded a recent heartbeat."""
-        lease = self._file(number)
+    def present(self) -> Lease | None:
         try:
-            with lease.open("r+", encoding="utf-8") as stream:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return None
+        found = (re.fullmatch(r"(\d+)-([0-9a-f]+)", name) for name in names)
+        return next((Lease(int(one[1]), one[2]) for one in found if one is not None), None)
+
+    def alive(self, lease: Lease) -> bool:
+        """Return True if the lease is locked, or if a worker of another machine has recorded a recent heartbeat."""
+        file = self._file(lease)
+        try:
+            with file.open("r+", encoding="utf-8") as stream:
                 if _is_locked(stream.fileno()):
                     return True
                 if stream.read() == platform.node() and sys.platform != "win32":
                     return False  # on this machine, an unlocked lease belonged to a worker that died
-            return _age(lease) < STALE
+            return self._age(file) < STALE
         except FileNotFoundError:
             return False
 
     @contextmanager
-    def created(self, number: int) -> Iterator[bool]:
-        own = self._file(number)
-        make_directory(own.parent)
-        with _locked_file(own.with_name(f".{own.name}.{uuid.uuid4().hex}")) as complete:
+    def created(self, number: int) -> Iterator[Lease | None]:
+        own: Lease | None = Lease(number, uuid.uuid4().hex)
+        draft = self._draft()
+        make_directory(draft)
+        with _locked_file(draft / self._file(own).name):
+            with suppress(OSError):
+                self._folder.rmdir()  # if it is empty: Windows renames no directory to an existing one
             try:
-                os.link(complete, own)
-                first = True
-            except FileExistsError:
-                first = False
-            finally:
-                complete.unlink()
-            yield first
+                draft.rename(self._folder)
+            except OSError as error:
+                shutil.rmtree(draft)
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                own = None
+            yield own
 
-    def remove(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._file(number).unlink(missing_ok=True)
+    def remove(self, lease: Lease) -> None:
+        self._file(lease).unlink(missing_ok=True)
+        with suppress(OSError):  # another worker may have created a lease there
+            self._folder.rmdir()
 
-    def beat(self, number: int) -> None:
-        os.utime(self._file(number))
+    def beat(self, lease: Lease) -> bool:
+        try:
+            os.utime(self._file(lease))
+        except FileNotFoundError:
+            return False
+        return True
 
-    def _file(self, number: int) -> Path:
-        return self.run.with_name(f"{self.run.name}.lease-{number}")
+    @property
+    def _folder(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.lease")
+
+    def _file(self, lease: Lease) -> Path:
+        return self._folder / f"{lease.number}-{lease.token}"
+
+    def _draft(self) -> Path:
+        """Return a new path beside the run, which no other worker uses."""
+        return self.run.with_name(f".{self._folder.name}.{uuid.uuid4().hex}")
+
+    def _age(self, file: Path) -> float:
+        """Return the seconds since a file was changed, by the clock of its file system."""
+        probe = self._draft()
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - file.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked_file(path: Path) -> Iterator[Path]:
+def _locked_file(path: Path) -> Iterator[None]:
     """Write the name of this machine to a file. Lock the file until the `with` statement or this process ends.
 
     On Windows the file is not locked.
     """
-    with writing(path), path.open("w", encoding="utf-8") as stream:
+    with writing(path):
+        path.write_text(platform.node(), encoding="utf-8")
+    with ExitStack() as stack:
         if sys.platform != "win32":
             import fcntl
 
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.write(platform.node())
-        stream.flush()
-        yield path
+            fcntl.flock(stack.enter_context(path.open("r+", encoding="utf-8")), fcntl.LOCK_EX)
+        yield
 
 
 def _is_locked(file: int) -> bool:
@@ -200,16 +233,6 @@ def _is_locked(file: int) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _age(lease: Path) -> float:
-    """Return the seconds since a file was changed, by the clock of its file system."""
-    probe = lease.with_name(f".{lease.name}.{uuid.uuid4().hex}")
-    try:
-        probe.touch()
-        return probe.stat().st_mtime - lease.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 ATTEMPTS = 3
@@ -226,7 +249,7 @@ class Rendezvous:
     directory: Path
 
     def leases(self, run: str) -> Leases:
-        """Return the leases of a run. `run` is its directory relative to that of the study."""
+        """Return the lease of a run. `run` is its directory relative to that of the study."""
         return FileLeases(self.directory / run)
 
     def fetch(self, runs: Collection[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eigengraft.experiments.studies import pool
 from eigengraft.experiments.studies.pool import run_pool
 
 from ...processes import ROOT, fork_what_is_spawned, start
@@ -50,6 +51,29 @@ def test_failures_cost_only_their_own_job(work):
     assert ends[3].value == "its process ended with signal SIGKILL"
     assert [event.job for event in events if event.kind == "started"] == [0, 1, 2, 3, 4, 5]
     assert {event.job: event.value for event in events if event.kind == "progress"} == {0: 1, 2: 2, 4: 3, 5: 4}
+
+
+def test_a_process_that_dies_before_its_next_job_costs_one_attempt(work, monkeypatch):
+    """It dies after the pool has seen it alive. Its first job is sent to a process that has died too."""
+    start, started = pool._Worker.start, []
+
+    def killed(worker, job, value):
+        if job in (0, 2) and started.count(job) == 0:
+            worker.process.kill()
+            worker.process.join()
+        started.append(job)
+        return start(worker, job, value)
+
+    monkeypatch.setattr(pool._Worker, "start", killed)
+    events = [(event.job, event.kind, event.value) for event in run_pool(work, [1, 2, 3], workers=1, attempts=2)]
+    died = "its process ended with signal SIGKILL"
+    assert [event for event in events if event[1] in ("died", "done")] == [
+        (0, "died", died),
+        (0, "done", 2),
+        (1, "done", 4),
+        (2, "died", died),
+        (2, "done", 6),
+    ]
 
 
 def test_leaving_stops_the_processes(work):

@@ -1,5 +1,6 @@
 """Several workers on one study: leases of runs, dead workers, and kills at any time."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -55,14 +56,15 @@ def test_one_worker_holds_a_run_and_leaves_nothing(leases_of):
     with run.hold() as first:
         assert first == 1
         assert run.held()
-        assert run.numbers() == [1]
+        lease = run.present()
+        assert lease is not None and lease.number == 1
         with leases_of("cell/seed-0").hold() as second:
             assert second == 0
         with leases_of("cell/seed-1").hold() as other:
             assert other == 1
         run.forget_dead()
-        assert run.numbers() == [1]
-    assert not run.held() and run.numbers() == []
+        assert run.present() == lease
+    assert not run.held() and run.present() is None
 
 
 def test_of_many_workers_one_holds_a_run(leases_of):
@@ -84,6 +86,103 @@ def test_of_many_workers_one_holds_a_run(leases_of):
         assert sorted(holders) == [0] * 7 + [1]
 
 
+class Workers:
+    """Workers of one run that start and end in a chosen order.
+
+    holders: workers that hold the run.
+    corpses: leases of workers that died. Nothing else tells that they are dead, as this process has not died.
+    """
+
+    def __init__(self, leases, monkeypatch):
+        self.leases, self.holders, self.corpses, self.kept = leases, [], [], []
+        kind = type(leases)
+        alive = kind.alive
+        monkeypatch.setattr(kind, "alive", lambda this, lease: lease not in self.corpses and alive(this, lease))
+        monkeypatch.setattr(kind, "_keep_beating", lambda this, own, stop: None)
+
+    def start(self, leases=None):
+        worker = (leases or self.leases).hold()
+        if worker.__enter__():
+            self.holders.append(worker)
+            assert len(self.holders) == 1
+        else:
+            worker.__exit__(None, None, None)
+
+    def end(self):
+        if self.holders:
+            self.holders.pop(0).__exit__(None, None, None)
+
+    def die(self):
+        self.corpses.append(self.leases.present())
+        self.kept.append(self.holders.pop())  # its block never ends
+
+
+def stopping(leases, place, after, meanwhile):
+    """Return the same leases for a worker that is stopped at its call number `place` to the storage, before or after
+    it. The function `meanwhile` is called then."""
+    kind, calls = type(leases), []
+
+    def method(name):
+        def call(self, *given):
+            calls.append(name)
+            now = len(calls) - 1 == place
+            if now and not after:
+                meanwhile()
+            found = getattr(kind, name)(self, *given)
+            if now and after:
+                meanwhile()
+            return found
+
+        return call
+
+    methods = {name: method(name) for name in ("present", "alive", "created", "remove")}
+    return type("Stopping", (kind,), methods)(**vars(leases))
+
+
+@pytest.mark.parametrize("act", ["start", "forget_dead", "end"])
+@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead"])
+def test_two_workers_never_hold_a_run_however_slow_one_is(leases_of, monkeypatch, act, dead):
+    """While one worker is stopped at any of its calls, others start and end. `dead`: a worker has died with the run."""
+    for place, after in itertools.product(range(4), (False, True)):
+        workers = Workers(leases_of(f"cell/seed-{place}-{after}"), monkeypatch)
+        if dead:
+            workers.start()
+            workers.die()
+
+        def others(workers=workers):
+            for turn in (workers.start, workers.end, workers.start):
+                turn()
+
+        slow = stopping(workers.leases, place if act != "end" else place + 4, after, others)
+        if act == "forget_dead":
+            slow.forget_dead()
+        else:
+            workers.start(slow)
+        if act == "end":
+            workers.end()
+        workers.start()
+        workers.start()
+        assert len(workers.holders) == 1 and workers.leases.held()
+        while workers.holders:
+            workers.end()
+        assert workers.leases.present() is None
+
+
+def test_a_worker_without_its_lease_ends(leases_of, monkeypatch):
+    """Another worker counted it as dead, and may train its run."""
+    codes, ended = [], threading.Event()
+    monkeypatch.setattr(rendezvous, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(rendezvous.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    run = leases_of("cell/seed-0")
+    with run.hold():
+        lease = run.present()
+        run.remove(rendezvous.Lease(lease.number, "0" * 32))
+        assert run.present() == lease and run.beat(lease)
+        run.remove(lease)
+        assert ended.wait(60)
+    assert set(codes) == {1}
+
+
 @pytest.mark.parametrize("failures", [2, 3])
 def test_each_table_may_be_made_by_another_worker_meanwhile(tmp_path, monkeypatch, failures):
     """There are two, so that a worker may come too late twice; after that the database has them, or fails."""
@@ -99,9 +198,9 @@ def test_each_table_may_be_made_by_another_worker_meanwhile(tmp_path, monkeypatc
     run = running.rendezvous_at("one", None, f"sqlite:///{tmp_path / 'study.db'}").leases("run")
     if failures == 3:
         with refused(OSError, "database"):
-            run.numbers()
+            run.present()
     else:
-        assert run.numbers() == [] and len(calls) == 3
+        assert run.present() is None and len(calls) == 3
 
 
 def test_workers_may_live_in_different_time_zones(postgres, monkeypatch):
@@ -127,7 +226,8 @@ def test_the_run_of_a_dead_worker_is_taken_by_the_next(tmp_path):
         process = context.Process(target=_die_holding, args=(run,))
         process.start()
         process.join()
-        assert names(run) == [f"seed-0.lease-{n + 1}" for n in range(deaths)]
+        lease = FileLeases(run).present()
+        assert names(run) == ["seed-0.lease"] and lease is not None and lease.number == deaths
         assert not FileLeases(run).held()
     with FileLeases(run).hold() as number:
         assert number == 3
@@ -136,7 +236,8 @@ def test_the_run_of_a_dead_worker_is_taken_by_the_next(tmp_path):
 
 def test_a_worker_on_another_machine_lives_as_long_as_it_gives_signs(tmp_path, monkeypatch):
     """Locks of other machines may not be seen, so that its lease is one that nobody has locked."""
-    lease = tmp_path / "seed-0.lease-1"
+    lease = tmp_path / "seed-0.lease" / "1-abc"
+    lease.parent.mkdir()
     lease.write_text("another machine")
     assert FileLeases(tmp_path / "seed-0").held()
     past = time.time() - rendezvous.STALE - 1
@@ -145,7 +246,8 @@ def test_a_worker_on_another_machine_lives_as_long_as_it_gives_signs(tmp_path, m
     monkeypatch.setattr(rendezvous, "HEARTBEAT", 0.01)
     with FileLeases(tmp_path / "seed-0").hold() as number:
         assert number == 2
-        own = tmp_path / "seed-0.lease-2"
+        (own,) = (tmp_path / "seed-0.lease").iterdir()
+        assert own.name.startswith("2-")
         os.utime(own, (past, past))
         for _ in range(500):
             if own.stat().st_mtime > past + 1:
