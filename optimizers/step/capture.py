@@ -13,6 +13,8 @@ A graph is valid for steps with equal addresses, layouts and constants (`_Key`):
    the graph is dropped. This check needs memory for a copy of the state and the parameters.
 4. Later steps are replayed. If addresses, layouts or constants have changed, a gradient is missing or a refresh is due,
    the step runs without the graph, and the reason is counted.
+
+A warning gives the reason if a graph is dropped or cannot be made, and if `PATIENCE` steps ran without a replay.
 """
 
 from __future__ import annotations
@@ -91,6 +93,12 @@ CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer
 CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
 """Names of the signals that stages of a captured step may request. Their values have the same address in every step, or
 are among the numbers that a graph reads."""
+
+PATIENCE = 30
+"""Number of steps without a replay after which a warning gives the most frequent reason.
+
+The first replay is usually the seventh step, after three first updates and three steps that make the graph. It is about
+the twelfth if every second step has a refresh."""
 
 StackNumbers = Mapping[int, GraphNumbers]
 """Mapping from the index of a stack to the numbers on the device that its programs or its fused kernel read."""
@@ -220,6 +228,7 @@ class CapturedStacks:
     programs: the programs of the stacks.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.
+    without: by reason, number of steps without a graph since the last replay. Steps that make a graph do not count.
     """
 
     def __init__(
@@ -237,6 +246,7 @@ class CapturedStacks:
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
         self.programs = programs
         self.graph: Graph | None = None
+        self.without: Counter[str] = Counter()
         self._key: _Key | None = None
         self._record: _Recorder | None = None
         self._static: Tensor | None = None
@@ -275,7 +285,8 @@ class CapturedStacks:
         If there is a graph for steps with the key (`_Key`) of this step, replay it. Otherwise run the step without a
         graph. The third such step in a row with the same key also captures a graph.
 
-        Returns the reason if a graph was dropped or could not be made, else None.
+        Returns the reason if a graph was dropped or could not be made, or if a graph that was being made cannot be used
+        for this step; else None.
 
         moved: `[P]`, True for parameters that the step changes.
         counts: `[P]`, number of gradients of each parameter, including the present one.
@@ -285,10 +296,11 @@ class CapturedStacks:
         self._fill(step, counts)
         if key == before and self.graph is not None:
             self.graph.replay()
+            self.without.clear()
             return None
         body = self._body(step, moved)
         if key != before:
-            left = None if self.graph is None or before is None else key.changed(before)
+            left = None if before is None else key.changed(before)
             self._key, self.graph, self._record = key, None, None
             body()
             return left
@@ -491,6 +503,7 @@ class Graphs:
             CapturedStacks(piece, recipe, programs, fused, run) for piece in ([steady, *apart] if steady else apart)
         ]
         self.left: Counter[str] = Counter()
+        self._named = set[str]()
 
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
@@ -506,19 +519,28 @@ class Graphs:
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:
-            fixed = piece.reason
-            reason = fixed or piece.unfit(step, counts)
+            fixed, had = piece.reason is not None, piece.graph is not None
+            reason = piece.reason or piece.unfit(step, counts)
             if reason is not None:
                 rest += piece.groups
-                self._leave(reason, fixed is not None)
+                self._leave(piece, reason, fixed)
             elif (reason := piece.step(step, moved, counts, held)) is not None:
-                self._leave(reason, True)
+                self._leave(piece, reason, had or piece.reason is not None)
         return rest
 
-    def _leave(self, reason: str, unplanned: bool) -> None:
+    def _leave(self, piece: CapturedStacks, reason: str, unplanned: bool) -> None:
+        """Count a step of stacks without their graph, and warn once for each reason that needs attention.
+
+        unplanned: True if a graph was dropped or cannot be made.
+        """
         self.left[reason] += 1
-        if unplanned and self.left[reason] == 1:
-            warn_user(f"graph: steps run without a captured graph: {reason}")
+        piece.without[reason] += 1
+        late = piece.without.total() == PATIENCE
+        often, steps = piece.without.most_common(1)[0] if late else (reason, 0)
+        if (unplanned or late) and often not in self._named:
+            self._named.add(often)
+            since = f" ({steps} of {PATIENCE} steps without a replay)" if late else ""
+            warn_user(f"graph: steps run without a captured graph{since}: {often}")
 
     def lines(self) -> list[str]:
         """Return lines of a report: how many stacks have a graph, and why steps ran without one."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
 from eigengraft.optimizers.step import capture, execution, gradients, traced
+from eigengraft.optimizers.step.capture import PATIENCE
 from eigengraft.testing import accelerator
 
 from ..gpu.recording import Operations, Recording, as_operation
@@ -254,6 +255,60 @@ def test_capturable_means_graph(recording: Recording) -> None:
 def test_a_device_without_graphs_says_so() -> None:
     with warned(UserWarning, "graph", "cpu"):
         Steps("adamw", capturable=True).step()
+
+
+def fresh_gradients(run: Steps) -> None:
+    for parameter in run.held:
+        parameter.grad = torch.zeros_like(parameter)  # made while the last gradient still has its address
+
+
+def no_gradient(run: Steps) -> None:
+    run.held[0].grad = None
+
+
+def alternating_decay(run: Steps) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1 * (1 + run.number % 3)
+
+
+def late_parameter(run: Steps) -> None:
+    """One block is a step behind the others."""
+    if run.number < 2:
+        run.held[-1].grad = torch.zeros_like(run.held[-1]) if run.number else None
+
+
+NEVER: dict[str, tuple[Any, Callable[[Steps], None] | None, str]] = {
+    "new addresses": ("adamw", fresh_gradients, "zero_grad"),
+    "relative decay": ({"base": "adamw", "weight_decay": {"kind": "corrected", "rate": 0.1}}, None, "weight decay"),
+    "decay that alternates": ("adamw", alternating_decay, "weight decay"),
+    "no gradient": ("adamw", no_gradient, "no gradient"),
+    "blocks at different updates": ("muon", late_parameter, "different updates"),
+    "a refresh of some stack": (
+        {
+            "base": "soap",
+            "blocking": {"size": 2, "merge": 1},
+            "set": {"update.eigenbasis.refresh": {"kind": "every", "steps": 4}},
+        },
+        None,
+        "refresh",
+    ),
+}
+"""Recipe, what is done before each step, and a word of the reason."""
+
+
+@pytest.mark.parametrize("case", NEVER)
+def test_a_graph_that_never_replays_is_no_secret(case: str, recording: Recording) -> None:
+    recipe, before, word = NEVER[case]
+    run = Steps({"base": recipe} if isinstance(recipe, str) else recipe, overrides={"graph": True})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(PATIENCE + 10):
+            if before is not None:
+                before(run)
+            run.step()
+    found = [str(own.message) for own in caught if str(own.message).startswith("graph: ")]
+    assert len(found) == 1 and word in found[0], found
+    assert "refresh" in word or not recording.graphs  # stacks without refreshes have a graph of their own
+    assert run.graphs.left.total() >= PATIENCE
 
 
 def moved_gradient(run: Steps) -> None:
