@@ -194,7 +194,11 @@ class SpikeCheck:
 
         spike: True if the step is a spike; on a device a 0-d tensor that the host does not read.
         factor: factor of the update or of the gradients; 1 if the step is no spike.
+
+        The tensors may be on the device of another parameter set.
         """
+        device = param_set.parameters[0].device
+        spike, factor = spike.to(device), factor.to(device) if isinstance(factor, Tensor) else factor
         if self.rule.then == "skip":
             return replace(step, mask=param_set.finite_check.stop(step.active, step.mask, ~spike))
         if self.rule.then == "scale":

@@ -252,7 +252,7 @@ class ParamSet:
             allowed = loss_scale.usable(self.parameters[0].device)
         given_all = not any(map(_is_none, found))
         present = self._nonempty if given_all else self._nonempty & [gradient is not None for gradient in found]
-        own = {group: hypers[group] for group in self._known_groups}
+        own = {group: hypers[group].on(self.parameters[0].device) for group in self._known_groups}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
         given = GivenGradients(
             found, present, self._linear, rates, max(self.step_counts.tolist()), allowed, more=only is not None

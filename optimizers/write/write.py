@@ -230,6 +230,11 @@ class Hyper:
             peak = lr
         return cls(lr, peak, float(number(group, "weight_decay")))
 
+    def on(self, device: torch.device) -> Self:
+        """Return the values for parameters on a device. A learning rate that is a tensor is copied to the device."""
+        there = not isinstance(self.lr, Tensor) or self.lr.device == device
+        return self if there else replace(self, lr=self.lr.to(device))  # type: ignore[union-attr]
+
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     """Return a number of a param group as a float. A tensor on a device is returned as a 0-d tensor, which is not read.

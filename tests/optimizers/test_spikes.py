@@ -213,6 +213,28 @@ def test_a_device_makes_the_same_steps_without_a_wait(recipe: str, then: str, de
             )
 
 
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+@pytest.mark.parametrize("then", ["skip", "scale", "clip"])
+def test_parameters_on_two_devices_are_judged_together(then: str, first: str) -> None:
+    other, found = {"cuda": "cpu", "cpu": "cuda"}[first], list[list[Tensor]]()
+    for places in (["cpu", "cpu", "cpu"], [first, other, other]):
+        with accelerator("cuda") as run:
+            params = [
+                nn.Parameter(p.detach().to(run.device if at == "cuda" else at))
+                for p, at in zip(weights(), places, strict=True)
+            ]
+            optimizer = optimizer_of(params, "adamw", {**SPIKE, "then": then})
+            for row in gradients(12):
+                for p, g in zip(params, row, strict=True):
+                    p.grad = g.clone().to(p.device)
+                optimizer.step()
+            assert optimizer.param_sets.spikes is not None and optimizer.param_sets.spikes.window.counts().spikes == 3
+            optimizer.state_dict()  # reads the checks that a device has deferred
+            found.append([x.detach().cpu().clone() for p in params for x in (p, optimizer.state[p]["step"])])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)  # a factor on a device is rounded to float32
+
+
 def test_steps_without_usable_gradients_have_no_value() -> None:
     params = weights()
     optimizer = optimizer_of(params, "adamw", SPIKE)

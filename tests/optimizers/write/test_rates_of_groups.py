@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
+from eigengraft.testing import accelerator
 
 from ...trajectories import named, normal
 
@@ -213,3 +214,19 @@ def test_no_group_at_lr_0_steps_by_gradients_of_zeros() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert [int(optimizer.state[p]["step"]) for p in params] == [0] * 2 * PER_GROUP + [1] * PER_GROUP
+
+
+@pytest.mark.parametrize("recipe", ["adamw", {"update": ["momentum"], "routes": []}], ids=["fused", "stages"])
+def test_a_rate_on_a_device_is_that_of_parameters_on_all_devices(recipe: Any) -> None:
+    found = []
+    for places in (("cpu", "cpu"), ("cuda", "cpu")):
+        with accelerator("cuda") as run:
+            params = [nn.Parameter(normal(3, 2, seed=0).to(run.device if at == "cuda" else at)) for at in places]
+            lr = torch.tensor(0.1, dtype=torch.float64).to(params[0].device)
+            optimizer = Optimizer([(f"w{i}", p) for i, p in enumerate(params)], recipe, lr=lr, weight_decay=0.1)
+            for _ in range(2):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+            found.append([p.detach().cpu().clone() for p in params])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
