@@ -112,6 +112,7 @@ class LocalExchange:
         self._numels = [math.prod(spec.shape) for spec in specs]
         self._updates, self._missing, self._rms = dict[int, Tensor](), dict[int, int](), dict[int, Tensor]()
         self._stacks: Sequence[StackState] = ()
+        self._decaying: Sequence[Tensor] | None = None
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """Return facts about the full gradients, such as their norms, also if this rank holds only shards."""
@@ -126,7 +127,13 @@ class LocalExchange:
         write: function that writes updates into parameters.
         """
         self.step, self.write, self._stacks = step, write, stacks
-        self._updates, self._missing, self._rms = {}, {}, {}
+        self._updates, self._missing, self._rms, self._decaying = {}, {}, {}, None
+
+    def decaying(self) -> Sequence[Tensor]:
+        """Return by position the tensors to which weight decay applies. A step collects them once, for all stacks."""
+        if self._decaying is None:
+            self._decaying = self.iterates.decaying()
+        return self._decaying
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
@@ -134,7 +141,7 @@ class LocalExchange:
         if source in self.step.entries:
             return stack.gather(self.step.entries[source])
         if source == "parameters":
-            return stack.gather(self.iterates.decaying())
+            return stack.gather(self.decaying())
         gradient, decays = self.step.gather(blocks), rates.decays_gradients(path)
         both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
         return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
@@ -181,7 +188,8 @@ class LocalExchange:
                 self._missing[position] = self._numels[position]
             self._missing[position] -= len(grid.keys) * math.prod(stack.block)
         stack.scatter(direction, self._updates)
-        done = [position for position, missing in self._missing.items() if missing == 0]
+        touched = dict.fromkeys(position for position, _ in stack.grids)
+        done = [position for position in touched if self._missing[position] == 0]
         for position in done:
             del self._missing[position]
         self._move(np.array(done, dtype=np.int64), [self._updates.pop(position) for position in done])
@@ -191,17 +199,14 @@ class LocalExchange:
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Raise ArithmeticError because roots of these parameters failed too often.
-
-        If several ranks share the parameters, the failures are only recorded, and all ranks raise the error in the next
-        step.
-        """
+        """Raise ArithmeticError because roots of these parameters failed too often."""
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
 
     def finish(self) -> None:
         """End the step after all parameters have been written."""
         assert not self._updates
+        self._decaying = None
         del self.step, self.write
 
 

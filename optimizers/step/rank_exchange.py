@@ -110,7 +110,7 @@ class RankExchange(LocalExchange):
             self._rms = self._root_mean_squares()
         sources: dict[str, Source] = {"gradients": partial(self._entries, step)}
         if self._needs_parameters:
-            sources["parameters"] = reading(self.iterates.decaying())
+            sources["parameters"] = reading(self.decaying())
         sources.update({name: reading(tensors) for name, tensors in step.entries.items()})
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
         self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
@@ -190,6 +190,7 @@ class RankExchange(LocalExchange):
             self.write(EntryUpdates.of_rows(rows))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
+        """Record that roots of these parameters failed too often. All ranks raise the error in the next step."""
         self.rank_checks.failed.update(positions)
 
     def finish(self) -> None:

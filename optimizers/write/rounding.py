@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigengraft.errors import warn_user
 from eigengraft.noise import words
-from eigengraft.numerics import equal_stacks, fake_mode, local, over_stacks
+from eigengraft.numerics import HostCopy, equal_stacks, fake_mode, has_values, local, may_branch_on_values, over_stacks
 from eigengraft.slots import Slot
 
 from .constraints import Constraint, ConstraintContext, Slots, Tensors
@@ -122,11 +122,14 @@ class RoundingWatch:
     In bfloat16 W + dW rounds to W if |dW| < |W| 2^-9. Two samples of the matrix are compared, five steps apart. Samples
     are taken only while the learning rate is at least half of its peak, so that a warm-up causes no warning. Entries
     with a gradient of 0 do not count. `check` is called after each step.
+
+    A learning rate on a device is copied to the host without a wait, and read one step later.
     """
 
     _chosen: tuple[int, int] | None = None
     _seen: tuple[Tensor, Tensor] | None = None
     _steps = 0
+    _copied: HostCopy | None = None
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the first of two samples of the largest matrix in 16 bits, or compare the second one with it and warn.
@@ -137,7 +140,7 @@ class RoundingWatch:
         if self._chosen is None:
             return True
         group, position = optimizer.param_groups[self._chosen[0]], self._chosen[1]
-        parameter, lr = group["params"][position], float(group["lr"])
+        parameter, lr = group["params"][position], self._rate(group["lr"])
         if lr < 0.5 * float(group["peak_lr"]) or parameter.grad is None:
             self._seen = None
         elif self._seen is None or self._seen[0] is not parameter:
@@ -149,6 +152,13 @@ class RoundingWatch:
                 _warn(names[position], parameter, self._seen[1], lr)
                 return True
         return False
+
+    def _rate(self, lr: float | Tensor) -> float:
+        """Return the learning rate. For a tensor on a device, return that of the last step, and 0 in the first step."""
+        if not isinstance(lr, Tensor) or may_branch_on_values(lr):
+            return float(lr)
+        before, self._copied = self._copied, HostCopy(lr.detach().reshape(()))
+        return 0.0 if before is None or not has_values(lr) else float(before.wait())
 
 
 def _largest(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:

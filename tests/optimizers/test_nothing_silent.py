@@ -14,6 +14,7 @@ from eigengraft.optimizers import grouped
 from eigengraft.preconditioners import Stage
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
+from eigengraft.testing import accelerator
 
 from ..refusals import check_said, refused, warned
 
@@ -222,6 +223,25 @@ class TestRounding:
     )
     def test_parameters_that_move_are_no_cause(self, run: dict[str, Any]) -> None:
         assert self.warned(**run) == []
+
+    @pytest.mark.parametrize("warm_up", [0, 14])
+    def test_a_rate_on_a_device_is_read_without_a_wait(self, warm_up: int) -> None:
+        """Only the comparison of samples waits, once."""
+        waits = []
+        with accelerator("cuda") as run, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weight = nn.Parameter(torch.ones(100, 8, dtype=torch.bfloat16).to(run.device))
+            optimizer = Optimizer([("w", weight)], {"base": "lion", "failure": {"detect": "device"}}, lr=torch.ones(()))
+            for step in range(24):
+                weight.grad = torch.ones_like(weight)
+                lr = 1e-4 * min(1.0, (step + 1) / (warm_up + 1))
+                optimizer.param_groups[0].update(lr=torch.tensor(lr).to(run.device), peak_lr=1e-4)
+                with accelerator("cuda") as counts:
+                    optimizer.step()
+                waits.append(counts.by_line())
+        late = [any(own.waits and "rounding.py" in line for line, own in found.items()) for found in waits]
+        assert sum(late) == 1 and (warm_up == 0 or not any(late[: warm_up // 2]))
+        assert [str(own.message).startswith("w: ") for own in caught] == [True]
 
 
 class TestEvaluationOfAveragedIterates:

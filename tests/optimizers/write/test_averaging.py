@@ -22,6 +22,7 @@ from eigengraft import ContractError, Optimizer, RecipeError, Slot, load_recipe
 from eigengraft.optimizers.step.step import prepare
 from eigengraft.optimizers.write.averaging import LAWA, Averaging, IterateBatch
 from eigengraft.optimizers.write.constraints import ParameterUpdate
+from eigengraft.optimizers.write.iterate_store import IterateStore
 from eigengraft.optimizers.write.write import Hyper
 
 from ...laws.table import TABLE
@@ -883,3 +884,17 @@ def test_a_run_evaluates_the_average_and_saves_the_training_iterate(tmp_path: Pa
     assert again.run(None).val_loss == result.val_loss
     for p, q in zip(again.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_step_collects_the_decaying_iterates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many stacks it has, so that the host's work is not quadratic in the number of parameters."""
+    calls, known = list[int](), IterateStore.decaying
+    monkeypatch.setattr(IterateStore, "decaying", lambda self: calls.append(1) or known(self))
+    held = [nn.Parameter(normal(4 + i, 4, seed=i)) for i in range(5)]
+    recipe = {"update": ["momentum"], "after_decay": ["clip_norm"], "averaging": "schedule_free", "routes": []}
+    optimizer = Optimizer([(f"w{i}", p) for i, p in enumerate(held)], recipe, weight_decay=0.1)
+    for _ in range(2):
+        for p in held:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert len(optimizer.stack_states()) == 5 and len(calls) == 2
