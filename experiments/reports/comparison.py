@@ -422,22 +422,27 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 def at_their_best(records: Records) -> list[ComparisonPanel]:
     """Return panels that compare methods, each at its best label of the compared axis, such as its best learning rate.
 
-    Methods are the labels of the last axis besides the compared axis. The first method is the baseline. Returns []
-    unless the labels of the compared axis are numbers and several methods have ended.
+    Methods are the labels of the last axis besides the compared axis. The first method is the baseline. A panel in which
+    it has no best label has no baseline. Returns [] unless the labels of the compared axis are numbers and several
+    methods have ended.
     """
-    found = []
+    found, first = [], _baseline_method(records)
     for outer, group in _by_conditions(records):
         rows: list[ComparisonRow] = []
+        baseline: ComparisonRow | None = None
         styles = _styles({panel.labels[-1]: panel.labels[-1] for panel in group}, records)
-        for panel in group:
+        for panel in sorted(group, key=lambda panel: panel.labels[-1] != first):
             if (best := panel.best) is not None:
-                method, baseline = panel.labels[-1], rows[0] if rows else None
+                method = panel.labels[-1]
                 label, edge = f"{method}, {named(records.compare, best.label)}", _edge(panel, best)
                 rows.append(ComparisonRow(label, styles[method], best.runs, records.metric, baseline, edge=edge))
+                if method == first:
+                    baseline = rows[0]
         if len(rows) > 1:
             title, axis = [*outer, f"each at its own best {records.compare}"], _methods(records, rows[0].runs[0])
+            title += [] if baseline else [f"without the baseline {first}, which has no best {records.compare}"]
             labels = group[0].labels[:-1]
-            found.append(ComparisonPanel(", ".join(title), labels, outer, tuple(rows), records.metric, rows[0], axis))
+            found.append(ComparisonPanel(", ".join(title), labels, outer, tuple(rows), records.metric, baseline, axis))
     return found
 
 
@@ -460,6 +465,13 @@ def _methods(records: Records, run: Run) -> str:
     return [axis for axis in run.labels if axis != records.compare][-1]
 
 
+def _baseline_method(records: Records) -> str:
+    """Return the first method, the baseline of comparisons of methods at their best. Its runs are the first."""
+    run = records.runs[0]
+    axis = next((axis for axis in reversed(run.labels) if axis != records.compare), "")
+    return named(axis, run.labels[axis]) if axis else ""
+
+
 def describe_comparisons(records: Records) -> list[str]:
     """Return a sentence for each kind of comparison in the report of these runs. No run needs to have started."""
     rates, panels, found = swept(records), compare(records), list[str]()
@@ -468,7 +480,7 @@ def describe_comparisons(records: Records) -> list[str]:
         methods = list(dict.fromkeys(panel.labels[-1] for _, group in groups for panel in group))
         numbers = dict.fromkeys(row.label for _, group in groups for panel in group for row in panel.rows)
         each = f"{', '.join(methods)}, each at its own best {rates.compare} of {', '.join(numbers)}"
-        found.append(f"the report compares {each}, with the baseline {methods[0]}{_panels([o for o, _ in groups])}")
+        found.append(f"the report compares {each}, with the baseline {_baseline_method(rates)}{_panels([o for o, _ in groups])}")
     rows = list(dict.fromkeys(row.title for panel in panels for row in panel.rows))
     if len(rows) > 1:
         base = named(records.compare, records.baseline)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -92,6 +93,39 @@ def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
     heads = ["Validation loss against lr", "each at its own best lr", "lr = 0.01 Lowest", "lr = 0.1 Lowest"]
     assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
+
+
+@pytest.mark.parametrize("state", ["diverged", "unfinished", "not planned"])
+def test_another_method_never_takes_the_place_of_the_baseline(grid, state):
+    """adam, the baseline, has no best rate in the second condition, in which sgd is the same as adam was."""
+    manifest = json.loads((grid / "study.json").read_text())
+    listed = [{**run, "labels": {"data": "all", **run["labels"]}} for run in manifest["runs"]]
+    for run in manifest["runs"]:
+        method = run["labels"]["method"]
+        others = {"adam": ["adam", "sgd"], "soap": ["soap"]}[method]
+        listed += [
+            {**run, "directory": f"{other}/{run['directory']}", "labels": {"data": "half", **run["labels"], "method": other}}
+            for other in others
+            if other != "adam" or state != "not planned"
+        ]
+        for other in others:
+            place = grid / other / run["directory"]
+            shutil.copytree(grid / run["directory"], place)
+            if other == "adam" and state == "unfinished":
+                (place / "result.json").unlink()
+            elif other == "adam":
+                result = json.loads((place / "result.json").read_text())
+                (place / "result.json").write_text(json.dumps({**result, "val_loss": None}))
+    (grid / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
+    records = read_records(grid)
+    whole, half = at_their_best(records)
+    assert [row.label for row in half.rows] == ["sgd, lr 0.1", "soap, lr 0.01"]
+    assert half.baseline is None and all(row.difference is None for row in half.rows)
+    assert "without the baseline adam" in half.title
+    assert whole.baseline.label == "adam, lr 0.1" and "without" not in whole.title
+    assert "with the baseline adam" in describe_comparisons(records)[0]
+    text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
+    assert "without the baseline adam, which has no best lr" in text and "minus sgd" not in text
 
 
 @pytest.mark.parametrize("name", ["lr", "recipe.lr"])
