@@ -23,7 +23,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.errors import RecipeError, near_names
+from eigengraft.errors import RecipeError, did_you_mean, near_names
 
 from .files import make_directory, write_text
 from .training.divergence import Fault, FaultCause, FaultPlace
@@ -229,31 +229,41 @@ def import_run(
         directory: directory of the run, see `RunLog`.
         task: name of the task.
         columns: column of a run -> name of this column in the file, as `{"loss": "train/loss"}`. Other columns keep
-            their names. `step` and a loss are required.
+            their names. A column of the file is replaced if another one is named for its name. `step` and a loss are
+            required.
         settings: `seed`, `lr`, `recipe` and other settings of `RunLog`.
 
     Returns:
         The directory.
 
     Raises:
-        RecipeError: the file has no steps, or a value that is no number, or the directory contains another run.
+        RecipeError: the file has no steps, or a step that is negative or no whole number, or lacks a column that
+            `columns` names, or has a value that is no number, or the directory contains another run.
     """
-    names = {there: here for here, there in (columns or {}).items()}
+    named, raws = dict(columns or {}), list(_read(Path(file)))
+    known = list(dict.fromkeys(name for raw in raws for name in raw if name is not None))
+    for here, there in named.items():
+        if there not in known:
+            hint = did_you_mean(there, known, 0.5)
+            raise RecipeError(f"{file}: {here}={there} names a column that the file does not have{hint}")
+    kept = {name: name for name in known if name not in named and name not in named.values()} | named
     rows: dict[int, dict[str, float]] = {}
-    for place, raw in enumerate(_read(Path(file)), start=1):
-        found = {names.get(name, name): value for name, value in raw.items() if value not in ("", None)}
+    for place, raw in enumerate(raws, start=1):
+        found = {here: raw[there] for here, there in kept.items() if raw.get(there) not in ("", None)}
         row: dict[str, float] = {}
         for name, value in found.items():
             try:
                 row[name] = _parsed(name, value)
             except ValueError as error:
-                if name in names.values():  # values of a column that `columns` does not name may be texts
+                if name in named or name in _REQUIRED:  # values of other columns may be texts
                     raise RecipeError(f"{file}, row {place}: {error}") from None
         step = row.pop("step", None)
         if step is None or not math.isfinite(step):
             raise RecipeError(
                 f"{file}, row {place}: there is no column 'step'; give the name of the column of steps as step=NAME"
             )
+        if step < 0 or not step.is_integer():
+            raise RecipeError(f"{file}, row {place}: the step must be a whole number from 0, got {step:g}")
         joined = rows.setdefault(int(step), {})
         # A NaN does not replace a number of an earlier row, because it may stand for a missing value.
         joined |= {name: value for name, value in row.items() if name not in joined or math.isfinite(value)}
@@ -267,6 +277,10 @@ def import_run(
         for step, row in shifted.items():
             log.row(step, row.pop("loss", None), **{"seconds": None, **row})
     return Path(directory)
+
+
+_REQUIRED = ("step", "loss", "val_loss")
+"""Columns of an imported file without which a row means nothing: a value that is no number is refused."""
 
 
 def _read(file: Path) -> Iterator[Mapping[str, Any]]:

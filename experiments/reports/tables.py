@@ -521,7 +521,8 @@ def load_metrics(directory: str | Path) -> DataFrame:
         directory: directory of a study, or of studies and single runs, finished or not.
 
     Returns:
-        A frame with the columns `axis.NAME` (the labels), `seed` and `status` of the run, and those of metrics.jsonl.
+        A frame with the columns `axis.NAME` (the labels), `seed` and `status` of the run, and those of metrics.jsonl. A
+        column of metrics.jsonl with the name of one of these is called `logged.NAME`.
 
     Raises:
         ValueError: no run has started.
@@ -539,7 +540,11 @@ def runs_frame(records: Records) -> DataFrame:
 def _metrics_frame(records: Records) -> DataFrame:
     from pandas import DataFrame
 
-    return DataFrame([{**_identity(run, records), **row} for run in records.runs for row in run.rows])
+    rows = []
+    for run in records.runs:
+        own = _identity(run, records)
+        rows += [{**own, **{f"logged.{k}" if k in own else k: v for k, v in row.items()}} for row in run.rows]
+    return DataFrame(rows)
 
 
 def run_row(run: Run, records: Records) -> dict[str, Any]:

@@ -4,16 +4,18 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError
-from eigengraft.experiments import Report, RunLog, diagnose, import_run
+from eigengraft.experiments import Report, RunLog, diagnose, import_run, load_metrics
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS
-from eigengraft.experiments.files import read_object
+from eigengraft.experiments.files import read_object, read_rows
+from eigengraft.experiments.run_log import ROW_COLUMNS
 
 from ..refusals import refused
 
@@ -267,19 +269,54 @@ def test_runs_with_nothing_but_a_training_loss_are_compared_by_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "data"),
+    ("text", "columns", "data"),
     [
-        ("step,loss\n1,a\n", ("loss",)),
-        ("loss\n1\n", ("step",)),
-        ("step,accuracy\n1,2\n", ("loss", "val_loss")),
+        ("step,loss\n1,a\n", {"loss": "loss"}, ("loss",)),
+        ("step,loss,val_loss\n1,2,a\n", {}, ("val_loss",)),
+        ("loss\n1\n", {"loss": "loss"}, ("step",)),
+        ("step,accuracy\n1,2\n", {}, ("loss", "val_loss")),
+        ("step,loss,eval\n1,2,3\n", {"val_loss": "evall"}, ("val_loss=evall", "'eval'")),
+        ("step,loss\n-5,2\n3,1\n", {}, ("row 1", "-5")),
+        ("step,loss\n1,2\n1.5,1\n", {}, ("row 2", "1.5")),
     ],
 )
-def test_logs_without_steps_or_losses_are_refused(tmp_path: Path, text: str, data: tuple[str, ...]) -> None:
+def test_logs_without_steps_or_losses_are_refused(
+    tmp_path: Path, text: str, columns: dict[str, str], data: tuple[str, ...]
+) -> None:
     file = tmp_path / "log.csv"
     file.write_text(text)
     with refused(RecipeError, file, *data):
-        import_run(file, tmp_path / "out", "my text", {"loss": "loss"})
+        import_run(file, tmp_path / "out", "my text", columns)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("header", ["step,loss,train", "step,train,loss"])
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"loss": "train"}, (1.0, None, {})),
+        ({"loss": "train", "val_loss": "train"}, (1.0, 1.0, {})),
+        ({"val_loss": "loss"}, (None, 9.0, {"train": 1.0})),
+        ({"loss": "train", "own": "loss"}, (1.0, None, {"own": 9.0})),
+    ],
+)
+def test_a_named_column_comes_before_a_column_with_its_name(
+    tmp_path: Path, header: str, columns: dict[str, str], expected: tuple[Any, ...]
+) -> None:
+    values = {"step": 1, "loss": 9.0, "train": 1.0}
+    file = tmp_path / "log.csv"
+    file.write_text(f"{header}\n{','.join(str(values[name]) for name in header.split(','))}\n")
+    (row,) = read_rows(import_run(file, tmp_path / "run", "t", columns) / "metrics.jsonl")
+    others = {name: row[name] for name in row if name not in ROW_COLUMNS}
+    assert (row["loss"], row["val_loss"], others) == expected
+
+
+def test_logged_columns_never_replace_the_run_they_belong_to(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "mine" / "seed-4", "t", 1) as log:
+        log.row(1, 1.0, seed=77, status=5, variant=6, **{"axis.run": 8})
+    frame = load_metrics(tmp_path)
+    assert frame[["axis.run", "seed", "status", "variant"]].values.tolist() == [["mine", 4, "complete", 6]]
+    assert frame[["logged.seed", "logged.status", "logged.axis.run"]].values.tolist() == [[77, 5, 8]]
 
 
 def test_steps_outside_of_the_run_and_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
