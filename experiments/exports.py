@@ -12,15 +12,15 @@ from typing import Any
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers import load_recipe
 from eigengraft.optimizers.recipe.loading import parse_yaml, write_yaml
-from eigengraft.optimizers.recipe.overrides import refuse_empty
+from eigengraft.optimizers.recipe.overrides import flatten, refuse_empty
 
 from .files import make_directory, write_text
 from .studies.plan import plan_runs
 from .studies.study import Changes, Study, load_study, split_axes
 from .studies.tuning import TPE, Range, Sampled
+from .training.callbacks import WandB
 from .training.experiment import load_experiment
 
-_TRACKER = {"kind": "wandb", "mode": "online"}
 _RUN = 'file=$0; exec eigengraft train "$file" "$@" --out "runs/sweep-$WANDB_SWEEP_ID/$WANDB_RUN_ID"'
 """Shell command with which an agent of W&B starts a run. Its arguments are overrides; each run has its own directory.
 """
@@ -56,7 +56,7 @@ def export_sweep(
         raise RecipeError("equal: seconds needs timed runs, which a sweep of W&B does not make; use `equal: steps`")
     parameters: dict[str, Any] = {}
     for axis, choices in study.axes.items():
-        path, values = _axis_values(axis, choices, study.base)
+        path, values = _axis_values(axis, choices, study)
         parameters[path] = {"values": values}
     search = study.tune
     if search is not None and not isinstance(search, Sampled):
@@ -77,18 +77,21 @@ def export_sweep(
     experiment = folder / "experiment.yaml"
     sweep["program"] = "eigengraft"
     sweep["command"] = ["/bin/sh", "-c", _RUN, str(experiment.absolute()), "${args_no_hyphens}"]
-    trackers = [one for one in study.base.get("callbacks", []) if one != "wandb"]
     plan_runs(study)  # raises for a combination that is no experiment
-    base = load_experiment({**study.base, "callbacks": [*trackers, _TRACKER]}).declaration(short=True)
+    declared = load_experiment(study.base)
+    online = [one.replace(mode="online") if isinstance(one, WandB) else one for one in declared.callbacks]
+    if not any(isinstance(one, WandB) for one in online):
+        online.append(WandB(mode="online"))
+    base = declared.replace(callbacks=tuple(online)).declaration(short=True)
     make_directory(folder)
     write_text(experiment, write_yaml({**base, "name": study.name}))
     write_text(folder / "sweep.yaml", _for_wandb({key: value for key, value in sweep.items() if value != ""}))
     return folder / "sweep.yaml"
 
 
-def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, Any]) -> tuple[str, list[Any]]:
+def _axis_values(axis: str, choices: Mapping[str, Changes], study: Study) -> tuple[str, list[Any]]:
     """Return the path of the field that an axis sets, and the value of this field for each label. A label that does
-    not set the field has the value of the base.
+    not set the field has the value of the base, or the default of the field.
 
     Raises RecipeError if the axis sets several paths.
     """
@@ -98,10 +101,14 @@ def _axis_values(axis: str, choices: Mapping[str, Changes], base: Mapping[str, A
             f"axes.{axis}: an axis must set exactly one path in a sweep of W&B, got {', '.join(paths) or 'none'}; "
             "put the values of each label into a recipe file, and use an axis `recipe`"
         )
-    path = paths[0]
+    path, base = paths[0], study.base
     missing = [label for label, changes in choices.items() if path not in changes]
     if missing and path not in base:
-        raise RecipeError(f"axes.{axis}.{missing[0]}: {path} is set neither here nor in `base`; give a value")
+        flat = dict(flatten(load_experiment(base).model_dump(mode="json")))
+        found = [flat[one] for one in (path, f"recipe.{path}") if one in flat]
+        if not found:
+            raise RecipeError(f"axes.{axis}.{missing[0]}: {path} is set neither here nor in `base`; give a value")
+        base = {path: found[0]}
     return path, [_argument(changes.get(path, base.get(path))) for changes in choices.values()]
 
 

@@ -422,9 +422,9 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 def at_their_best(records: Records) -> list[ComparisonPanel]:
     """Return panels that compare methods, each at its best label of the compared axis, such as its best learning rate.
 
-    Methods are the labels of the last axis besides the compared axis. The first method is the baseline. A panel in which
-    it has no best label has no baseline. Returns [] unless the labels of the compared axis are numbers and several
-    methods have ended.
+    Methods are the labels of the last axis besides the compared axis. The first method is the baseline. If the first
+    method has no best label in a panel, the panel has no baseline. Returns [] unless the labels of the compared axis
+    are numbers and several methods have ended.
     """
     found, first = [], _baseline_method(records)
     for outer, group in _by_conditions(records):
@@ -480,7 +480,9 @@ def describe_comparisons(records: Records) -> list[str]:
         methods = list(dict.fromkeys(panel.labels[-1] for _, group in groups for panel in group))
         numbers = dict.fromkeys(row.label for _, group in groups for panel in group for row in panel.rows)
         each = f"{', '.join(methods)}, each at its own best {rates.compare} of {', '.join(numbers)}"
-        found.append(f"the report compares {each}, with the baseline {_baseline_method(rates)}{_panels([o for o, _ in groups])}")
+        found.append(
+            f"the report compares {each}, with the baseline {_baseline_method(rates)}{_panels([o for o, _ in groups])}"
+        )
     rows = list(dict.fromkeys(row.title for panel in panels for row in panel.rows))
     if len(rows) > 1:
         base = named(records.compare, records.baseline)

@@ -218,7 +218,8 @@ def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
     """Return a rough guess of the seconds of each run, by directory. The guess is used to start the longest runs first.
 
     The guess assumes 6 FLOP for each weight and target, 50 GFLOP/s of a common core, and 2 ms more for each step. The
-    data of every task is loaded once, so that missing data is found before the first run.
+    data of every task is loaded once, so that missing data is found before the first run. The steps are those up to the
+    step of `StopAfter`, if a run has this callback.
     """
     per_step: dict[str, float] = {}
     seconds = {}
@@ -228,7 +229,8 @@ def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
         if key not in per_step:
             weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
             per_step[key] = 2e-3 + 6 * weights * task.new_data().batch(0, 0).targets.numel() / 5e10
-        seconds[run.directory] = run.experiment.steps * per_step[key]
+        ends = (one.step for one in run.experiment.callbacks if isinstance(one, StopAfter))
+        seconds[run.directory] = min([run.experiment.steps, *ends]) * per_step[key]
     return seconds
 
 
@@ -252,6 +254,17 @@ def plan_tuning(
         if not left:
             tuned[cell.name] = study.tune.found(search.experiment, search.trials, study.measured, cell.name)
     return planned, tuned
+
+
+def largest_search(study: Study, cell: Cell, directory: Path) -> int:
+    """Return the largest number of runs that the search in a cell still needs; 0 if it is complete."""
+    assert study.tune is not None
+    search = _CellSearch(study, study.tune, cell, directory, ())
+    next_runs = search.left()
+    if not next_runs:
+        return 0
+    done = len(next_runs) - len(unfinished(next_runs, directory))
+    return (study.tune.trials - len(search.trials)) * len(study.tune.seeds) - done
 
 
 class _CellSearch:

@@ -13,7 +13,8 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from ..reports.comparison import describe_comparisons, method_axis
 from ..reports.records import Records, Run
 from ..training.experiment import Experiment
-from .plan import PlannedRun, expected_seconds, plan_runs, plan_timing, plan_tuning
+from .plan import PlannedRun, expected_seconds, largest_search, plan_runs, plan_timing, unfinished
+from .plan import cells as cells_of
 from .study import Study
 
 
@@ -24,7 +25,7 @@ class CellPreview:
     labels: label by axis.
     runs: number of runs, one for each seed.
     complete: number of runs that have a result.
-    tuning: largest number of runs that the search in the cell needs; 0 without a search.
+    tuning: largest number of runs that the search in the cell still needs; 0 without a search.
     timing: number of runs that only measure the time of a step and are not done yet.
     seconds: expected time of one run in seconds, accurate to a factor of a few.
     state_bytes: planned bytes of optimizer state.
@@ -45,6 +46,8 @@ class CellPreview:
 class StudyPreview:
     """All cells of a study, and their configurations.
 
+    seconds: expected seconds of all runs that are not done yet, if they run one after the other. Runs of searches and
+        timed runs are included.
     configs: compared axis -> labels of all other axes, as one text -> label of the compared axis -> configuration of
         the cell.
     comparisons: a sentence for each comparison in the report of the study.
@@ -52,6 +55,7 @@ class StudyPreview:
 
     name: str
     cells: tuple[CellPreview, ...]
+    seconds: float
     configs: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
     comparisons: tuple[str, ...]
 
@@ -60,22 +64,15 @@ class StudyPreview:
         """Number of runs that are not done yet. For a search it is the largest number that it may need."""
         return sum(cell.runs - cell.complete + cell.tuning + cell.timing for cell in self.cells)
 
-    @property
-    def seconds(self) -> float:
-        """Expected seconds of all runs that are not done yet, if they run one after the other. Runs whose steps are
-        timed are included.
-        """
-        runs = ((cell.runs - cell.complete + cell.tuning + cell.timing, cell.seconds) for cell in self.cells)
-        return sum(count * seconds for count, seconds in runs)
-
 
 def preview_study(study: Study, directory: Path) -> StudyPreview:
     """Check every cell of a study and return the runs that `directory` lacks. Raises RecipeError; writes nothing."""
     plan_runs(study)  # reports every invalid cell
     timing, study = plan_timing(study, directory)
     planned = plan_runs(study)
-    plan_tuning(study, directory)  # checks the fields that are tuned
-    seconds = expected_seconds(planned)
+    searches = {} if study.tune is None else {c.directory: largest_search(study, c, directory) for c in cells_of(study)}
+    seconds = expected_seconds([*timing, *planned])
+    total = sum(seconds[run.directory] for run in [*timing, *unfinished(planned, directory)])
     sizes: dict[str, tuple[int, int]] = {}
     cells: dict[str, list[PlannedRun]] = {}
     for run in planned:
@@ -84,13 +81,14 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
     records = Records(study.name, study.description, study.measured, *study.compared, of_report)
     axes = dict.fromkeys(axis for axis in (records.compare, method_axis(records)) if axis is not None)
     found, configs = [], {axis: dict[str, dict[str, dict[str, Any]]]() for axis in axes}
-    for runs in cells.values():
+    for name, runs in cells.items():
         first = runs[0]
         key = first.experiment.task.model_dump_json() + first.experiment.run_recipe.model_dump_json()
         if key not in sizes:
             sizes[key] = _sizes(first.experiment)
         complete = sum((directory / run.directory / "result.json").exists() for run in runs)
-        tuning = 0 if study.tune is None else study.tune.trials * len(study.tune.seeds)
+        tuning = searches.get(name, 0)
+        total += tuning * seconds[first.directory]
         timed = sum(first.labels.items() <= run.labels.items() for run in timing)
         found.append(
             CellPreview(first.labels, len(runs), complete, tuning, timed, seconds[first.directory], *sizes[key])
@@ -98,7 +96,7 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
         for axis, panels in configs.items():
             panel = ", ".join(label for other, label in first.labels.items() if other != axis)
             panels.setdefault(panel, {})[first.labels[axis]] = first.experiment.model_dump(mode="json")
-    return StudyPreview(study.name, tuple(found), configs, tuple(describe_comparisons(records)))
+    return StudyPreview(study.name, tuple(found), total, configs, tuple(describe_comparisons(records)))
 
 
 def _sizes(experiment: Experiment) -> tuple[int, int]:

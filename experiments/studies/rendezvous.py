@@ -137,7 +137,7 @@ class FileLeases(Leases):
 
     def present(self) -> Lease | None:
         try:
-            names = os.listdir(self._folder)
+            names = [path.name for path in self._folder.iterdir()]
         except FileNotFoundError:
             return None
         found = (re.fullmatch(r"(\d+)-([0-9a-f]+)", name) for name in names)

@@ -382,20 +382,24 @@ def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str
     """Return the axes that overrides with several values declare, and the list of all other overrides.
 
     `lr=0.001,0.01` and `base.lr=0.001,0.01` declare the axis `lr`. `seeds=0,1` is no axis, as `seeds` is a field of
-    studies. A comma inside brackets or quotation marks separates nothing.
+    studies. A comma inside brackets, quotation marks or a text field of studies separates nothing.
     """
     axes: dict[str, list[Any]] = {}
     own = []
     for override in overrides:
         path, equals, text = override.partition("=")
         values = _values(text) if equals else []
-        if len(values) < 2:
+        if len(values) < 2 or path in _TEXTS:
             own.append(override)
         elif path in Study.model_fields:
             own.append(f"{path}=[{text}]")
         else:
             axes[path.removeprefix("base.")] = values
     return axes, own
+
+
+_TEXTS = {name for name, field in Study.model_fields.items() if field.annotation is str}
+"""Fields of studies that are texts, in which a comma is a part of the text."""
 
 
 def _values(text: str) -> list[Any]:

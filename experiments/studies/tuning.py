@@ -254,10 +254,10 @@ class RatioGrid(Component):
 
         It is `start`, or else the value that the cell's own experiment has. Raises RecipeError if it is not positive.
         """
-        own = None
-        if path in ("lr", "weight_decay"):
+        recipe, own = experiment.recipe, None
+        if path in (defaults := {"lr": recipe.lr, "weight_decay": recipe.weight_decay.rate}):
             own = getattr(experiment, path)
-            own = getattr(experiment.recipe, path) if own is None else own
+            own = defaults[path] if own is None else own
         start = own if self.start is None else self.start
         if not isinstance(start, (int, float)) or start <= 0:
             where = f"tune.space.{path}.start"
@@ -496,7 +496,10 @@ class TPE(Sampled):
         for index in range(len(trials), len(trials) + number):
             # Draws depend only on earlier trials and the number of the trial, so that they are the same after a kill.
             study.sampler = optuna.samplers.TPESampler(
-                seed=self.seed + index, n_startup_trials=self.startup, multivariate=True, constant_liar=True
+                seed=int(np.random.default_rng([self.seed, index]).integers(2**32)),
+                n_startup_trials=self.startup,
+                multivariate=True,
+                constant_liar=True,
             )
             params = study.ask(spaces).params
             drawn.append(

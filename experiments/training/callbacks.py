@@ -69,7 +69,7 @@ class Callback(Component, ABC, family="callback"):
         return False
 
     def finished(self, run: RunView, result: Result) -> None:
-        """Called after the last step, before result.json is written. The model then holds the iterate that is evaluated.
+        """Called after the last step, before result.json is written. The model then holds the evaluated iterate.
 
         If the process is killed before result.json is written, the continued run calls this again.
         """

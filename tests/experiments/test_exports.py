@@ -16,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError, load_recipe
+from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.exports import export_algoperf, export_benchopt, export_sweep
 
@@ -103,6 +104,38 @@ def test_what_a_sweep_cannot_express_is_refused(tmp_path: Path, changes: dict[st
     with refused(RecipeError, *map(str, says)):
         export_sweep({**STUDY, **changes}, tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "expected"),
+    [
+        ([], [{"kind": "wandb", "mode": "online"}]),
+        (["wandb"], [{"kind": "wandb", "mode": "online"}]),
+        (
+            [{"kind": "wandb", "project": "mine"}, "patience"],
+            [{"kind": "wandb", "project": "mine", "mode": "online"}, {"kind": "patience"}],
+        ),
+    ],
+)
+def test_a_sweep_has_one_tracker_with_its_project(tmp_path: Path, callbacks: list[Any], expected: list[Any]) -> None:
+    export_sweep({**STUDY, "base": {**STUDY["base"], "callbacks": callbacks}}, tmp_path)
+    found = load_experiment(tmp_path / "experiment.yaml").callbacks
+    assert found == load_experiment({**STUDY["base"], "callbacks": expected}).callbacks
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "own"),
+    [
+        ("task.width", 64, 8),
+        ("update.rms.beta", 0.5, 0.999),
+        ("recipe.update.rms.beta", 0.5, 0.999),
+        ("accumulate", 2, 4),
+    ],
+)
+def test_a_label_without_a_value_has_that_of_the_base(tmp_path: Path, path: str, value: Any, own: Any) -> None:
+    base = {**STUDY["base"], "accumulate": 4}
+    sweep = read(export_sweep({**STUDY, "base": base, "axes": {"a": {"plain": {}, "other": {path: value}}}}, tmp_path))
+    assert sweep["parameters"][path] == {"values": [own, value]}
 
 
 class Workload:

@@ -104,7 +104,11 @@ def test_another_method_never_takes_the_place_of_the_baseline(grid, state):
         method = run["labels"]["method"]
         others = {"adam": ["adam", "sgd"], "soap": ["soap"]}[method]
         listed += [
-            {**run, "directory": f"{other}/{run['directory']}", "labels": {"data": "half", **run["labels"], "method": other}}
+            {
+                **run,
+                "directory": f"{other}/{run['directory']}",
+                "labels": {"data": "half", **run["labels"], "method": other},
+            }
             for other in others
             if other != "adam" or state != "not planned"
         ]

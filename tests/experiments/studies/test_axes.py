@@ -113,6 +113,11 @@ def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_comma_in_a_text_of_a_study_separates_nothing():
+    study = load_study("demo", ["description=a, b", "tuned_in=grid A, grid B", "seeds=4,5"])
+    assert (study.description, study.tuned_in, study.seeds) == ("a, b", "grid A, grid B", (4, 5))
+
+
 def test_several_values_of_an_override_are_an_axis() -> None:
     axes, own = split_axes(
         [

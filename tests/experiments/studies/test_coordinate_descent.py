@@ -42,6 +42,22 @@ def search(tuning, loss, start=0.01, metric=LOSS):
     return tuning.found(cell, trials, metric, "a cell")
 
 
+@pytest.mark.parametrize(
+    ("fields", "start"), [({}, 0.01), ({"weight_decay": 0.5}, 0.5), ({"recipe": "sgd"}, None), ({"lr": 0.2}, 0.01)]
+)
+def test_a_search_of_the_weight_decay_starts_at_that_of_the_cell(fields, start):
+    """That of the recipe adamw is 0.01, and sgd has none."""
+    tuning, cell = (
+        CoordinateDescent(seeds=(0,), space={"weight_decay": {"ratio": 2}}),
+        load_experiment({**TINY, **fields}),
+    )
+    if start is None:
+        with refused(RecipeError, "tune.space.weight_decay.start", "`start`"):
+            tuning.next(cell, [])
+    else:
+        assert [values["weight_decay"] for values in tuning.next(cell, [])] == [start / 2, start, start * 2]
+
+
 def steps(lr, start=0.01):
     """How many factors of 2 lie between a learning rate and the start."""
     return round(math.log2(lr / start))

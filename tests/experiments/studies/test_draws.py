@@ -77,7 +77,7 @@ def test_tpe_comes_closer_than_random_search_and_draws_the_same_again():
         found = search(kind(seeds=(0,), space=space, trials=30, seed=seed), loss)
         return min(trial.mean for trial in found.tried)
 
-    seeds = range(0, 300, 100)  # a trial's draws have the seed plus its number
+    seeds = range(3)
     assert np.median([best(TPE, s) for s in seeds]) < np.median([best(Random, s) for s in seeds])
     tuning = TPE(seeds=(0,), space=space, together=2, startup=2)
     trials = [Trial(values, loss(values)) for values in tuning.draw([], 4)]
@@ -86,6 +86,14 @@ def test_tpe_comes_closer_than_random_search_and_draws_the_same_again():
     first = tuning.draw(trials, 2)
     assert first == tuning.draw(trials, 2) and first[0] != first[1]
     assert all(1e-4 <= values["lr"] <= 1 and 0 <= values["decay"] <= 1 for values in first)
+
+
+@pytest.mark.parametrize("kind", [Random, TPE])
+def test_searches_with_neighboring_seeds_share_no_draw(kind):
+    pytest.importorskip("optuna", reason="the extra `search` is not installed")
+    space = {"lr": {"low": 1e-4, "high": 1.0, "log": True}}
+    draws = [kind(seeds=(0,), space=space, seed=seed).draw([], 5) for seed in range(4)]
+    assert len({values["lr"] for drawn in draws for values in drawn}) == 20
 
 
 @pytest.mark.parametrize("rate", [2, 3, 4])

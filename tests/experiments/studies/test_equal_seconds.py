@@ -8,10 +8,11 @@ import pytest
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import Run, read_records
 from eigengraft.experiments.reports.report import Report
-from eigengraft.experiments.studies.plan import plan_runs, plan_timing
+from eigengraft.experiments.studies.plan import plan_runs, plan_timing, plan_tuning, unfinished
 from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.running import complete_study, prepare_study
 from eigengraft.experiments.studies.study import load_study
+from eigengraft.experiments.training.train import train
 
 from ...processes import fork_what_is_spawned
 from ...refusals import refused
@@ -75,7 +76,7 @@ def test_a_cell_has_as_many_steps_as_take_the_seconds_of_its_baseline(tmp_path):
 
 def test_a_study_is_timed_tuned_and_run_and_its_report_says_so(tmp_path, monkeypatch):
     fork_what_is_spawned(monkeypatch)
-    tune = {"seeds": [7], "trials": 3, "space": {"lr": [0.01, 0.02]}}
+    tune = {"seeds": [7], "trials": 3, "space": {"lr": [0.01, 0.02]}}  # coordinate descent tries two
     axes = {"method": {"adam": {}, "averaged": {"recipe": "schedule_free_adamw"}}}
     one = study(base={**BASE, "steps": 40, "eval_every": 10}, axes=axes, seeds=[3], tune=tune)
     assert preview_study(one, tmp_path).runs == 3 * 2 + 2 + 2 * 3
@@ -88,6 +89,8 @@ def test_a_study_is_timed_tuned_and_run_and_its_report_says_so(tmp_path, monkeyp
     assert complete_study(one, tmp_path, 2, watch) == {}
     assert phases == [("timing", 6), ("tuning", 4), ("study", 2)]
     assert prepare_study(one, tmp_path).left == ()
+    done = preview_study(one, tmp_path)
+    assert (done.runs, done.seconds) == (0, 0.0)
     ratios = []
     for turn in (1, 2, 3):
         runs = [Run({}, 0, tmp_path / f"timing/method={method}/round-{turn}") for method in axes["method"]]
@@ -125,3 +128,24 @@ def test_a_study_is_timed_tuned_and_run_and_its_report_says_so(tmp_path, monkeyp
 def test_wrong_studies(fields, says):
     with refused(RecipeError, *says):
         study(**fields)
+
+
+def test_timed_runs_are_expected_to_take_the_time_of_their_steps(tmp_path):
+    """They have 100 of 400 or 600 steps."""
+    preview = preview_study(study(), tmp_path)
+    lengths = [400, 400, 600, 600]
+    whole = [cell.seconds for cell in preview.cells]
+    timed = [100 / steps * seconds for steps, seconds in zip(lengths, whole, strict=True)]
+    assert preview.seconds == pytest.approx(sum(2 * s for s in whole) + sum(3 * s for s in timed))
+
+
+def test_a_search_that_has_begun_needs_fewer_runs(tmp_path):
+    tune = {"kind": "random", "seeds": [7, 8], "trials": 3, "space": {"lr": [0.01, 0.02, 0.03]}}
+    base = {**BASE, "steps": 4}
+    one = study(base=base, axes={"method": {"adam": {}}}, equal="steps", tune=tune)
+    assert preview_study(one, tmp_path).cells[0].tuning == 6
+    left = [6]
+    while runs := unfinished(plan_tuning(one, tmp_path)[0], tmp_path):
+        train(runs[0].experiment, tmp_path / runs[0].directory)
+        left.append(preview_study(one, tmp_path).cells[0].tuning)
+    assert left[:3] == [6, 5, 4] and left[-1] == 0 and sorted(left, reverse=True) == left
