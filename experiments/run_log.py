@@ -241,7 +241,7 @@ def import_run(
             `columns` names, or has a value that is no number, or the directory contains another run.
     """
     named, raws = dict(columns or {}), list(_read(Path(file)))
-    known = list(dict.fromkeys(name for raw in raws for name in raw if name is not None))
+    known = list(dict.fromkeys(str(name) for raw in raws for name in raw))
     for here, there in named.items():
         if there not in known:
             hint = did_you_mean(there, known, 0.5)

@@ -126,14 +126,14 @@ class DatabaseLeases(Leases):
 
     @contextmanager
     def created(self, number: int) -> Iterator[Lease | None]:
-        own: Lease | None = Lease(number, uuid.uuid4().hex)
+        own, first = Lease(number, uuid.uuid4().hex), True
         try:
             with _transaction(self.url) as connection:
                 row = {"run_key": self.key, **own._asdict(), "seen": _CLOCKS[connection.dialect.name]}
                 connection.execute(sql.insert(_LEASES).values(row))
         except FileExistsError:
-            own = None
-        yield own
+            first = False
+        yield own if first else None
 
     def remove(self, lease: Lease) -> None:
         with _transaction(self.url) as connection:

@@ -158,7 +158,7 @@ class FileLeases(Leases):
 
     @contextmanager
     def created(self, number: int) -> Iterator[Lease | None]:
-        own: Lease | None = Lease(number, uuid.uuid4().hex)
+        own, first = Lease(number, uuid.uuid4().hex), True
         draft = self._draft()
         make_directory(draft)
         with _locked_file(draft / self._file(own).name):
@@ -170,8 +170,8 @@ class FileLeases(Leases):
                 shutil.rmtree(draft)
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                own = None
-            yield own
+                first = False
+            yield own if first else None
 
     def remove(self, lease: Lease) -> None:
         self._file(lease).unlink(missing_ok=True)
