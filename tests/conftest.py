@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(WordingsPlugin(config), "wordings")
     if config.getoption("numprocesses", None):
         return  # this process hands out tests to others: it need not import torch
+    gc.disable()  # what is imported and collected stays: to look through it again and again takes a fifth of the time
     import torch
     from hypothesis import settings
 
@@ -69,6 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # ten thousand tests stay to the end: collections need not look through them
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

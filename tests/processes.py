@@ -181,8 +181,10 @@ def _server() -> _Server:
 
 def main() -> None:
     """Forks a process for every request. Nobody waits for the one that waits for it."""
+    gc.disable()  # modules stay
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.enable()
     found = sys.modules["eigengraft"].__file__
     assert found is not None and Path(found).is_relative_to(ROOT), f"eigengraft of {ROOT} is required, got {found}"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
