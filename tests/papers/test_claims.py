@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy import stats
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError
@@ -49,6 +48,8 @@ VALUES = [0.3, -0.1, 0.45, 0.2]
 )
 def test_p_is_that_of_the_t_test_against_the_nearest_end(low: float, high: float) -> None:
     """Two-sided, as scipy computes it; inside both ends it is twice the larger one-sided p, that of equivalence."""
+    from scipy import stats  # takes a second, also in runs without this test
+
     mean, half, p, verdict = interval_test(VALUES, low, high)
     ends = [end for end in (low, high) if math.isfinite(end)]
     if low < mean < high:
