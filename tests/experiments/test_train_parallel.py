@@ -147,13 +147,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+LATER = {"base": "soap_fitted", "set": {"update.eigenbasis.refresh.start": 6}}
+"""By then most statistics have as many directions as axes, so that rounding decides little of the first basis."""
+
+
 def declared(home: Path, **changes: Any) -> dict[str, Any]:
     """Rows of a batch do not divide by the number of ranks, and the gradient is clipped."""
     return {
         "name": "exact",
         "imports": [str(home / "exact.py")],
         "task": {"kind": "exact", "text": str(home / "text.txt"), "batch_size": 7},
-        "recipe": "soap_fitted",
+        "recipe": LATER,
         "lr": 0.01,
         "schedule": {"kind": "cosine", "warmup_steps": 3},
         "steps": 14,
@@ -165,8 +169,6 @@ def declared(home: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-LATER = {"base": "soap_fitted", "set": {"update.eigenbasis.refresh.start": 6}}
-"""By then most statistics have as many directions as axes, so that rounding decides little of the first basis."""
 SINGLE = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 8, "eval_sequences": 16}
 
 
@@ -180,7 +182,7 @@ def variants(home: Path) -> dict[str, dict[str, Any]]:
         "shampoo": declared(home, recipe="shampoo", diagnostics="every 5", **last),
         "averaged": declared(home, recipe=ema, **last),
         "free": declared(home, recipe="schedule_free_adamw", grad_clip=None, **last),
-        "single": declared(home, recipe=LATER, task=single, **last),
+        "single": declared(home, task=single, **last),
     }
 
 
@@ -234,13 +236,13 @@ def placed(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str
 EXACT = 1e-9
 """Relative, float64: rows are summed in another order (1e-16), and 14 steps of an optimizer that divides by roots make
 that larger. One row with a wrong weight would change the loss by more than 1e-3."""
-TURNED = 1e-3
-"""Relative, of SOAP in float64 and float32: the first statistics have fewer directions than axes. Within the rest any
-basis is as right as another, rounding decides which it is, and Adam in it takes another path from there on."""
+ROUNDED = 1e-3
+"""Relative, float32: three times the largest difference seen. It is that of the update ratio after the first basis of
+SOAP, in whose null space rounding decides; losses differ by at most 5e-6."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["shampoo", "averaged", "free"])
+@pytest.mark.parametrize("name", ["soap", "shampoo", "averaged", "free"])
 def test_two_ranks_have_the_losses_of_one(
     home: Path, launched: Launched, alone: dict[str, Path], name: str, kind: str
 ) -> None:
@@ -265,15 +267,14 @@ def test_four_ranks_have_the_losses_of_one(home: Path, launched: Launched, alone
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "rounding"), [("soap", 1e-15), ("single", 5e-7)])
-def test_soap_has_them_up_to_the_choice_of_its_first_basis(
-    home: Path, launched: Launched, alone: dict[str, Path], name: str, rounding: float, kind: str
+def test_two_ranks_have_the_losses_of_one_in_float32(
+    home: Path, launched: Launched, alone: dict[str, Path], kind: str
 ) -> None:
-    directory = home / "two" / f"{name}-{kind}"
-    # until the first basis, at step 2, it is Adam; some roundings
-    for found, expected in zip(rows(directory)[:2], rows(alone[name])[:2], strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=rounding)
-    assert apart(directory, alone[name]) < TURNED
+    directory = home / "two" / f"single-{kind}"
+    # before the first basis, in step 6, SOAP is Adam: some roundings
+    for found, expected in zip(rows(directory)[:2], rows(alone["single"])[:2], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=5e-7)
+    assert apart(directory, alone["single"]) < ROUNDED
 
 
 def test_the_first_rank_alone_writes_and_tells(home: Path, launched: Launched) -> None:
