@@ -99,7 +99,8 @@ class OffloadedState:
 class MappedState:
     """State of stacks on a CPU in mapped files. The stages of a step read and write the memory of the files directly.
 
-    `CopiedState` overrides the methods for stacks on another device. Arguments of the methods:
+    `CopiedState` has the same methods for stacks on a device, and shares no code with this class. Arguments of the
+    methods:
 
     group: stacks whose state must be available at the same time.
     buffer: 0 or 1, index of the buffer on the device to which the state of the group is copied. This class ignores it.

@@ -1,6 +1,7 @@
 """The write of an update U into parameters W:  W <- W - lr alpha W - lr U,  with learning rate lr and decay alpha.
 
-This file contains the rules of weight decay, the rates of one step, and the only code that computes the formula.
+This file contains the rules of weight decay, the rates of one step, and the code that computes the formula. Only Adam's
+fused kernels (`step/fused.py`) compute it themselves.
 """
 
 from __future__ import annotations
