@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from eigengraft.errors import warn_user
 from eigengraft.numerics import is_dtensor, local
@@ -87,7 +88,7 @@ class BackwardGather:
         # number of gradients, from the first one of the round that is sent next, that are known to be complete
         self._complete = 0
         self._late = 0
-        self._watched: set[int] = set()
+        self._watched: dict[int, RemovableHandle] = {}
         self._watch()
 
     def _watch(self) -> None:
@@ -95,8 +96,22 @@ class BackwardGather:
         for position, parameter in enumerate(self.parameters):
             if parameter.requires_grad and position not in self._watched:
                 hook = _hook(ref(self), position)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._watched.add(position)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._watched[position] = handle
+
+    def close(self) -> None:
+        """Remove the hooks, finish the communication that backward has begun, and give the process group back.
+
+        All ranks call this method when they make other parameter sets. This object is not used afterwards.
+        """
+        for handle in self._watched.values():
+            handle.remove()
+        begun = self.comm_plan.rank_group.all_gather_object(self._next, "end of early gradients")
+        while self._next < max(begun):
+            self._begin()
+        for work in self._works:
+            work.wait()
+        self._rank_group.give_back()
 
     def note(self, position: int) -> None:
         """Record that backward has written a gradient, and send the rounds whose gradients are now complete."""

@@ -115,12 +115,22 @@ class RankGroup:
         return self if size == self.size else RankGroup(_process_group(ranks), self.timeout, self)
 
     def duplicate(self) -> RankGroup:
-        """Return a new process group of the same ranks; all ranks call it.
+        """Return another process group of the same ranks; all ranks call it.
 
-        Messages of the new group never wait for messages of this group.
+        Messages of that group never wait for messages of this group. It is new, or was given back by `give_back`.
         """
+        if spare := _SPARE.get(self._kind):
+            return RankGroup(spare.pop(), self.timeout)
         span = None if self.timeout is None else timedelta(seconds=self.timeout)
         return RankGroup(dist.new_group(list(self.members), timeout=span, use_local_synchronization=True), self.timeout)
+
+    def give_back(self) -> None:
+        """Allow that a later `duplicate` returns this group. All ranks call it, after the last message of the group."""
+        _SPARE.setdefault(self._kind, []).append(self.group)
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        return dist.group.WORLD, self.members, self.timeout
 
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
         """Sum `values` over all ranks, in place, and return them.
@@ -278,3 +288,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}
 """Cache of process groups, by (default process group, ranks of the group). A group is made once, by all of its ranks.
 """
+
+_SPARE: dict[tuple[Any, ...], list[Any]] = {}
+"""Process groups that were given back, by (default process group, ranks of the group, time-out).
+
+They are not destroyed, because all ranks would have to destroy them at the same time."""

@@ -56,6 +56,8 @@ def _rebuild(optimizer: ComposedOptimizer) -> None:
     fresh.complete(0, groups, state)
     fresh.signals.provided = param_sets.signals.provided
     inherit_counts(fresh, param_sets)
+    for old in param_sets:
+        old.exchange.close()
     optimizer.state, optimizer.param_sets = state, fresh
 
 

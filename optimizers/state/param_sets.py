@@ -242,6 +242,9 @@ class ParamSets:
                 fill(state[parameter], (values or {}).get(parameter, {}))
             param_set.note_counts()
         inherit_counts(param_sets, self.built[batch])
+        for old in self.built[batch]:
+            if all(old is not new for new in param_sets):
+                old.exchange.close()
         self.built[batch] = param_sets
         self.asks_signals = self.signals.asked_by(self)
         self.consolidated = None

@@ -198,6 +198,9 @@ class LocalExchange:
         """Write updates of whole parameters."""
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
+    def close(self) -> None:
+        """End all communication. All ranks call this method when they replace the parameter set."""
+
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         """Raise ArithmeticError because roots of these parameters failed too often."""
         names = sorted({self.names[position] for position in positions})

@@ -189,6 +189,12 @@ class RankExchange(LocalExchange):
         else:
             self.write(EntryUpdates.of_rows(rows))
 
+    def close(self) -> None:
+        for work in self._gathering.values():
+            work.wait()
+        if self._backward_gather is not None:
+            self._backward_gather.close()
+
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         """Record that roots of these parameters failed too often. All ranks raise the error in the next step."""
         self.rank_checks.failed.update(positions)
