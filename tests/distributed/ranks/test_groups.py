@@ -1,4 +1,4 @@
-"""Parameter sets that are made anew use process groups, and hooks of parameters, of those before. Real processes, gloo."""
+"""Parameter sets that are made anew use process groups of those before, and leave no hooks. Real processes, gloo."""
 
 import pytest
 import torch
