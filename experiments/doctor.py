@@ -173,7 +173,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "error": Explanation(
         "the code of the task, the model, a callback or a stage raised the error, or the recipe does not fit the model",
-        "read the message; `eigengraft --debug train` prints where it was raised",
+        "do what the message says; `eigengraft.testing.check_task` finds faults of a task before a run, and "
+        "`eigengraft --debug train` prints where the error was raised",
     ),
     "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",

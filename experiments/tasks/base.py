@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eigengraft.component import Component
-from eigengraft.errors import counted
+from eigengraft.errors import counted, near_path
 
 IN_LIBRARY = "python:"
 """Prefix of a path relative to the folder of the standard library. Such a path is valid on every machine."""
@@ -68,9 +68,8 @@ class Batch(_Pair):
             got: object = value  # code of the user may pass anything
             if not isinstance(got, Tensor):
                 remedy = "torch.from_numpy(...)" if isinstance(got, np.ndarray) else "torch.as_tensor(...)"
-                raise TypeError(
-                    f"Batch.{name}: a torch.Tensor is required, got {type(got).__name__}; convert it with {remedy}"
-                )
+                remedy = f"convert it with {remedy}" if got is not None else "give a tensor with a row for each example"
+                raise TypeError(f"Batch.{name}: a torch.Tensor is required, got {type(got).__name__}; {remedy}")
         rows, others = inputs.shape[:1], targets.shape[:1]
         if rows != others or not rows:
             raise ValueError(
@@ -82,6 +81,19 @@ class Batch(_Pair):
     def to(self, device: torch.device) -> Batch:
         """Return a copy of this batch on `device`."""
         return Batch(self.inputs.to(device), self.targets.to(device))
+
+
+def require_batch(task: Task, name: str, batch: object) -> Batch:
+    """Return `batch`, which code of the user has made. Raise TaskError if it is no `Batch`.
+
+    name: kind of the batch for readers, such as "training".
+    """
+    if not isinstance(batch, Batch):
+        got = "nothing" if batch is None else type(batch).__name__
+        raise TaskError(
+            f"task.{getattr(task, 'kind', '?')}: a {name} batch: expected Batch(inputs, targets), got {got}"
+        )
+    return batch
 
 
 def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "training data") -> str:
@@ -204,8 +216,18 @@ def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]
         reason = str(error).strip()
         raise TaskError(
             f"task.{getattr(task, 'kind', '?')}: {method}() raised {type(error).__name__}"
-            f"{f': {reason}' if reason else ''}{where}"
+            f"{f': {reason}' if reason else ''}{where}{_missing_path(task, error)}"
         ) from error
+
+
+def _missing_path(task: Task, error: Exception) -> str:
+    """Return a clause with the field of the task that names a missing file; "" if the error is about no such file."""
+    for name, value in task if isinstance(error, FileNotFoundError) else ():
+        named = rf"(?<![^\s'\"]){re.escape(str(value))}(?![\w/-])"
+        if isinstance(value, (str, Path)) and str(value) and re.search(named, str(error)):
+            hint = near_path(Path(value), [Path(value).suffix]) or "; give an existing file"
+            return f"; the missing file is the value of task.{name}{hint}"
+    return ""
 
 
 @contextmanager
@@ -222,24 +244,31 @@ def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]
             raise
         shapes = (f"{name} {list(x.shape)} of {x.dtype}" for name, x in zip(batch._fields, batch, strict=True))
         reason = next(iter(str(error).splitlines()), "")
+        layer, remedy = _failed_layer(error, model)
         raise TaskError(
-            f"task.{getattr(task, 'kind', '?')}: {_failed_layer(error, model)} raised an error for a batch with "
-            f"{' and '.join(shapes)}: {reason}"
+            f"task.{getattr(task, 'kind', '?')}: {layer} raised an error for a batch with {' and '.join(shapes)}: "
+            f"{reason}{remedy}"
         ) from error
 
 
-def _failed_layer(error: Exception, model: nn.Module) -> str:
-    """Return the name of the innermost layer of the model that was called when the error was raised."""
-    names, layer = {id(module): name for name, module in model.named_modules()}, None
+def _failed_layer(error: Exception, model: nn.Module) -> tuple[str, str]:
+    """Return the name of the innermost layer of the model that was called when the error was raised, and a clause that
+    says what to do if the layer is an `nn.Linear` whose inputs have another number of columns, else "".
+    """
+    names, layer, inputs = {id(module): name for name, module in model.named_modules()}, None, None
     frame = error.__traceback__
     while frame is not None:
-        owner = frame.tb_frame.f_locals.get("self")
-        layer = owner if id(owner) in names else layer
+        own = frame.tb_frame.f_locals
+        if id(own.get("self")) in names:
+            layer, inputs = own["self"], own.get("input")
         frame = frame.tb_next
     if not isinstance(layer, nn.Module):
-        return "the loss"
-    name = names[id(layer)]
-    return f"{f'layer {name}' if name else 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"
+        return "the loss", ""
+    name, remedy = names[id(layer)], ""
+    if isinstance(layer, nn.Linear) and isinstance(inputs, Tensor) and inputs.shape[-1] != layer.in_features:
+        columns = counted(inputs.shape[-1], "column")
+        remedy = f"; its input has {columns} and the layer {layer.in_features} features, so make them equal"
+    return f"{f'layer {name}' if name else 'the model'}, {type(layer).__name__}({layer.extra_repr()}),", remedy
 
 
 @dataclass(frozen=True)
@@ -454,7 +483,7 @@ class Task(Component, family="task"):
             raise ValueError(
                 f"task.{getattr(self, 'kind', '?')}: cross-entropy needs targets with one class (torch.int64) for each "
                 f"row of outputs, got targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; "
-                "for another loss define `loss(self, outputs, targets)` in the task"
+                "convert classes with `targets.long()`, or define `loss(self, outputs, targets)` in the task"
             )
         try:
             return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
@@ -487,8 +516,8 @@ class Task(Component, family="task"):
         was_training = model.training
         model.eval()
         total, hits, count, others = 0.0, 0, 0, dict[str, float]()
-        for batch in dataset.evaluation():
-            inputs, targets = batch = batch.to(device)
+        for found in dataset.evaluation():
+            inputs, targets = batch = require_batch(self, "validation", found).to(device)
             with located_errors(self, model, batch):
                 outputs = model(inputs)
                 total += self.loss(outputs, targets).item() * targets.numel()
@@ -532,7 +561,7 @@ Autocast = Literal["bfloat16"]
 @dataclass(frozen=True)
 class GradientPass:
     """The computation of the gradient of a batch. Apart from rounding, the result does not depend on the number of
-    parts.
+    parts, unless a layer of the model, such as BatchNorm, computes statistics of the rows that it receives.
 
     task: task that provides the loss.
     parts: number of parts of the batch. Each part has its own forward and backward pass, and the gradients of all parts

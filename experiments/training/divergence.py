@@ -104,7 +104,8 @@ class Divergence:
         it. All ranks must call this, and all receive the same fault.
         """
         if text := data_fault(self.batch, self.rows):
-            text = f"the batch of step {self.step} has {text}; the data are at fault, another learning rate cannot help"
+            text = f"the batch of step {self.step}, `batch(seed, {self.step - 1})`, has {text}; the data are at fault"
+            text += ", another learning rate cannot help"
             return Fault("batch", "data", self.step, "", text)
         if slot := self._first(self._state()):
             text = f"the state {slot} is not finite, while the batch is; a step wrote it before the weights"

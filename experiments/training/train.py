@@ -26,6 +26,7 @@ from eigengraft.signals import follows_run
 
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
+from ..tasks.base import require_batch
 from .callbacks import Callbacks, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
@@ -223,7 +224,8 @@ class Trainer:
         if measured := self._measured(self.step + 1):
             self.layers.before()
         start = self._now()
-        whole = self.dataset.batch(self.experiment.seed, self.step)
+        found = self.dataset.batch(self.experiment.seed, self.step)
+        whole = require_batch(self.experiment.task, "training", found)
         self.tokens += whole.targets.numel()
         rows, weight = self.ranks.shard_batch(whole)
         self.batch = batch = rows.to(self.device)

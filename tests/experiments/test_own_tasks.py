@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from eigengraft import RecipeError
 from eigengraft.errors import with_notes
 from eigengraft.experiments import Experiment, Report, RunLog, complete_study, load_experiment, load_study
+from eigengraft.experiments.doctor import diagnose
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.tasks import Batch, Dataset, Digits, Examples, Fingerprint, Task, TaskError
-from eigengraft.experiments.tasks.base import GradientPass
+from eigengraft.experiments.tasks.base import GradientPass, generator
 from eigengraft.experiments.training.callbacks import Limits, Patience, RunView
 from eigengraft.experiments.training.imports import import_component, imported_sources
 from eigengraft.experiments.training.outcome import Tick
@@ -198,6 +199,90 @@ def test_a_batch_that_is_a_tuple_breaks_one_law(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Examples, "batch", lambda self, seed, step: (self.train.inputs, self.train.targets))
     with refused(LawError, "a training batch", "Batch(inputs, targets)", "tuple"):
         check_task(Digits(width=4))
+
+
+@pytest.mark.parametrize(
+    ("method", "found", "name", "got"),
+    [
+        ("batch", lambda self, *_: (self.train.inputs, self.train.targets), "training", "tuple"),
+        ("batch", lambda self, *_: None, "training", "nothing"),
+        ("evaluation", lambda self: iter([(self.train.inputs, self.train.targets)]), "validation", "tuple"),
+    ],
+)
+def test_a_run_refuses_values_that_are_no_batches(
+    method: str, found: Any, name: str, got: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Examples, method, found)
+    with refused(TaskError, "task.digits", f"a {name} batch", "Batch(inputs, targets)", got) as caught:
+        train(Experiment(task=Digits(width=4), recipe="adamw", steps=1), tmp_path)
+    (finding,) = diagnose(tmp_path).findings
+    assert (finding.kind, finding.text) == ("error", f"TaskError: {caught.value}")
+
+
+class Net(Task):
+    """A task whose data or model have one fault."""
+
+    kind: Literal["net"] = "net"
+    fault: Literal["none", "nan", "unused", "columns"] = "none"
+
+    def load(self) -> Dataset:
+        x = torch.from_numpy(generator(0).normal(size=(40, 6))).float()
+        data = Examples(*2 * (Batch(x, (x[:, 0] > 0).long()),), 8, Fingerprint.of("net", x.numpy().tobytes()))
+        batch = data.batch
+
+        def changed(seed: int, step: int) -> Batch:
+            inputs, targets = batch(seed, step)
+            if self.fault == "nan" and step == 7:
+                inputs[1, 2] = math.nan
+            return Batch(inputs[:, : 5 if self.fault == "columns" else 6], targets)
+
+        data.batch = changed  # type: ignore[method-assign]
+        return data
+
+    def build(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        if self.fault == "unused":
+            model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+        return model
+
+
+def test_a_number_that_is_not_finite_breaks_no_law_of_equal_batches() -> None:
+    with refused(LawError, "batch(0, 7)", "step 8 of a run", "row 1 of 8", "the data are finite") as caught:
+        check_task(Net(fault="nan"))
+    assert str(caught.value).count("[broken law") == 1
+
+
+def test_a_parameter_that_the_loss_does_not_use_breaks_a_law() -> None:
+    with refused(LawError, "the loss does not depend on scale"):
+        check_task(Net(fault="unused"))
+
+
+def test_inputs_of_another_width_are_an_error_with_both_widths(tmp_path: Path) -> None:
+    with refused(TaskError, "layer 0", "5 columns", "6 features"):
+        train(Experiment(task=Net(fault="columns"), recipe="adamw", steps=1), tmp_path)
+
+
+def test_batch_norm_breaks_no_law() -> None:
+    assert "metrics are means over all validation targets" in str(check_task(Net()))
+
+
+class Rows(Task):
+    kind: Literal["rows"] = "rows"
+    path: str
+
+    def load(self) -> Dataset:
+        raise AssertionError(np.loadtxt(self.path))
+
+    def build(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+
+def test_a_missing_file_is_named_with_its_field_and_a_similar_file(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("1")
+    with refused(TaskError, "task.path", "did you mean", "table.csv"):
+        Rows(path=str(tmp_path / "tabel.csv")).new_data()
+    with refused(TaskError, "task.path", "give an existing file"):
+        Rows(path=str(tmp_path / "nothing.rows")).new_data()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eigengraft.errors import counted
+from eigengraft.errors import counted, name_some
 
 from .laws import Case, Law, LawError, in_parentheses, require, the_declaration_survives
 
@@ -26,12 +26,12 @@ _IGNORED = -100
 
 def the_data_are_batches(case: Case[Task]) -> None:
     """The method `load` returns a dataset with a fingerprint, whose training and validation data are batches."""
-    from eigengraft.experiments.tasks import Batch
+    from eigengraft.experiments.tasks.base import require_batch
 
     with _faults_of_task(case):
         data = case.component.new_data()
         for name, batch in (("training", data.batch(0, 0)), ("validation", next(iter(data.evaluation()), None))):
-            require(isinstance(batch, Batch), f"a {name} batch", "Batch(inputs, targets)", _type_of(batch))
+            require_batch(case.component, name, batch)
 
 
 def the_model_accepts_the_batches(case: Case[Task]) -> None:
@@ -43,7 +43,8 @@ def the_model_accepts_the_batches(case: Case[Task]) -> None:
         for name, batch in (("training", data.batch(0, 0)), ("validation", next(iter(data.evaluation())))):
             with located_errors(case.component, model, batch), torch.no_grad():
                 outputs: object = model(batch.inputs)
-            require(isinstance(outputs, Tensor), f"outputs for a {name} batch", "a tensor", _type_of(outputs))
+            got = "nothing" if outputs is None else type(outputs).__name__
+            require(isinstance(outputs, Tensor), f"outputs for a {name} batch", "a tensor", got)
 
 
 @contextmanager
@@ -57,21 +58,17 @@ def _faults_of_task(case: Case[Task]) -> Iterator[None]:
         raise LawError(str(error).removeprefix(f"{case.who}: ")) from error
 
 
-def _type_of(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
-
-
 def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     """Batches are equal when the data are read again; other seeds and steps give other batches."""
     first, second = case.component.load(), case.component.load()
     for step in (7, 0, 500):
         same = _equal(first.batch(3, step), second.batch(3, step))
-        require(same, f"the batch of seed 3 and step {step}, from data that are read again", "the same", "another")
+        require(same, f"batch(3, {step}), from data that are read again", "the same batch", "another")
     same = _equal(first.batch(3, 7), first.batch(3, 7))
-    require(same, "the batch of seed 3 and step 7, requested twice", "the same", "another")
+    require(same, "batch(3, 7), requested twice", "the same batch", "another")
     one = first.batch(3, 7).inputs
-    require(not torch.equal(one, first.batch(4, 7).inputs), "the batch of another seed", "another", "the same")
-    require(not torch.equal(one, first.batch(3, 8).inputs), "the batch of another step", "another", "the same")
+    require(not _same(one, first.batch(4, 7).inputs), "the batch of another seed", "another", "the same")
+    require(not _same(one, first.batch(3, 8).inputs), "the batch of another step", "another", "the same")
 
 
 def the_data_are_finite(case: Case[Task]) -> None:
@@ -83,7 +80,7 @@ def the_data_are_finite(case: Case[Task]) -> None:
     require(not whole, "the training data", "finite numbers", whole)
     for step in range(_BATCHES):
         fault = data_fault(data.batch(0, step), data.batch_rows(0, step))
-        require(not fault, f"the batch of seed 0 and step {step}", "finite numbers", fault)
+        require(not fault, f"batch(0, {step}), of seed 0 and step {step + 1} of a run", "finite numbers", fault)
     fault = validation_fault(data)
     require(not fault, "the data for validation", "finite numbers", fault)
 
@@ -186,18 +183,19 @@ def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
     fine = loss.ndim == 0 and bool(loss.isfinite())
     require(fine, "the loss", "a finite number of shape []", f"{loss.tolist()} of shape {list(loss.shape)}")
     loss.backward()  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            fine = parameter.grad is not None and bool(parameter.grad.isfinite().all())
-            got = "none" if parameter.grad is None else "nan or inf"
-            require(fine, f"the gradient of {name}", "finite numbers", got)
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if unused := [name for name, gradient in trained.items() if gradient is None]:
+        raise LawError(f"the loss does not depend on {name_some(unused, 4)}; use these parameters, or remove them")
+    for name, gradient in trained.items():
+        fine = gradient is not None and bool(gradient.isfinite().all())
+        require(fine, f"the gradient of {name}", "finite numbers", "nan or inf")
 
 
 def metrics_are_means_over_all_validation_targets(case: Case[Task]) -> None:
     """The metrics of `evaluate` are means of the task's loss in which every target has the same weight, for any sizes
     of batches. The tolerance is 1e-5, for float32.
     """
-    data, model = case.component.load(), case.component.new_model(0)
+    data, model = case.component.load(), case.component.new_model(0).eval()
     total, hits, count = 0.0, 0, 0
     names = set()
     for inputs, targets in data.evaluation():
@@ -227,15 +225,22 @@ def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
 
 
 def _equal(one: Batch, two: Batch) -> bool:
-    return torch.equal(one.inputs, two.inputs) and torch.equal(one.targets, two.targets)
+    return _same(one.inputs, two.inputs) and _same(one.targets, two.targets)
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Return True if two tensors have the same numbers. NaN is the same as NaN."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 TASK_LAWS: tuple[Law[Case[Task]], ...] = (
     Law(the_data_are_batches, decisive=True),
     Law(the_model_accepts_the_batches, decisive=True),
     Law(the_declaration_survives),
-    Law(batches_are_a_pure_function_of_seed_and_step),
     Law(the_data_are_finite),
+    Law(batches_are_a_pure_function_of_seed_and_step),
     Law(the_data_have_a_fingerprint),
     Law(initial_weights_depend_on_the_seed_alone),
     Law(labels_are_classes_with_a_score, skip=_without_labels),
