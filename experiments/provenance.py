@@ -35,11 +35,15 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return a line "entry: recorded -> present" for each entry in which two environments differ."""
+    """Return a line "entry: recorded -> present" for each entry in which two environments differ. The entry of data
+    includes their present source, such as a path.
+    """
     # Imported here, because overrides.py imports torch, which reports do not need.
     from eigengraft.optimizers.recipe.overrides import differences
 
-    return differences(provenance_of(known), provenance_of(found))
+    source = found.get("data", {}).get("source")
+    lines = differences(provenance_of(known), provenance_of(found))
+    return [re.sub("^data:", lambda _: f"data of {source}:", line) if source else line for line in lines]
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 
 from eigengraft.component import validated
-from eigengraft.errors import RecipeError, name_some
+from eigengraft.errors import RecipeError, first_lines, name_some
 
 from ..files import make_directory, short_name
 from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
+from ..tasks.base import require_batch
 from ..training.callbacks import Limits, StopAfter
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
@@ -112,8 +114,15 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
             PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.directory}/seed-{s}") for s in study.seeds
         ]
     if faults:
-        raise RecipeError("\n".join(f"{name_some(names, 4)}: {fault}" for fault, names in faults.items()))
+        raise RecipeError("\n".join(_located(study, fault, names) for fault, names in faults.items()))
     return planned
+
+
+def _located(study: Study, fault: str, names: Sequence[str]) -> str:
+    """Return a fault with the names of its cells, or with `axes.` if all cells have it and an axis is named as its path.
+    """
+    is_axis = fault.partition(":")[0] in study.axes and len(names) == sum(1 for _ in cells(study))
+    return f"axes.{fault}" if is_axis else f"{name_some(names, 4)}: {fault}"
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
@@ -139,9 +148,10 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
     for task in dict.fromkeys(run.experiment.task for run in planned):
         reported = task.evaluate(task.new_model(0), task.new_data(), torch.device("cpu")).columns
         if study.metric not in reported:
+            accuracy = ["val_accuracy"] if task.reports_accuracy else []
             raise RecipeError(
-                f"metric: the task {getattr(task, 'kind', '?')} reports no {study.metric}; its further metrics are "
-                f"{', '.join(reported) or 'none'}"
+                f"metric: the task {getattr(task, 'kind', '?')} reports no {study.metric}, but "
+                f"{', '.join(['val_loss', *accuracy, *reported])}; its method `metrics` may return others"
             )
 
 
@@ -169,7 +179,7 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
     experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}
     faults: dict[str, int] = {}
-    affected: dict[str, None] = {}
+    affected: dict[Path, None] = {}
     folders = [(kind / cell, experiment) for cell, experiment in experiments.items() for kind in PHASES]
     for folder, experiment in folders:
         for path in (directory / folder).rglob("env.json"):
@@ -184,14 +194,14 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
                 data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
             for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
                 faults[fault] = faults.get(fault, 0) + 1
-                affected[f"'{folder.as_posix()}'"] = None
+                affected[directory / folder] = None
     if faults:
         lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]
         raise RecipeError(
             f"{directory}: runs of this study had other code or data (recorded -> present):\n"
-            + "\n".join(lines[:8])
-            + f"\nDirectories of affected cells: {name_some(list(affected), 4)}. Removing them from {directory} "
-            "repeats exactly these runs; to keep these runs, choose another directory for the study."
+            + "\n".join(first_lines(lines))
+            + "\nChoose another directory for the study, with --out, or remove these runs, so that they are repeated:\n"
+            + f"rm -r {' '.join(shlex.quote(str(folder)) for folder in affected)}"
         )
 
 
@@ -228,7 +238,8 @@ def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
         key = task.model_dump_json()
         if key not in per_step:
             weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
-            per_step[key] = 2e-3 + 6 * weights * task.new_data().batch(0, 0).targets.numel() / 5e10
+            batch = require_batch(task, "training", task.new_data().batch(0, 0))
+            per_step[key] = 2e-3 + 6 * weights * batch.targets.numel() / 5e10
         ends = (one.step for one in run.experiment.callbacks if isinstance(one, StopAfter))
         seconds[run.directory] = min([run.experiment.steps, *ends]) * per_step[key]
     return seconds

@@ -266,7 +266,8 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
                 raise RecipeError(f"{first}: unknown field of an experiment; {Experiment.elsewhere[first]}")
             known = list(dict.fromkeys([*fields, *of_recipe]))
             hint = did_you_mean(first, known, 0.5, [OTHER_NAMES[first]] if first in OTHER_NAMES else ())
-            raise RecipeError(f"{first}: unknown field{hint} (the experiment and its recipe have {', '.join(known)})")
+            every = f" (the experiment and its recipe have {', '.join(known)})"
+            raise RecipeError(f"{first}: unknown field{hint or every}")
     return own, recipes
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, first_lines
 from eigengraft.optimizers.recipe.overrides import differences
 
 from ..files import PARTIAL, append_text, make_directory, read_object, read_rows, replacing, write_text, writing
@@ -89,9 +89,10 @@ class RunDirectory:
         ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
         faults = differences(without_folders({**known, **ignored}), without_folders({**config, **ignored}))
         if faults:
+            faults.sort(key=lambda line: (line.partition(":")[0].count("."), len(line)))  # details and long texts last
             raise RecipeError(
                 f"{self.path} belongs to a run of another experiment (recorded -> given):\n"
-                + "\n".join(faults[:8])
+                + "\n".join(first_lines(faults))
                 + f"\n{REMEDY}{_hint(known, config) if extensible and len(faults) == 1 else ''}"
             )
 

@@ -63,7 +63,7 @@ STUDIES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{base: B, axes: {}}", ("axes", 1)),
     ("{base: B, axes: {lr: []}}", ("axes.lr", "{path: value}", "[]")),
     ("{base: B, axes: [lr]}", ("axes", "lr")),
-    ("{base: B, axes: {learning_rate: [0.1]}}", ("learning_rate", 0.1, "lr")),
+    ("{base: B, axes: {learning_rate: [0.1]}}", ("axes.learning_rate", "lr")),
     ("{base: B, axes: {lr: [0.1, 0.1]}}", ("axes.lr", 0.1)),
     (
         "{base: B, axes: {update.eigenbasis.refresh.step: [1]}}",

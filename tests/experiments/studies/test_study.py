@@ -139,7 +139,7 @@ def test_wrong_studies(fields, says):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"axes": {"stepps": [1, 2]}}, (1, "steps")),
+        ({"axes": {"stepps": [1, 2]}}, ("axes.stepps", "steps")),
         ({"axes": {"steps": [5, 0]}}, (0, "steps", 1)),
         ({"axes": {"m": {"a": {"recipe": "sopa"}}}}, ("m=a", "sopa")),
         ({"axes": {"m": {"a": {"recipe": "adamw", "update.eigenbasis.refresh.steps": 1}}}}, ("m=a", "eigenbasis")),
@@ -157,7 +157,7 @@ def test_every_wrong_cell_is_named():
     with pytest.raises(RecipeError) as error:
         plan_runs(study(axes={"recpe": ["adamw", "soap", "sgd"]}))
     (line,) = str(error.value).splitlines()
-    assert line.partition(":")[0] == "recpe=adamw, recpe=soap, recpe=sgd"
+    assert line.partition(":")[0] == "axes.recpe"
 
 
 def test_files(tmp_path):
@@ -237,7 +237,7 @@ class Own(Task):
 
 @pytest.mark.parametrize(
     ("edited", "named"),
-    [("own.py", "imports own.py: "), ("text", "data: "), ("recipe.yaml", "recipe.update.rms.beta: 0.9 -> 0.5")],
+    [("own.py", "imports own.py: "), ("text", "data of "), ("recipe.yaml", "recipe.update.rms.beta: 0.9 -> 0.5")],
 )
 def test_more_seeds_of_other_code_or_data_are_refused(tmp_path, edited, named):
     """A file is edited between the first seeds of a study and the next ones."""
@@ -268,7 +268,7 @@ def test_runs_of_every_phase_have_the_same_provenance(phase, tmp_path):
     (file,) = tmp_path.rglob("env.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "torch": "0.1"}))
     folder = (Path(phase) / planned[0].directory).parent
-    with refused(RecipeError, tmp_path, "torch: 0.1 -> ", f"'{folder.as_posix()}'"):
+    with refused(RecipeError, tmp_path, "torch: 0.1 -> ", f"rm -r {tmp_path / folder}"):
         refuse_other_provenance(planned, tmp_path)
     shutil.rmtree(tmp_path / folder)
     refuse_other_provenance(planned, tmp_path)
@@ -282,7 +282,7 @@ def test_the_cells_whose_runs_had_other_code_are_named_and_no_others(tmp_path):
         shutil.copytree(first, other)
         file = other / "env.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "torch": "0.1"}))
-    with refused(RecipeError, "'lr=0.2'", "'lr=0.5' and 2 more", "6 runs") as caught:
+    with refused(RecipeError, "6 runs", *(other.parent for other in others)) as caught:
         refuse_other_provenance(planned, tmp_path)
     assert "lr=0.1" not in str(caught.value)
 
