@@ -21,7 +21,7 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes)"
+	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes on an idle machine)"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make wordings  write the messages of errors to tests/wordings.txt after a rewording (ARGS=tests/laws for some tests)"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 import eigengraft
@@ -61,10 +62,13 @@ class Commands(TyperGroup):
     def _describe_option(self, ctx: Any, error: Any) -> None:
         """Rewrite the message of an error about an option, and leave all other errors as they are.
 
-        If an option lacks its value, the message says what the value means. If there is no such option, the message
-        says how a setting is given. An error about an option is recognized by its attribute `option_name`, because
-        typer does not export its class.
+        If a value is wrong, the message has the value. If an option lacks its value, the message says what the value
+        means. If there is no such option, the message says how a setting is given. An error about a missing value or
+        option is recognized by its attribute `option_name`, because typer does not export its class.
         """
+        if isinstance(cause := error.__cause__, ValidationError) and hasattr(error, "param"):
+            given = str(cause.errors()[0]["input"])
+            error.message += f", got {given}" if given not in error.message else ""
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
         if name is None:
             return

@@ -222,7 +222,11 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
     workers: Workers = None,
 ) -> None:
-    """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report."""
+    """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report.
+
+    Takes three to five minutes on two idle cores. `eigengraft ablate demo seeds=[0]` does a third of its runs in the
+    same directory.
+    """
     from ..reports.report import Report
     from ..studies.study import load_study
 
@@ -332,7 +336,7 @@ def cells_table(preview: StudyPreview) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for axis in preview.cells[0].labels:
         table.add_column(axis, overflow="fold")
-    for name in ("runs", "complete", "timed", "tuning, at most", "seconds a run", "state bytes", "parameters"):
+    for name in ("runs", "complete", "timed", "tuning, at most", "seconds a run, guessed", "state bytes", "parameters"):
         table.add_column(name, justify="right")
     for cell in preview.cells:
         counts = (cell.runs, cell.complete, cell.timing, cell.tuning)
@@ -350,7 +354,7 @@ def differences_table(preview: StudyPreview) -> Iterator[Table]:
         rows = diff_recipes(panels)
         if rows:
             table = Table(box=box.SIMPLE_HEAD)
-            table.add_column("field", overflow="fold", min_width=30)
+            table.add_column("field", no_wrap=True)
             for label in labels:
                 table.add_column(label, overflow="fold")
             for row in rows:

@@ -446,6 +446,16 @@ def at_their_best(records: Records) -> list[ComparisonPanel]:
     return found
 
 
+def all_panels(records: Records) -> list[ComparisonPanel]:
+    """Return panels that compare methods, each at its best learning rate or other number, then the panels of all runs.
+    A panel of all runs is left out if the best runs of the methods are its runs.
+    """
+    best = at_their_best(swept(records))
+    runs = [[run.directory for row in panel.rows for run in row.runs] for panel in best]
+    others = compare(records)
+    return [*best, *(one for one in others if [run.directory for row in one.rows for run in row.runs] not in runs)]
+
+
 def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
     """Return "least" or "largest" if `best` is the least or largest label of all rows with ended runs, else "". Labels
     are numbers.

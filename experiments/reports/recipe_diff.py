@@ -35,8 +35,9 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
         present = list(dict.fromkeys(place for found in fields.values() for place in found))
         own = {field: found for field, found in fields.items() if _differ(found, present)}
         shared = {field: found for field, found in fields.items() if field not in own}
-        if shared and _differ(dict.fromkeys(present, ""), places):
-            rows.append((path, {place: _summary(place, shared) for place in present}))
+        summaries = {place: _summary(place, shared) for place in present}
+        if any(summaries.values()) and _differ(dict.fromkeys(present, ""), places):
+            rows.append((path, summaries))
         rows += [(f"{path}.{field}".strip("."), found) for field, found in own.items()]
     labels = list(dict.fromkeys(label for _, label in places))
     return [(path, *(_text(label, found) for label in labels)) for path, found in rows]

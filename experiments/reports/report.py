@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..files import make_directory, short_name, write_text
 from . import figures
-from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, tuning_curves
+from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves
 from .figures import INK, LIGHT, POWERS, Curve, LogAxes, Look, draw_line, log_ticks, stroke, style_axes
 from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
@@ -214,8 +214,8 @@ class Report:
 
     @cached_property
     def panels(self) -> list[ComparisonPanel]:
-        """Panels that compare methods, each at its best learning rate or other number, then the panels of all runs."""
-        return [*at_their_best(swept(self.records)), *compare(self.records)]
+        """The panels of the page. See `all_panels`."""
+        return all_panels(self.records)
 
     def runs(self) -> DataFrame:
         """Return a data frame with a row for each run, with the columns of `load_runs`."""
@@ -279,7 +279,7 @@ class Report:
             grid=grid_of(records),
             marks=marks,
             rise_notice=rise_notice,
-            chosen=len(self.panels) > len(panels),
+            chosen=bool(at_their_best(swept(records))),
             status=Counter(run.status(records.metric) for run in records.runs),
             failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
             labels=list(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
-from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, leaders, swept
+from .comparison import ComparisonPanel, ComparisonRow, all_panels, compare, leaders
 from .number_format import number_format
 from .records import RESULT_NUMBERS, Records, Run, learning_rate, read_records
 from .seed_statistics import Summary, Target
@@ -300,7 +300,7 @@ _LATEX = {
 
 def write_tables(records: Records, folder: Path) -> None:
     """Write tables.md and tables.tex with a table for each panel that has started. LaTeX needs the package booktabs."""
-    panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
+    panels = [panel for panel in all_panels(records) if panel.begun]
     grid = grid_of(records)
     tables = [*([] if grid is None else [grid]), *(panel_table(panel, records) for panel in panels)]
     for name, form in (("tables.md", markdown), ("tables.tex", latex)):
