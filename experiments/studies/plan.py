@@ -119,8 +119,7 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
 
 
 def _located(study: Study, fault: str, names: Sequence[str]) -> str:
-    """Return a fault with the names of its cells, or with `axes.` if all cells have it and an axis is named as its path.
-    """
+    """Return a fault with the names of its cells. If all cells have it and its path is an axis, name the axis alone."""
     is_axis = fault.partition(":")[0] in study.axes and len(names) == sum(1 for _ in cells(study))
     return f"axes.{fault}" if is_axis else f"{name_some(names, 4)}: {fault}"
 

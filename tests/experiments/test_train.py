@@ -17,6 +17,7 @@ import torch
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Tick, load_experiment, train
 from eigengraft.experiments.training import environment
+from eigengraft.experiments.training.rundir import RunDirectory
 
 from .. import processes
 from ..refusals import refused
@@ -388,6 +389,14 @@ class TestRefusals:
         assert "task.width: 16 -> 17" in lines
         assert "recipe.update.eigenbasis.refresh.steps: 10 -> 7" in lines
         assert "Choose another directory, or remove this one." in lines
+
+    def test_differences_begin_with_those_of_whole_fields(self, tmp_path: Path) -> None:
+        configs = (
+            load_experiment({"task": "digits", "recipe": name}).model_dump(mode="json") for name in ("adamw", "soap")
+        )
+        with refused(RecipeError, "recipe.name", "recipe.update", "more") as caught:
+            RunDirectory(tmp_path).require_config(*configs)
+        assert "recipe.update.momentum" not in str(caught.value)
 
     def test_a_directory_with_other_files(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").touch()

@@ -71,7 +71,7 @@ COMMAND_LINES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("ablate nowhere", ("study",)),
     ("ablate exp.yaml", ("eigengraft train exp.yaml",)),
     ("ablate study.yaml base.steps=0", (0.1, "steps", 1, 0)),
-    ("ablate study.yaml --workers 0", ("--workers",)),
+    ("ablate study.yaml --workers 0", ("--workers", 0)),
     ("ablate study.yaml lr=1", ("lr",)),
     ("report nowhere", ("report", "nowhere")),
     ("train exp.yaml --out exp.yaml/run", ("exp.yaml/run",)),

@@ -95,6 +95,16 @@ def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid
     assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
 
 
+def test_runs_at_one_rate_that_is_the_best_of_all_methods_have_one_panel(grid):
+    manifest = json.loads((grid / "study.json").read_text())
+    runs = [run for run in manifest["runs"] if not run["directory"].startswith("soap-0.01")]
+    changed = {**manifest, "compare": "method", "baseline": "adam", "runs": runs}
+    (grid / "study.json").write_text(json.dumps(changed))
+    report = Report(grid)
+    assert [panel.title for panel in report.panels] == ["each at its own best lr", "lr = 0.01", "lr = 1"]
+    assert "favors methods with many numbers" in report.page()
+
+
 @pytest.mark.parametrize("state", ["diverged", "unfinished", "not planned"])
 def test_another_method_never_takes_the_place_of_the_baseline(grid, state):
     """adam, the baseline, has no best rate in the second condition, in which sgd is the same as adam was."""

@@ -685,6 +685,12 @@ def test_only_fields_that_distinguish_are_told():
     assert diff_recipes({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
 
 
+def test_a_stage_without_fields_is_named_by_its_chain_alone():
+    more = {**ADAM, "update": [*ADAM["update"], {"kind": "sign", "damped": False}]}
+    (row,) = diff_recipes({"a": {"x": {"recipe": ADAM}, "y": {"recipe": more}}})
+    assert row[0] == "recipe.update"
+
+
 def test_a_part_that_not_all_have_is_one_row():
     rows = diff_recipes(
         {"a": {"x": {"recipe": ADAM}, "y": {"recipe": SOAP}, "z": {"recipe": {**SOAP, "blocking": None}}}}
