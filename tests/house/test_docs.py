@@ -55,7 +55,8 @@ def test_python_examples_run(page: str, tmp_path: Path) -> None:
 def test_yaml_examples_load(page: str) -> None:
     for block in blocks(page, "yaml"):
         data = parse_yaml(block)
-        if "imports" not in data and "imports" not in data.get("base", ()):  # components of the page's own: see test_new_stage.py
+        # Components of a page are not known here: see test_new_stage.py.
+        if "imports" not in data and "imports" not in data.get("base", ()):
             assert load(data) is not None
 
 
