@@ -191,3 +191,14 @@ def test_all_of_them_train_in_one_model(recipe: str) -> None:
     table = {row.name: row.route for row in optimizer.routing_table()}
     assert table["table.weight"] == table["lm_head.weight"] == "routes.adam" or recipe == "adamw"
     assert table["lora_A.weight"] == table["cells.weight_ih_l0"] == table["experts"] == ""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["adam_mini", "adamw_4bit", "adamw_8bit", "apollo_mini", "galore", "muon_8bit", "newton_muon", "normuon"],
+)
+def test_a_wide_convolution_has_the_state_of_a_matrix(recipe: str) -> None:
+    with torch.device("meta"):
+        models = nn.Sequential(nn.Conv2d(512, 512, 3, bias=False)), nn.Sequential(nn.Linear(4608, 512, bias=False))
+    kernels, matrix = (eigengraft.compose(recipe, model, overrides={"routes": []}).state_bytes() for model in models)
+    assert kernels == pytest.approx(matrix, rel=0.01)
