@@ -124,6 +124,7 @@ Recipes that need several backwards per step, such as `isomuon`, are left out of
 ## All recipes
 
 - **state**: bytes per parameter of a {SHAPE[0]} x {SHAPE[1]} weight in float32, with the recipe's own blocking.
+  [Other shapes](odd-models.md#convolutions) differ; `eigengraft plan` gives the bytes of a model.
 - **≥ ms**: counted time of the optimizer in a step of {model} on one
   {H100.name}, [a lower bound](../../papers/laptop_track/README.md#counted-cost).
 - **measured ms**: mean time of the optimizer in this step on one {gpu().card}, [where it was

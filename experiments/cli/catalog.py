@@ -29,22 +29,38 @@ if TYPE_CHECKING:
     from eigengraft.component import Component
     from eigengraft.optimizers.recipe.recipe import Recipe
 
-RECIPES, BY_GOAL, SIGNALS = "recipes", "goals", "signals"
-"""Arguments of `list` that are no families: shipped recipes, recipes by goal, and signals that stages may request."""
+RECIPES, BY_GOAL, SIGNALS, EVERY_FAMILY = "recipes", "goals", "signals", "family"
+"""Arguments of `list` that are no families: shipped recipes, recipes by goal, signals that stages may request, and the
+families themselves."""
+_HEADINGS = {EVERY_FAMILY: FAMILIES, "stage": STAGES, RECIPES: RECIPE_GROUPS}
+"""The groups of lists that are printed in groups, by the argument that names the list."""
+_OF_OTHER_SHAPES = """\
+Bytes of a 1024 x 1024 weight are not those of other shapes: `adafactor` has 2.67 for kernels of
+3 x 3, as in torch. `eigengraft plan MODEL --recipe RECIPE` gives the bytes of a task or a file of
+shapes, and `compose(recipe, model).state_bytes()` those of a model in Python."""
+"""Text on the memory of other weights, below lists with the memory of recipes."""
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or
 the least time, on every task. Times of steps are counted and are lower bounds. Recipes that need
 several backwards per step, such as `isomuon`, are left out. Without a special goal, start with
-`soap_fitted`. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE` prints one.""",
+`soap_fitted`. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE` prints one.
+"""
+    + _OF_OTHER_SHAPES,
     RECIPES: f"""\
 lr        the recipe's own learning rate; tune it first
 state     bytes per parameter of a 1024 x 1024 weight in float32
 >= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
 measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
+`eigengraft list recipes WORDS` finds words of names, texts, headings and goals.
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
-`eigengraft show RECIPE` prints one.""",
+`eigengraft show RECIPE` prints one.
+"""
+    + _OF_OTHER_SHAPES,
+    EVERY_FAMILY: """\
+`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.
+`eigengraft show KIND` prints a member, `eigengraft show FAMILY` what one of your own defines.""",
     SIGNALS: """\
 The extent is the shape of the value; `help(eigengraft.Signal)` explains each. `optimizer.provide`
 provides a signal too, unless the optimizer computes it. `eigengraft.register_signal` adds one.""",
@@ -65,51 +81,76 @@ def list_command(
     from eigengraft.signals import known_signals
 
     registered = _registered()
-    if what is None:
-        about = {
-            BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
-            RECIPES: "all shipped recipes by method, with learning rate, memory, time and profile",
-            SIGNALS: "values beside the gradient that stages may request, such as the loss",
-            **{name: _about(family) for name, family in sorted(registered.items())},
-        }
-        _print_entries(("family", "members"), about.items(), FAMILIES)
-        typer.echo("\n`eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.")
-        typer.echo("`eigengraft show KIND` prints a member, `eigengraft show FAMILY` what one of your own defines.")
-        return
+    about = {
+        BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
+        RECIPES: "all shipped recipes by method, with learning rate, memory, time and profile",
+        SIGNALS: "values beside the gradient that stages may request, such as the loss",
+        **{name: _about(family) for name, family in sorted(registered.items())},
+    }
     by_goal: list[tuple[str, ...]] = [
         (goal.title, "\n".join(f"{name} ({numbers})" if numbers else name for name, numbers in goal.recipes), goal.rule)
         for goal in goals()
     ]
     lists: dict[str, list[tuple[str, ...]]] = {
+        EVERY_FAMILY: [*about.items()],
         BY_GOAL: by_goal,
         RECIPES: [_recipe_row(name) for name in shipped_recipes()],
         SIGNALS: [(name, one.about, one.extent, one.by) for name, one in sorted(known_signals().items())],
         **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
     }
+    what = EVERY_FAMILY if what is None else _in_either_number(what, lists)
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
     chosen = {what: lists[what]} if what in lists else lists
-    found = {}
-    for name, rows in chosen.items():
-        texts = {row: " ".join((*row, *(_goals_of(row[0]) if what == RECIPES else ()))).lower() for row in rows}
-        found[name] = [row for row, text in texts.items() if all(word in text for word in sought)]
-    if RECIPES in found and not sought:
+    found = {
+        name: [row for row in rows if all(word in _searched_text(name, row) for word in sought)]
+        for name, rows in chosen.items()
+    }
+    if RECIPES in found and not sought and sys.stdout.isatty():
         found[RECIPES] = [(name, _shortened(about), *numbers) for name, about, *numbers in found[RECIPES]]
     if not any(found.values()):
-        missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
-        hint = "" if what in lists else did_you_mean(what, lists)
-        raise ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {OF_FILES}")
+        raise _nothing_found(what, sought, lists)
     for name, rows in found.items():
         if rows:
             heads = {
+                EVERY_FAMILY: ("family", "members"),
                 BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"),
                 RECIPES: _RECIPE_HEADS,
                 SIGNALS: ("signal", "about", "extent", "provided by"),
             }
-            _print_entries(
-                heads.get(name, (name, "about")), rows, {"stage": STAGES, RECIPES: RECIPE_GROUPS}.get(name, ())
-            )
+            _print_entries(heads.get(name, (name, "about")), rows, _HEADINGS.get(name, ()))
     if what in _NOTES:
         typer.echo(f"\n{_NOTES[what]}")
+
+
+def _in_either_number(name: str, known: Iterable[str]) -> str:
+    """Return the known name of which `name` is the singular or the plural. Return `name` if there is none."""
+    plurals = {one: (one, f"{one}s", f"{one}es", re.sub("um$", "a", one)) for one in known}
+    return next((one for one, forms in plurals.items() if name in forms or one == f"{name}s"), name)
+
+
+def _searched_text(what: str, row: Sequence[str]) -> str:
+    """Return the text of an entry in which `list` searches words, in lower case. It includes the entry's heading.
+
+    what: argument that names the list of the entry.
+    """
+    headings = (f"{one.title} {one.when}" for one in _HEADINGS.get(what, ()) if row[0] in one.members)
+    by_goal = (goal.title for goal in goals() if what == RECIPES and row[0] in dict(goal.recipes))
+    return " ".join((*row, *headings, *by_goal)).lower()
+
+
+def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> ValueError:
+    """Return the error about words that no entry of a list contains, with the headings of the list.
+
+    what: the list, or the first word if all lists were searched.
+    lists: arguments that name a list.
+    """
+    missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
+    if what not in lists:
+        hint = did_you_mean(what, lists)
+        return ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {OF_FILES}")
+    titles = [one.title for one in (*_HEADINGS.get(what, ()), *(goals() if what == RECIPES else ()))]
+    headings = f", or with a heading or goal: {'; '.join(titles)}" if titles else ""
+    return ValueError(f"{missing}; search with fewer words{headings}. {OF_FILES}")
 
 
 _SHORT = 68
@@ -146,12 +187,6 @@ def _shortened(about: str) -> str:
     `_SHORT` long.
     """
     return textwrap.shorten(re.sub(r" \([^()]*\b20\d\d\b[^()]*\)", "", about), _SHORT, placeholder=" \u2026")
-
-
-def _goals_of(recipe: str) -> list[str]:
-    """Return the titles of the goals and methods under which a recipe is named."""
-    methods = [purpose.title for purpose in RECIPE_GROUPS if recipe in purpose.members]
-    return [*methods, *(goal.title for goal in goals() if recipe in dict(goal.recipes))]
 
 
 def diff_command(
@@ -264,7 +299,7 @@ def print_signal(name: str) -> bool:
     """
     from eigengraft.signals import known_signals
 
-    if name in (SIGNALS, "signal"):
+    if _in_either_number(name, (SIGNALS,)) == SIGNALS:
         list_command(SIGNALS)
         return True
     if (signal := known_signals().get(name)) is None:
@@ -281,7 +316,9 @@ def print_family(name: str) -> bool:
 
     Return False, and print nothing, if there is no such family.
     """
-    family = _registered().get(name)
+    registered = _registered()
+    name = _in_either_number(name, registered)
+    family = registered.get(name)
     if family is None:
         return False
     typer.echo(f"{name}, a family: eigengraft list {name} lists its kinds\n\n{summary(family)}\n")

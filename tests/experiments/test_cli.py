@@ -419,6 +419,23 @@ class TestList:
         check_said(output, "clip_norm", "recipe", "stage")
         assert "adamw" not in output and "cadence" not in output
 
+    def test_families_are_accepted_in_the_singular_and_the_plural(self) -> None:
+        for one, other in (("stages", "stage"), ("spectra", "spectrum"), ("benches", "bench"), ("recipe", "recipes")):
+            assert succeeds("list", one) == succeeds("list", other)
+        assert succeeds("show", "cadences") == succeeds("show", "cadence")
+
+    def test_printed_headings_are_found(self) -> None:
+        for purpose in (*FAMILIES, *STAGES, *RECIPE_GROUPS):
+            output = succeeds("list", purpose.title)
+            assert all(re.search(rf"^ +{re.escape(name)} ", output, re.M) for name in purpose.members)
+        result = call("list", "recipes", "memory", "xyzzy")
+        assert result.exit_code == 2
+        check_said(" ".join(result.stderr.split()), "recipes", "memory", "xyzzy", "least memory", "LoRA")
+
+    def test_only_a_terminal_gets_shortened_texts(self) -> None:
+        about = " ".join(str(eigengraft.load_recipe("adam_mini").about).split()[-2:])
+        assert about in succeeds("list", "recipes")
+
     def test_an_unknown_family_and_words_without_an_entry_are_refused(self) -> None:
         for arguments, data in ((("stagee",), ("stagee", "stage")), (("stage", "xyzzy"), ("stage", "xyzzy"))):
             result = call("list", *arguments)
