@@ -59,13 +59,13 @@ class Cadence(Component, ABC, family="cadence"):
         return 0
 
     @property
+    @abstractmethod
     def interval(self) -> float:
         """Mean number of steps between two refreshes of a block.
 
         The number is used when blocks are assigned to ranks: it spreads the cost of a refresh over the steps of an
         interval.
         """
-        return 1.0
 
     @property
     def period(self) -> int | None:

@@ -61,7 +61,12 @@ class ComponentType(ModelMetaclass):
     if not TYPE_CHECKING:  # without a signature of `__call__`, type checkers check calls against a component's fields
 
         def __call__(cls, *values: object, **fields: object) -> Any:
-            """Return an instance. Raise RecipeError for invalid fields, and TypeError for positional arguments."""
+            """Return an instance.
+
+            Raise RecipeError for invalid fields, and TypeError for positional arguments or if methods are missing.
+            """
+            if missing := _missing_methods(cls):
+                raise TypeError(f"{cls.__name__}: the class must define {missing}")
             if values:
                 named = next((name for name in cls.model_fields if name not in ("kind", "name")), "name")
                 raise TypeError(
@@ -199,11 +204,11 @@ class Component(BaseModel, metaclass=ComponentType):
             )
         value = plain(value)
         if not cls.is_family():
-            if missing := sorted(cls.__abstractmethods__):
+            if missing := _missing_methods(cls):
                 raise PydanticCustomError(
                     "missing_methods",
                     "the class {name} must define {methods}",
-                    {"name": cls.__name__, "methods": " and ".join(f"{name}()" for name in missing)},
+                    {"name": cls.__name__, "methods": missing},
                 )
             try:
                 return handler(value)
@@ -216,6 +221,17 @@ class Component(BaseModel, metaclass=ComponentType):
             meant = f"kind: {keyed[0]}, ..." if keyed else ""
             if cls.number is not None and isinstance(value, (int, float)):
                 meant = "kind: {}, {}: {}".format(*cls.number, value)
+            if isinstance(value, Mapping) and not keyed and (likely := cls._kinds_with(value)):
+                raise PydanticCustomError(
+                    "missing_kind",
+                    "a {family} needs a `kind`; {fields} {are} of the {kinds}",
+                    {
+                        "family": cls.family_name,
+                        "fields": " and ".join(f"`{key}`" for key in value),
+                        "are": "is a field" if len(value) == 1 else "are fields",
+                        "kinds": f"kind{'s' if len(likely) > 1 else ''} {', '.join(likely)}",
+                    },
+                )
             raise PydanticCustomError(
                 "missing_kind",
                 "a {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
@@ -260,6 +276,15 @@ class Component(BaseModel, metaclass=ComponentType):
             values = {"family": cls.family_name, "kind": repr(kind), "hint": hint}
             raise PydanticCustomError(_UNKNOWN_KIND, "unknown {family} kind {kind}{hint}", values)
         return found
+
+    @classmethod
+    def _kinds_with(cls, fields: Mapping[str, Any]) -> list[str]:
+        """Return the kinds of this family that have all of the fields; none if there are no fields."""
+        known = {
+            kind: {name if own.alias is None else own.alias for name, own in member.model_fields.items()}
+            for kind, member in sorted(cls.members.items())
+        }
+        return [kind for kind, names in known.items() if fields and fields.keys() <= names]
 
     def state_meaning(self) -> Mapping[str, Any]:
         """Return the fields that decide what the numbers in the slots mean, by name.
@@ -357,6 +382,15 @@ def as_declared(value: Any, data: Any, short: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {str(key): as_declared(item, data[str(key)], short) for key, item in value.items()}
     return data
+
+
+def _missing_methods(cls: type[Component]) -> str:
+    """Return the methods and properties that a class must define and does not, "" if it defines all of them.
+
+    Example: "apply() and the property `interval`".
+    """
+    missing = ((name, isinstance(getattr(cls, name), property)) for name in sorted(cls.__abstractmethods__))
+    return " and ".join(f"the property `{name}`" if is_property else f"{name}()" for name, is_property in missing)
 
 
 def is_final(attribute: object) -> bool:
@@ -547,10 +581,13 @@ types."""
 
 
 def _fault(detail: Any, data: Any, where: str) -> str:
-    path, got = ".".join([where] * bool(where) + list(_names(detail["loc"], data))), detail["input"]
+    names, message = list(_names(detail["loc"], data)), detail["msg"].removeprefix("Value error, ")
+    place = detail["loc"][-1] if detail["type"] == "missing_kind" and detail["loc"] else None
+    if isinstance(place, int) and names[-1:] == [str(place)]:  # no path has the position of a stage
+        names, message = names[:-1], f"item {place + 1} of the list: {message}"
+    path, got = ".".join([where] * bool(where) + names), detail["input"]
     if detail["type"] == "missing":
         return f"{path}: required, got nothing"
-    message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] in _REQUIRED:
         message = _REQUIRED[detail["type"]]
     field, whole = message.partition(": ")[0], isinstance(got, Mapping)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from eigengraft import StepContext
+from eigengraft import RecipeError, StepContext, load_recipe
 from eigengraft.preconditioners import Cadence, Every, Probability
 from eigengraft.testing import LawError, check_cadence
 
@@ -139,6 +139,22 @@ def test_a_cadence_that_breaks_a_law_is_named(fault: str, says: tuple[object, ..
 
 def test_a_sound_cadence_gets_a_report() -> None:
     assert len(check_cadence(Faulty(fault="none")).held) == 6
+
+
+def test_a_cadence_without_an_interval_is_refused() -> None:
+    class Unstated(Cadence):
+        """Due at every fourth step."""
+
+        kind: Literal["unstated_for_test"] = "unstated_for_test"
+
+        def due_again(self, context: StepContext) -> Any:
+            return context.steps % 4 == 0
+
+    with refused(TypeError, "Unstated", "property", "interval"):
+        Unstated()  # type: ignore[abstract]
+    with refused(RecipeError, "update.eigenbasis.refresh", "Unstated", "interval"):
+        load_recipe("soap", {"update.eigenbasis.refresh": "unstated_for_test"})
+    Cadence.members.pop("unstated_for_test")
 
 
 def test_the_spans_of_blocks_are_not_for_members() -> None:
