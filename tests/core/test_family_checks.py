@@ -34,6 +34,9 @@ from eigengraft.preconditioners import (
     BasisSolver,
     Contribution,
     EigenvalueBound,
+    Eigh,
+    Every,
+    Momentum,
     PolarSolver,
     Root,
     RootSolver,
@@ -58,6 +61,16 @@ from eigengraft.testing import (
 from ..refusals import refused
 
 HERE = "test_family_checks.py"
+
+
+def test_a_check_names_the_check_of_another_family() -> None:
+    for given, said in ((Every(), "check_cadence"), (Every, "check_cadence"), (Eigh(), "check_solver")):
+        with refused(TypeError, "check_stage", "Stage", said):
+            check_stage(given)  # type: ignore[arg-type]
+    with refused(TypeError, "check_stage", "Momentum", "instance"):
+        check_stage(Momentum)  # type: ignore[arg-type]
+
+
 CALLS: list[int] = []
 COUNT = itertools.count()
 

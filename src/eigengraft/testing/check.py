@@ -301,6 +301,12 @@ def _check(who: str, kinds: type | tuple[type, ...], case: AnyCase, laws: Iterab
     value = case.component
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        got = f"the class {value.__name__}; pass an instance" if isinstance(value, type) else repr(value)
-        raise TypeError(f"{who}: an instance of {names} is required, got {got}")
+        got, remedy = repr(value), "use {}"
+        if isinstance(value, type):
+            got, remedy = f"the class {value.__name__}", "pass an instance to {}"
+        own = str(getattr(value, "family_name", None))
+        other = f"check_{'solver' if own.endswith('_solver') else own}"
+        known = other in globals()
+        advice = f"; {remedy.format(other if known else who)}" if known or isinstance(value, type) else ""
+        raise TypeError(f"{who}: an instance of {names} is required, got {got}{advice}")
     return check(case, laws)
