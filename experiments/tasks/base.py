@@ -234,8 +234,9 @@ def _missing_path(task: Task, error: Exception) -> str:
 def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]:
     """Raise TaskError in place of a RuntimeError or IndexError in the block.
 
-    The TaskError names the task, the layer and the shapes of the batch. An error of a derived class, such as an
-    error about memory or ranks, is not changed.
+    The TaskError names the task, the layer and the shapes of the batch. If the batch has another dtype than the model,
+    the TaskError says how to convert it. An error of a derived class, such as an error about memory or ranks, is not
+    changed.
     """
     try:
         yield
@@ -247,8 +248,22 @@ def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]
         layer, remedy = _failed_layer(error, model)
         raise TaskError(
             f"task.{getattr(task, 'kind', '?')}: {layer} raised an error for a batch with {' and '.join(shapes)}: "
-            f"{reason}{remedy}"
+            f"{reason}{remedy or _dtype_remedy(model, batch)}"
         ) from error
+
+
+def _dtype_remedy(model: nn.Module, batch: Batch) -> str:
+    """Return how to convert a batch whose dtype no parameter has, as the end of an error; "" if there is none."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    other = [
+        name for name, x in zip(batch._fields, batch, strict=True) if x.is_floating_point() and x.dtype not in dtypes
+    ]
+    if not other or len(dtypes) != 1:
+        return ""
+    (dtype,) = dtypes
+    convert = "float()" if dtype == torch.float32 else f"to({dtype})"
+    written = " and ".join(f"`{name}.{convert}`" for name in other)
+    return f"; the parameters are {dtype}: return {written} from load()"
 
 
 def _failed_layer(error: Exception, model: nn.Module) -> tuple[str, str]:

@@ -125,6 +125,32 @@ def test_shapes_that_do_not_fit_are_an_error_with_task_layer_and_batch(
         experiment.task.evaluate(experiment.task.new_model(0), experiment.task.load(), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("part", ["inputs", "targets"])
+def test_data_of_another_dtype_than_the_model_say_how_to_convert(registry: None, tmp_path: Path, part: str) -> None:
+    class Double(Task):
+        """Inputs or targets in float64."""
+
+        kind: Literal["test_double"] = "test_double"
+
+        def load(self) -> Dataset:
+            x = torch.linspace(-1, 1, 64)[:, None]
+            batch = Batch(x, x)._replace(**{part: x.double()})
+            return Examples(batch, batch, 32, Fingerprint.of("line", b"line"))
+
+        def build(self) -> nn.Module:
+            return nn.Linear(1, 1)
+
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return outputs.flatten() @ targets.flatten() / len(outputs)
+
+    for error, run in (
+        (TaskError, lambda: train(Experiment(task=Double(), recipe="adamw", steps=2), tmp_path)),
+        (LawError, lambda: check_task(Double())),
+    ):
+        with refused(error, "task.test_double", "torch.float64", f"{part}.float()", "load()"):
+            run()
+
+
 def test_examples_refuse_data_of_other_types() -> None:
     x, mark = torch.zeros(4, 1), Fingerprint.of("zeros", b"")
     for arguments, said in (

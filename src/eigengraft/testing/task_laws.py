@@ -111,10 +111,13 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
 
     The tolerance is 1e-4, for float32.
     """
-    inputs, targets = case.component.load().batch(0, 0)
+    from eigengraft.experiments.tasks.base import located_errors
+
+    batch = case.component.load().batch(0, 0)
+    inputs, targets = batch
     model, half = case.component.new_model(0).eval(), len(inputs) // 2
     require(half > 0, "rows of a batch", "at least 2", len(inputs))
-    with torch.no_grad():
+    with _faults_of_task(case), located_errors(case.component, model, batch), torch.no_grad():
         outputs = model(inputs)
         whole, total = float(case.component.loss(outputs, targets)), 0.0
         for rows in (slice(None, half), slice(half, None)):
@@ -177,9 +180,11 @@ def the_loss_fits_the_outputs(case: Case[Task]) -> None:
 
 def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
     """The loss is one finite number, and every trainable parameter gets a finite gradient."""
-    inputs, targets = case.component.load().batch(0, 0)
-    model = case.component.new_model(0)
-    loss = case.component.loss(model(inputs), targets)
+    from eigengraft.experiments.tasks.base import located_errors
+
+    batch, model = case.component.load().batch(0, 0), case.component.new_model(0)
+    with _faults_of_task(case), located_errors(case.component, model, batch):
+        loss = case.component.loss(model(batch.inputs), batch.targets)
     fine = loss.ndim == 0 and bool(loss.isfinite())
     require(fine, "the loss", "a finite number of shape []", f"{loss.tolist()} of shape {list(loss.shape)}")
     loss.backward()  # type: ignore[no-untyped-call]
