@@ -11,12 +11,13 @@ import os
 import signal
 import threading
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from eigengraft.errors import RecipeError, hide_installed_lines
 
@@ -142,6 +143,7 @@ def _serve(connection: Connection, work: JobFunction) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     hide_installed_lines()
+    _show_warnings_once()
     while True:
         try:
             job = connection.recv()
@@ -151,6 +153,28 @@ def _serve(connection: Connection, work: JobFunction) -> None:
             connection.send(("done", work(job, lambda value: connection.send(("progress", value)))))
         except Exception:
             connection.send(("failed", traceback.format_exc()))
+
+
+def _show_warnings_once() -> None:
+    """Let this process show each warning once, because runs of one recipe have the same warnings.
+
+    The action "once" of the module `warnings` forgets what it has shown whenever a filter changes.
+    """
+    usual, shown = warnings.showwarning, set[str]()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if str(message) not in shown:
+            shown.add(str(message))
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 def _end_with_parent() -> None:

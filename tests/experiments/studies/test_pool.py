@@ -3,12 +3,13 @@
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 from eigengraft.experiments.studies import pool
-from eigengraft.experiments.studies.pool import run_pool
+from eigengraft.experiments.studies.pool import _show_warnings_once, run_pool
 
 from ...processes import ROOT, fork_what_is_spawned, start
 
@@ -82,6 +83,17 @@ def test_leaving_stops_the_processes(work):
     events.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_process_shows_a_warning_once(monkeypatch):
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *where: shown.append(str(message)))
+    _show_warnings_once()
+    for text in ("one", "two", "one", "two"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # which makes the module forget what it has shown
+            warnings.warn(text, stacklevel=1)
+    assert shown == ["one", "two"]
 
 
 def test_no_jobs():
