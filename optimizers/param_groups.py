@@ -43,6 +43,8 @@ _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_de
 _HOW = ("foreach", "fused", "capturable")
 """Options of torch's optimizers that choose how a step is computed."""
 _OFF = {
+    "amsgrad": "no stage keeps the largest second moment; leave the option out, or use the recipe 'adopt', which "
+    "converges with any decay of second moments",
     "maximize": "minimize the negative of the loss",
     "differentiable": "no gradient passes through a step",
 }
@@ -136,7 +138,8 @@ class Defaults(dict[str, Any]):
         """Return True if a default has this name. Raise ValueError if OneCycleLR or CyclicLR asks for a momentum."""
         scheduler = sys._getframe(1).f_globals.get("__name__") == "torch.optim.lr_scheduler"
         if scheduler and key in ("momentum", "betas"):
-            remedy = f", and give the field a schedule: overrides={{'{self.path}': {_CYCLE}}}" if self.path else ""
+            remedy = f"overrides={{'{self.path}': {_CYCLE}}}"
+            remedy = f", and give the field a schedule, as here for 1000 steps: {remedy}" if self.path else ""
             raise ValueError(
                 "cycle_momentum: the momentum is a field of the recipe, and schedulers change only the lr; pass "
                 f"cycle_momentum=False{remedy}"

@@ -87,7 +87,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
 def _described(source: object) -> str:
     """Return a text with the type of an object that is no recipe.
 
-    For classes, models and optimizers of torch, the text also has advice.
+    For classes, models and optimizers of torch, and for learning rates, the text also has advice.
     """
     kind, what = (source, "class ") if isinstance(source, type) else (type(source), "")
     if issubclass(kind, torch.optim.Optimizer):
@@ -98,6 +98,8 @@ def _described(source: object) -> str:
         )
     if isinstance(source, torch.nn.Module):
         return f"{kind.__name__}; give the recipe first, then the model, as in compose(recipe, model)"
+    if type(source) in (int, float) or (isinstance(source, torch.Tensor) and source.numel() == 1):
+        return f"{kind.__name__}; give a learning rate by its name, as in lr={float(source):g}"
     return f"the class {kind.__name__}; write {kind.__name__}()" if what else kind.__name__
 
 

@@ -165,6 +165,13 @@ class DescribedParameters:
         entries = (dict(entry) if isinstance(entry, Mapping) else entry for entry in given.params)
         params = [group_with_names(entry) for entry in entries]
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
+        for group in groups:
+            for entry in group if isinstance(group, Iterable) and not isinstance(group, Tensor) else [group]:
+                if isinstance(found := entry[-1] if isinstance(entry, tuple) and entry else entry, nn.Module):
+                    raise TypeError(
+                        f"params: got the module {type(found).__name__} among the parameters; put several models into "
+                        "one, as in compose(recipe, torch.nn.ModuleList([first, second]))"
+                    )
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)
         new = [pair for pair in pairs if isinstance(pair[1], Tensor) and id(pair[1]) not in given.infos]
