@@ -169,8 +169,9 @@ class DescribedParameters:
             for entry in group if isinstance(group, Iterable) and not isinstance(group, Tensor) else [group]:
                 if isinstance(found := entry[-1] if isinstance(entry, tuple) and entry else entry, nn.Module):
                     raise TypeError(
-                        f"params: got the module {type(found).__name__} among the parameters; put several models into "
-                        "one, as in compose(recipe, torch.nn.ModuleList([first, second]))"
+                        f"params: got the module {type(found).__name__} among the parameters; pass "
+                        "model.named_parameters(), or several models as one, as in compose(recipe, "
+                        "torch.nn.ModuleList([first, second]))"
                     )
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)

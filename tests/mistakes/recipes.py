@@ -85,8 +85,8 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     # forms
     ("{update: {momentum: {beta: 0.9}}}", ("update", "{kind: momentum, ...}")),
     ("{update: {kind: [momentum, rms]}}", ("update", "momentum", "rms")),
-    ("{update: [[momentum, rms]]}", ("update.0",)),
-    ("{update: [momentum, null]}", ("update.1", "None")),
+    ("{update: [[momentum, rms]]}", ("update", 1, "momentum")),
+    ("{update: [momentum, null]}", ("update", 2, "None")),
     ("{update: []}", ("update", "identity")),
     ("{update: [{kind: eigenbasis, inner: []}]}", ("update.eigenbasis.inner", 1)),
     ("{update: [{kind: rms}, {kind: rms}]}", ("update", "rms")),
