@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from eigengraft.errors import RecipeError, counted, did_you_mean
 
-from ..studies.progress import LogLines
+from ..studies.progress import Meter
 from .arguments import Imports, override_argument
+from .console import print_table
 
 if TYPE_CHECKING:
     from ..benches import Bench, Row
@@ -103,16 +98,14 @@ def _measure(chosen: Bench, directory: Path) -> None:
         raise RecipeError(f"--out: '{directory}' is a file; give a directory")
     device = chosen.target_device()  # before anything is written
     make_directory(directory)
-    console, lines, number = Console(stderr=True), LogLines(), chosen.cells()
-    cells: Iterable[list[Row]] = chosen.cell_by_cell()
-    if console.is_terminal:
-        cells = track(cells, "measuring", total=number, console=console, transient=True)
     rows: list[Row] = []
-    for done, cell in enumerate(cells, start=1):
-        rows += cell
-        if not console.is_terminal:
-            lines.write(partial("measuring: {} of {} cells".format, done, number))
-        write_rows(rows, directory / "rows.jsonl")  # a bench that is stopped keeps the rows that it has measured
+    with Meter() as meter:
+        number = chosen.cells()
+        bar = meter.add("measuring", number)
+        for done, cell in enumerate(chosen.cell_by_cell(), start=1):
+            rows += cell
+            meter.update(bar, done, f"{done} of {number} cells")
+            write_rows(rows, directory / "rows.jsonl")  # a bench that is stopped keeps the rows that it has measured
     _require_measurement(rows)
     write_figure(chosen.panels(), rows, directory / "figure.svg")
     where = _environment(device)
@@ -120,7 +113,9 @@ def _measure(chosen: Bench, directory: Path) -> None:
     record = {"bench": chosen.declaration(), "columns": columns, "environment": where}
     write_text(directory / "bench.json", json.dumps(record, indent=2) + "\n")
     table = chosen.table()
-    _print(table.title, *lay_out(table, rows))
+    typer.secho(table.title, bold=True)
+    heads, lines = lay_out(table, rows)
+    print_table(heads, lines, numbers=len(heads) - 1)
     name = where["device"] if device.type == "cuda" else where["cpu"]
     place = f"{chosen.device} ({name}, {chosen.threads} thread{'s' if chosen.threads > 1 else ''})"
     typer.echo(f"on {place}:")
@@ -146,16 +141,3 @@ def _environment(device: Any) -> dict[str, Any]:
     content = FILE.read_bytes()
     data = Fingerprint("synthetic matrices and recorded factors", len(content), hashlib.sha256(content).hexdigest())
     return describe_environment(data, device)
-
-
-def _print(title: str, columns: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None:
-    """Print a table. In a file or a pipe, which have no width, each row is one line."""
-    table = RichTable(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*map(Text, line))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 200))
-    console.print(table)

@@ -5,24 +5,20 @@ The commands `list`, `show` and `diff` print it.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
 
 from .arguments import Imports
+from .console import print_table
 from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, recipe_numbers, timed_card
 
 if TYPE_CHECKING:
@@ -267,12 +263,10 @@ def print_kind(family: str, member: type[Component]) -> None:
     kind = next(kind for kind, own in _registered()[family].members.items() if own is member)
     typer.echo(f"{family} {kind}, in Python: from {public_module(member)} import {member.__name__}\n")
     typer.echo(summary(member))
-    table = _table("field", "values", "default", "meaning")
-    for field in fields_of(member):
-        default = "required" if field.required else field.default or "none"
-        table.add_row(*map(Text, (field.name, type_text(field.schema), default, field.meaning)))
-    if table.row_count:
-        _print(table)
+    fields = fields_of(member)
+    rows = [(f.name, type_text(f.schema), "required" if f.required else f.default or "none", f.meaning) for f in fields]
+    if rows:
+        print_table(("field", "values", "default", "meaning"), rows, expand=True)
 
 
 def print_chain(recipe: Recipe) -> None:
@@ -349,40 +343,9 @@ def _registered() -> dict[str, type[Component]]:
 def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
     """Print a table of rows, each of which begins with a name. If there are purposes, print a table for each."""
     by_name = {row[0]: row for row in rows}
+    numbers = len(head) - 2 if head == _RECIPE_HEADS else 0
     for purpose, names in by_purpose(purposes, by_name):
         if purposes:
-            _console().print(Text.assemble("\n", (purpose.title, "bold"), "  ", (purpose.when, "italic")))
-        table = _table(*head)
-        table.expand = bool(purposes)  # so that columns of numbers are at the same place in all tables
-        for name in names:
-            first, *others = by_name[name]
-            table.add_row(Text(f"  {first}" if purposes else first), *map(Text, others))
-        _print(table)
-
-
-def _table(*head: str) -> Table:
-    """Return a table without rows. Its first two columns are texts, all others numbers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for place, title in enumerate(head):
-        numbers = place > 1 and head == _RECIPE_HEADS
-        justify: Literal["left", "right"] = "right" if numbers else "left"
-        width = max(_DIGITS, len(title)) if numbers else None
-        table.add_column(title, overflow="fold", no_wrap=place == 0 or numbers, justify=justify, width=width)
-    return table
-
-
-def _print(table: Table) -> None:
-    _console().print(table)
-
-
-def _console() -> Console:
-    """Return the console of the standard output, at least `_WIDTH` characters wide in a file or a pipe."""
-    columns = os.environ.get("COLUMNS", "")
-    wide = max(_WIDTH, int(columns) if columns.isdecimal() else 0)
-    return Console(width=None if sys.stdout.isatty() else wide)
-
-
-_WIDTH = 120
-"""Least width of a table in characters in a file or a pipe. At 80, texts beside numbers are hard to read."""
-_DIGITS = 7
-"""Least width of a column of numbers in characters."""
+            typer.echo(f"\n{typer.style(purpose.title, bold=True)}  {typer.style(purpose.when, italic=True)}")
+        own = [(f"{'  ' if purposes else ''}{name}", *by_name[name][1:]) for name in names]
+        print_table(head, own, numbers=numbers, expand=True)

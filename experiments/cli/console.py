@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from io import StringIO, TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich import box
+from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -60,79 +61,90 @@ def to_yaml(data: Any) -> str:
     """Return `data` as YAML. If the standard output is not in UTF-8, characters beyond ASCII are escaped."""
     from eigengraft.optimizers.recipe.loading import write_yaml
 
-    return write_yaml(data, _encoding().startswith("utf"))
+    return write_yaml(data, (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
 
 
-def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
-    """Return a table with a row for each parameter: route and reason, view, blocks and bytes of state."""
-    rows = optimizer.routing_table()
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    table.add_column("parameter", footer=counted(len(rows), "parameter"), overflow="fold")
-    table.add_column("shape")
-    table.add_column("route")
-    table.add_column("because", overflow="fold")
-    table.add_column("blocks", overflow="fold")
-    table.add_column("state bytes", footer=f"{optimizer.state_bytes():,}", justify="right")
-    for row in rows:
+def print_routing(optimizer: eigengraft.Optimizer) -> None:
+    """Print a row for each parameter as comments of YAML: route and reason, view, blocks and bytes of state."""
+    rows = []
+    for row in optimizer.routing_table():
         blocks = ", ".join(f"{count} x {_shape(shape)}" for shape, count in Counter(row.blocks).items())
         scaled = f"lr x {', '.join(f'{factor:.3g}' for factor in row.width_factors)}" if row.width_factors else ""
         because = "; ".join(filter(None, (row.reason, row.view, scaled, *row.left_out, *row.fallbacks)))
-        cells = (row.name, _shape(row.shape), row.route or "recipe", because, blocks, f"{row.state_bytes:,}")
-        table.add_row(*map(Text, cells))
-    return table
+        rows.append((row.name, _shape(row.shape), row.route or "recipe", because, blocks, f"{row.state_bytes:,}"))
+    heads = ("parameter", "shape", "route", "because", "blocks", "state bytes")
+    footer = (counted(len(rows), "parameter"), "", "", "", "", f"{optimizer.state_bytes():,}")
+    print_table(heads, rows, footer=footer, numbers=1, form="comment")
 
 
-def storage_table(optimizer: eigengraft.Optimizer) -> Table:
-    """Return a table with a row for each slot: bytes as declared and as stored, in total and for each parameter.
+def print_storage(optimizer: eigengraft.Optimizer) -> None:
+    """Print a row for each slot as comments of YAML: bytes as declared and as stored, in total and for each parameter.
 
     If slots are offloaded, a column says where each slot is stored between steps.
     """
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
-    rows = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
-    declared, stored = sum(row.declared for row in rows), sum(row.stored for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    table.add_column("slot", footer="all", overflow="fold")
-    table.add_column("role")
-    table.add_column("storage")
-    if offloaded := optimizer.offloaded_bytes():
-        table.add_column("in", footer=", ".join(f"{place} {size:,}" for place, size in offloaded.items()))
-    table.add_column("declared bytes", footer=f"{declared:,}", justify="right")
-    table.add_column("stored bytes", footer=f"{stored:,}", justify="right")
-    table.add_column("bytes per parameter", footer=f"{stored / parameters:.2f}", justify="right")
+    slots = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
+    offloaded = optimizer.offloaded_bytes()
+
+    def sizes(declared: int, stored: int) -> tuple[str, ...]:
+        return f"{declared:,}", f"{stored:,}", f"{stored / parameters:.2f}"
+
+    within = [", ".join(f"{place} {size:,}" for place, size in offloaded.items())] if offloaded else []
+    rows = []
+    for row in slots:
+        location = [row.location or "device"] if offloaded else []
+        texts = (row.key, row.role, row.storage or "plain", *location)
+        rows.append((*texts, *sizes(row.declared, row.stored)))
+    heads = ("slot", "role", "storage", *["in" for _ in within])
+    footer = ("all", "", "", *within, *sizes(sum(row.declared for row in slots), sum(row.stored for row in slots)))
+    of_numbers = ("declared bytes", "stored bytes", "bytes per parameter")
+    print_table((*heads, *of_numbers), rows, footer=footer, numbers=len(of_numbers), form="comment")
+
+
+WIDE, PAGE = 160, 120
+"""Least widths of tables in characters in a file or a pipe: of most tables, and of tables with much text (`expand`)."""
+_DIGITS = 7
+"""Least width of a column of numbers in characters. Columns of several tables are then at the same place."""
+
+
+def print_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    footer: Sequence[str] = (),
+    numbers: int = 0,
+    expand: bool = False,
+    form: Literal["text", "comment", "markdown"] = "text",
+) -> None:
+    """Print a table of texts on standard output. Texts that are too long are continued on further lines.
+
+    footer: texts below the columns; empty: no footer.
+    numbers: number of columns at the end that have numbers, which are aligned to the right.
+    expand: True if the table is as wide as the terminal, or has `PAGE` characters in a file or a pipe.
+    form: "comment": in a file or a pipe each line is a comment of YAML, and texts of the first column, such as paths of
+        fields, have one line; "markdown": a table in Markdown.
+    """
+    markdown = form == "markdown"
+    frame: dict[str, Any] = {"box": MARKDOWN if markdown else SIMPLE_HEAD, "show_edge": markdown, "pad_edge": markdown}
+    table = Table(**frame, padding=(0, 1, 0, int(markdown)), show_footer=bool(footer), expand=expand)
+    for place, head in enumerate(heads):
+        own: dict[str, Any] = {"justify": "right", "min_width": _DIGITS} if place >= len(heads) - numbers else {}
+        if expand and place == len(heads) - numbers - 1:
+            own["ratio"] = 1  # the last column of texts gets all free width
+        own["no_wrap"] = form == "comment" and place == 0
+        table.add_column(Text(head), Text(footer[place]) if footer else "", overflow="fold", **own)
     for row in rows:
-        each = f"{row.stored / parameters:.2f}"
-        places = (row.location or "device",) if offloaded else ()
-        cells = (row.key, row.role, row.storage or "plain", *places, f"{row.declared:,}", f"{row.stored:,}", each)
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def print_table(table: Table) -> None:
-    """Print the table on standard output. In a file or a pipe, each line is a YAML comment, so that the whole output
-    is a recipe.
-    """
-    if sys.stdout.isatty():
-        Console().print(table)
+        table.add_row(*map(Text, row))
+    console, in_terminal = Console(), sys.stdout.isatty()
+    if markdown or not in_terminal:
+        console = Console(width=max(console.width, PAGE if expand else WIDE))
+    if in_terminal:
+        console.print(*[""] * (form == "comment"), table, sep="\n")
         return
-    stream = _Captured()
-    Console(file=stream, width=160).print(table)
-    sys.stdout.writelines(f"# {line}".rstrip() + "\n" for line in stream.getvalue().splitlines() if line.strip())
-
-
-def _encoding() -> str:
-    """Return the encoding of the standard output."""
-    return (sys.stdout.encoding or "utf-8").lower()
-
-
-class _Captured(StringIO):
-    """A stream that collects text for the standard output and has the same encoding.
-
-    rich draws boxes with ASCII characters if the encoding of a stream is not UTF-8.
-    """
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return _encoding()
+    with console.capture() as captured:  # boxes are of characters that the standard output can encode
+        console.print(table)
+    before = "# " if form == "comment" else ""
+    sys.stdout.writelines(f"{before}{line}".rstrip() + "\n" for line in captured.get().splitlines() if line.strip())
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -27,10 +27,9 @@ from .arguments import Imports, override_argument
 from .console import (
     describe_result,
     print_error,
-    print_table,
+    print_routing,
+    print_storage,
     replace_unencodable,
-    routing_table_of,
-    storage_table,
     to_yaml,
 )
 
@@ -237,8 +236,8 @@ def show_command(
     model = experiment.task.new_model(experiment.seed)
     recipe, rates = experiment.run_recipe, (experiment.lr, experiment.weight_decay)
     optimizer = eigengraft.compose(recipe, model, *rates, steps=experiment.steps, silence=experiment.silence)
-    print_table(routing_table_of(optimizer))
-    print_table(storage_table(optimizer))
+    print_routing(optimizer)
+    print_storage(optimizer)
     for place, size in optimizer.offloaded_bytes().items():
         typer.echo(f"# offloaded to {place}: {size:,} bytes, which each step brings in and takes back")
     for line in optimizer.reached():

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from eigengraft.errors import RecipeError, counted
 
 from .arguments import override_argument
+from .console import print_table
 
 if TYPE_CHECKING:
     from eigengraft.optimizers.plan.plan import Plan
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from eigengraft.optimizers.recipe.recipe import Recipe
 
 DataParallel = Literal["ddp", "fsdp2", "hsdp"]
-WIDE = 200
-"""Width of a table in a file or in Markdown, in characters."""
 NODE = 8
 """Largest number of ranks that shard a parameter under hsdp, unless `--mesh` gives this number."""
 
@@ -72,12 +68,10 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     unit = "ms" if loaded.distribution.work else "FLOP"
     if len(meshes) > 1:
         typer.echo(f"{what}, {way}\n")
-        Console(width=WIDE).print(growth(plans, unit))
+        print_growth(plans, unit)
         return
-    console = Console()
     shared = f", {way}, mesh {'x'.join(map(str, meshes[0]))}" if len(plans[0].work) > 1 else ", one rank"
-    table = ranks_table(plans[0], what + shared, unit)
-    (console if console.is_terminal else Console(width=WIDE)).print(table)
+    print_ranks(plans[0], what + shared, unit)
     for line in remarks(plans[0], unit):
         typer.echo(line)
 
@@ -160,8 +154,8 @@ def _everywhere(plan: Plan) -> list[Traffic]:
     return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
 
 
-def ranks_table(plan: Plan, title: str, unit: str) -> Table:
-    """Return a table with a row for each rank and a row of sums.
+def print_ranks(plan: Plan, title: str, unit: str) -> None:
+    """Print a table with a row for each rank and a row of sums.
 
     With more than MAX_ROWS ranks, the rows of single ranks are replaced by rows with the least, the median and the
     largest value of each column.
@@ -170,34 +164,33 @@ def ranks_table(plan: Plan, title: str, unit: str) -> Table:
 
     found = [(name, np.asarray(values(plan)), of) for name, values, of in columns(unit)]
     ranks = len(plan.work)
-    table = _table(title, ["rank", *(name for name, _, _ in found)])
+    chosen: dict[str, Callable[[Any], Any]] = {"least": np.min, "median": np.median, "largest": np.max}
     if ranks <= MAX_ROWS:
-        for rank in range(ranks):
-            _row(table, str(rank), ((values[rank], of) for _, values, of in found))
-    else:
-        for name, choose in (("least", np.min), ("median", np.median), ("largest", np.max)):
-            _row(table, name, ((choose(values), of) for _, values, of in found))
-    _row(table, "all", ((values.sum(), of) if of != "x" else (None, of) for _, values, of in found))
-    return table
+        chosen = {str(rank): itemgetter(rank) for rank in range(ranks)}
+    rows = [(name, *(amount(choose(values), of) for _, values, of in found)) for name, choose in chosen.items()]
+    rows.append(("all", *("" if of == "x" else amount(values.sum(), of) for _, values, of in found)))
+    typer.secho(title, bold=True)
+    heads = ["rank", *(name for name, _, _ in found)]
+    print_table(heads, rows, numbers=len(heads))
 
 
-def growth(plans: Sequence[Plan], unit: str) -> Table:
-    """Return a Markdown table with a row for each number of ranks.
+def print_growth(plans: Sequence[Plan], unit: str) -> None:
+    """Print a Markdown table with a row for each number of ranks.
 
     A column has the largest value of all ranks. The column of the efficiency has the share of a refresh interval that
     ranks do not spend waiting.
     """
     import numpy as np
 
-    titles = ["ranks", "state", "/ mean", f"{unit} per step", "/ mean", "at best", "efficiency"]
-    sent = ["gradients sent", "received", "updates sent", "received", "messages", "buffers"]
-    table = _table("", [*titles, *sent], box.MARKDOWN)
+    heads = ["ranks", "state", "/ mean", f"{unit} per step", "/ mean", "at best", "efficiency"]
+    heads += ["gradients sent", "received", "updates sent", "received", "messages", "buffers"]
+    rows = []
     for plan in plans:
-        largest = [(np.asarray(values(plan)).max(), of) for _, values, of in columns(unit)]
+        largest = [amount(np.asarray(values(plan)).max(), of) for _, values, of in columns(unit)]
         imbalances = plan.state_imbalance, plan.imbalance, plan.least_imbalance, plan.balance.efficiency
-        ratios = [(ratio, "x") for ratio in imbalances]
-        _row(table, str(len(plan.work)), [largest[1], ratios[0], largest[2], *ratios[1:], *largest[4:]])
-    return table
+        ratios = [amount(ratio, "x") for ratio in imbalances]
+        rows.append((str(len(plan.work)), largest[1], ratios[0], largest[2], *ratios[1:], *largest[4:]))
+    print_table(heads, rows, numbers=len(heads), form="markdown")
 
 
 def remarks(plan: Plan, unit: str) -> list[str]:
@@ -240,12 +233,11 @@ def remarks(plan: Plan, unit: str) -> list[str]:
     return lines
 
 
-def amount(value: float | None, unit: str) -> str:
+def amount(value: float, unit: str) -> str:
     """Return a number as text, with three digits and a prefix in powers of 1000, such as 1.62 GB. Counts are written in
     full.
     """
-    if value is None:
-        return ""
+    value = float(value)
     if unit in ("", "x"):
         return f"{value:,.0f}" if unit == "" else f"{value:.3f}"
     prefixes = ("", "k", "M", "G", "T", "P", "E")
@@ -253,14 +245,3 @@ def amount(value: float | None, unit: str) -> str:
     while abs(value) >= 999.5 and unit != "ms" and power < len(prefixes) - 1:
         value, power = value / 1000, power + 1
     return f"{value:.3g} {prefixes[power]}{unit}"
-
-
-def _table(title: str, names: Iterable[str], frame: box.Box = box.SIMPLE_HEAD) -> Table:
-    table = Table(box=frame, title=title or None, title_justify="left", title_style="bold")
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _row(table: Table, name: str, cells: Iterable[tuple[Any, str]]) -> None:
-    table.add_row(Text(name), *(Text(amount(None if value is None else float(value), of)) for value, of in cells))

@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from eigengraft.errors import RecipeError, counted
 
 from ..files import short_name
 from ..reports.number_format import format_loss
-from ..studies.progress import LogLines, study_progress, time_left
+from ..studies.progress import Meter, study_progress
 from .arguments import Workers, override_argument
 from .console import print_table
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from ..doctor import Diagnosis
     from ..studies.preview import StudyPreview
     from ..studies.running import PreparedStudy, StudyEvent
@@ -159,29 +157,31 @@ def doctor_command(
     else:
         diagnoses = diagnose_all(run)
         records = [diagnosis.records() for diagnosis in diagnoses]
-        typer.echo(json.dumps(records, indent=2) if as_json else _summary(run, diagnoses))
+        if as_json:
+            typer.echo(json.dumps(records, indent=2))
+        else:
+            _print_summary(run, diagnoses)
     if any(diagnoses):
         raise typer.Exit(1)
 
 
-def _summary(directory: Path, diagnoses: Sequence[Diagnosis]) -> str:
-    """Return a table with a row for each run of a study in which something was found, and a line about all runs."""
+def _print_summary(directory: Path, diagnoses: Sequence[Diagnosis]) -> None:
+    """Print a line about all runs of a study, and a table with a row for each run in which something was found."""
     sick = [one for one in diagnoses if one]
     unfinished = sum(bool(one.unfinished) for one in diagnoses)
     head = f"{directory}: something was found in {len(sick)} of {counted(len(diagnoses), 'run')}"
-    head += f"; {unfinished} of them unfinished" if unfinished else ""
+    typer.echo(f"{head}; {unfinished} of them unfinished" if unfinished else head)
     if not sick:
-        return head
-    rows = [("run", "finding", "step", "layer")]
+        return
+    rows = []
     for one in sick:
         first, others = one.findings[0], len(one.findings) - 1
         kind = f"{first.kind}{f' and {others} more' if others else ''}"
         name = one.directory.relative_to(directory).as_posix()
         rows.append((name, kind, "" if first.step is None else str(first.step), first.layer))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    advice = f"`eigengraft doctor {sick[0].directory}` says what was seen in the first, and what to do"
-    return "\n".join([head, "", *lines, "", advice])
+    typer.echo()
+    print_table(("run", "finding", "step", "layer"), rows)
+    typer.echo(f"\n`eigengraft doctor {sick[0].directory}` says what was seen in the first, and what to do")
 
 
 def _split_label(text: str) -> tuple[str, str]:
@@ -239,8 +239,8 @@ def _print_preview(study: Study, directory: Path) -> None:
     from ..studies.preview import preview_study
 
     preview = preview_study(study, directory)
-    for table in (cells_table(preview), *differences_table(preview)):
-        print_table(table)
+    _print_cells(preview)
+    _print_differences(preview)
     for text in (*preview.comparisons, sentence(preview)):
         typer.echo(text)
 
@@ -285,81 +285,43 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
 
 @contextmanager
 def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
-    """Show progress with loss, step time and time left: a bar in a terminal, lines elsewhere. Yields the callback for
-    `train`.
-    """
-    console, validation = Console(stderr=True), ""
+    """Show progress with loss, step time and time left (see `Meter`). Yield the callback for `train`."""
+    validation = ""
+    bars: list[TaskID] = []
 
-    def figures(tick: Tick) -> str:
+    def on_tick(tick: Tick) -> None:
         nonlocal validation
         validation = f"  val {format_loss(tick.val_loss, 4)}" if tick.val_loss is not None else validation
-        return f"loss {format_loss(tick.loss, 4)}{validation}  {tick.step_ms:.1f} ms"
+        if not bars:  # only at the first tick, so that an invalid experiment shows no bar
+            bars.append(meter.add(name, tick.steps))
+        text = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss, 4)}{validation}  {tick.step_ms:.1f} ms"
+        meter.update(bars[0], tick.step, text)
 
-    if not console.is_terminal:
-        yield _logged_progress(name, figures)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console)
-    task = bar.add_task(name, total=None, figures="")
-
-    def on_tick(tick: Tick) -> None:
-        bar.update(task, completed=tick.step, total=tick.steps, figures=figures(tick))
-        bar.start()  # only at the first tick, so that an invalid experiment shows no bar
-
-    try:
+    with Meter() as meter:
         yield on_tick
-    finally:
-        bar.stop()
 
 
-def _logged_progress(name: str, figures: Callable[[Tick], str]) -> Callable[[Tick], None]:
-    lines, first = LogLines(), 0
-
-    def on_tick(tick: Tick) -> None:
-        nonlocal first
-        first, shown = first or tick.step, figures(tick)
-        done = tick.step - first  # steps that this process has timed
-        left = time_left(lines.seconds / done * (tick.steps - tick.step)) if done else ""
-        lines.write(lambda: f"{name}: step {tick.step}/{tick.steps}  {shown}{left}")
-
-    return on_tick
-
-
-def cells_table(preview: StudyPreview) -> Table:
-    """Return a table with a row for each cell: labels, runs, their expected time, and bytes of state."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for axis in preview.cells[0].labels:
-        table.add_column(axis, overflow="fold")
-    for name in ("runs", "complete", "timed", "tuning, at most", "seconds a run, guessed", "state bytes", "parameters"):
-        table.add_column(name, justify="right")
+def _print_cells(preview: StudyPreview) -> None:
+    """Print a row for each cell: labels, runs, their expected time, and bytes of state."""
+    axes = preview.cells[0].labels
+    numbers = ("runs", "complete", "timed", "tuning, at most", "seconds a run, guessed", "state bytes", "parameters")
+    rows = []
     for cell in preview.cells:
         counts = (cell.runs, cell.complete, cell.timing, cell.tuning)
-        numbers = (*counts, round(cell.seconds), cell.state_bytes, cell.parameters)
-        table.add_row(*map(Text, cell.labels.values()), *(f"{number:,}" for number in numbers))
-    return table
+        found = (*counts, round(cell.seconds), cell.state_bytes, cell.parameters)
+        rows.append((*cell.labels.values(), *(f"{number:,}" for number in found)))
+    print_table((*axes, *numbers), rows, numbers=len(numbers), form="comment")
 
 
-def differences_table(preview: StudyPreview) -> Iterator[Table]:
-    """Yield a table for each compared axis, with a row for each field in which its labels differ."""
+def _print_differences(preview: StudyPreview) -> None:
+    """Print a table for each compared axis, with a row for each field in which its labels differ."""
     from ..reports.recipe_diff import diff_recipes
 
     for panels in preview.configs.values():
-        labels = list(dict.fromkeys(label for panel in panels.values() for label in panel))
-        rows = diff_recipes(panels)
-        if rows:
-            table = Table(box=box.SIMPLE_HEAD)
-            table.add_column("field", no_wrap=True)
-            for label in labels:
-                table.add_column(label, overflow="fold")
-            for row in rows:
-                table.add_row(*map(Text, row))
-            yield table
+        table = diff_recipes(panels)
+        if table.rows:
+            rows = [[cell.text for cell in row] for row in table.rows]
+            print_table(table.heads, rows, form="comment")
 
 
 def _duration(seconds: float) -> str:

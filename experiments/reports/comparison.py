@@ -439,7 +439,7 @@ def at_their_best(records: Records) -> list[ComparisonPanel]:
                 if method == first:
                     baseline = rows[0]
         if len(rows) > 1:
-            title, axis = [*outer, f"each at its own best {records.compare}"], _methods(records, rows[0].runs[0])
+            title, axis = [*outer, f"each at its own best {records.compare}"], _methods(records)
             title += [] if baseline else [f"without the baseline {first}, which has no best {records.compare}"]
             labels = group[0].labels[:-1]
             found.append(ComparisonPanel(", ".join(title), labels, outer, tuple(rows), records.metric, baseline, axis))
@@ -467,19 +467,18 @@ def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
 def method_axis(records: Records) -> str | None:
     """Return the axis of methods if each method is compared at its best learning rate (or other number), else None."""
     rates = swept(records)
-    return _methods(rates, rates.runs[0]) if _by_conditions(rates) else None
+    return _methods(rates) if _by_conditions(rates) else None
 
 
-def _methods(records: Records, run: Run) -> str:
-    """Return the axis of methods: the last axis of a run besides the compared axis."""
-    return [axis for axis in run.labels if axis != records.compare][-1]
+def _methods(records: Records) -> str:
+    """Return the axis of methods: the last axis besides the compared axis, "" if there is none."""
+    return next((axis for axis in reversed(records.axes) if axis != records.compare), "")
 
 
 def _baseline_method(records: Records) -> str:
     """Return the first method, the baseline of comparisons of methods at their best. Its runs are the first."""
-    run = records.runs[0]
-    axis = next((axis for axis in reversed(run.labels) if axis != records.compare), "")
-    return named(axis, run.labels[axis]) if axis else ""
+    axis = _methods(records)
+    return named(axis, records.runs[0].labels[axis]) if axis else ""
 
 
 def describe_comparisons(records: Records) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from eigengraft.component import stage_name
 
 from .records import learning_rate
+from .tables import TableCell, TextTable
 
 # Names, seeds and descriptions do not distinguish methods.
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
@@ -16,9 +17,9 @@ _Place = tuple[str, str]
 """(panel, label): the place of a configuration among those that are compared."""
 
 
-def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, ...]]:
-    """Return a row for each difference between the labels of a panel: its dotted path, and a text for each label, which
-    is empty if the label has no such field.
+def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> TextTable:
+    """Return a table with a row for each difference between the labels of a panel: its dotted path, and a text for each
+    label, which is empty if the label has no such field.
 
     A field with different values is a row. A component that only some labels have is one row with its fields. If the
     value of a label differs between panels, the name of the panel follows each value.
@@ -40,7 +41,8 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
             rows.append((path, summaries))
         rows += [(f"{path}.{field}".strip("."), found) for field, found in own.items()]
     labels = list(dict.fromkeys(label for _, label in places))
-    return [(path, *(_text(label, found) for label in labels)) for path, found in rows]
+    texts = [(path, *(_text(label, found) for label in labels)) for path, found in rows]
+    return TextTable("", "", ["field", *labels], [list(map(TableCell, row)) for row in texts])
 
 
 def _differ(found: Mapping[_Place, str], among: Collection[_Place]) -> bool:

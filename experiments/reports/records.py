@@ -420,13 +420,19 @@ class Records:
         )
 
     @cached_property
+    def axes(self) -> dict[str, list[str]]:
+        """Labels of each axis, in the order of the runs."""
+        pairs = dict.fromkeys(pair for run in self.runs for pair in run.labels.items())
+        return {axis: [label for other, label in pairs if other == axis] for axis, _ in pairs}
+
+    @cached_property
     def rates(self) -> str:
         """The axis of learning rates; empty if there is none.
 
         Of several such axes, it is the compared axis if this is one of them, else the last.
         """
-        common = [axis for axis in self.runs[0].labels if all(axis in run.labels for run in self.runs)]
-        found = [axis for axis in common if is_rate(axis, [run.labels[axis] for run in self.runs])]
+        common = (axis for axis in self.axes if all(axis in run.labels for run in self.runs))
+        found = [axis for axis in common if is_rate(axis, self.axes[axis])]
         return self.compare if self.compare in found else found[-1] if found else ""
 
     @property
@@ -507,10 +513,7 @@ def _compared_with(records: Records, baseline: str) -> Records:
     baseline: label to compare with. The runs are compared along its axis. `axis=label` chooses between axes that have
         the same label.
     """
-    known: dict[str, dict[str, None]] = {}
-    for run in records.runs:
-        for axis, label in run.labels.items():
-            known.setdefault(axis, {}).setdefault(label)
+    known = records.axes
     axis, equals, label = baseline.partition("=")
     named = bool(equals) and axis in known
     label = label if named else baseline
@@ -530,10 +533,10 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
     patterns: dict[str, list[str]] = {}
     for text in only:
         axis, equals, label = text.partition("=")
-        named = equals and any(axis in run.labels for run in records.runs)
+        named = equals and axis in records.axes
         patterns.setdefault(axis if named else records.compare, []).append(label if named else text)
     for axis, chosen in patterns.items():
-        known = list(dict.fromkeys(run.labels[axis] for run in records.runs if axis in run.labels))
+        known = records.axes[axis]
         for pattern in chosen:
             if not any(fnmatchcase(label, pattern) for label in known):
                 raise ValueError(f"--only: '{pattern}' is no label of {axis}, whose labels are {', '.join(known)}")
@@ -551,11 +554,10 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
 
 def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
     """Return the records with other texts for some labels. Raises ValueError if two labels would become equal."""
-    known = {label for run in records.runs for label in run.labels.values()}
+    known = {label for labels in records.axes.values() for label in labels}
     for label in texts.keys() - known:
         raise ValueError(f"--labels: '{label}' is no label of the runs, whose labels are {', '.join(sorted(known))}")
-    for axis in {axis for run in records.runs for axis in run.labels}:
-        before = {run.labels[axis] for run in records.runs if axis in run.labels}
+    for axis, before in records.axes.items():
         after = [texts.get(label, label) for label in sorted(before)]
         if twice := next((text for text in after if after.count(text) > 1), None):
             raise ValueError(

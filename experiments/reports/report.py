@@ -30,14 +30,16 @@ from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .tables import (
+    TableCell,
+    TextTable,
     busy_sign,
-    format_metric,
     grid_of,
     marks,
     panel_table,
     rise_notice,
     runs_frame,
     sentences,
+    tuned_table,
     worst_layers,
     write_runs_csv,
     write_tables,
@@ -257,39 +259,39 @@ class Report:
 
     def page(self) -> str:
         """Return the page as text. All labels, paths and messages are escaped."""
-        environment = templates()
-        environment.filters["metric"] = format_metric
         records, grids = self.records, self._of_grids()
         panels = compare(records)
-        return environment.get_template("report.html.jinja").render(
-            records=records,
-            panels=[
-                (
-                    panel,
-                    _drawn(self._of_panel(panel), f"panel-{index}", panel.title),
-                    sentences(panel, records),
-                    worst_layers(panel),
-                    panel_table(panel, records),
-                )
-                for index, panel in enumerate(self.panels)
-            ],
-            sweeps=_drawn([one for one in grids if not one[1].startswith("Tuning")], "sweep"),
-            tuning=_drawn([one for one in grids if one[1].startswith("Tuning")], "tuning"),
-            swept=swept(records).compare,
-            grid=grid_of(records),
-            marks=marks,
-            rise_notice=rise_notice,
-            chosen=bool(at_their_best(swept(records))),
-            status=Counter(run.status(records.metric) for run in records.runs),
-            failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
-            labels=list(
-                dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)
-            ),
-            recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
-            environments=_environments(records.runs),
-            critical=_critical(records),
-            bootstrap_pairs=BOOTSTRAP_PAIRS,
-            palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
+        return (
+            templates()
+            .get_template("report.html.jinja")
+            .render(
+                records=records,
+                panels=[
+                    (
+                        panel,
+                        _drawn(self._of_panel(panel), f"panel-{index}", panel.title),
+                        sentences(panel, records),
+                        worst_layers(panel),
+                        panel_table(panel, records),
+                    )
+                    for index, panel in enumerate(self.panels)
+                ],
+                sweeps=_drawn([one for one in grids if not one[1].startswith("Tuning")], "sweep"),
+                tuning=_drawn([one for one in grids if one[1].startswith("Tuning")], "tuning"),
+                swept=swept(records).compare,
+                grid=grid_of(records),
+                marks=marks,
+                rise_notice=rise_notice,
+                chosen=bool(at_their_best(swept(records))),
+                status=Counter(run.status(records.metric) for run in records.runs),
+                failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
+                tuned=tuned_table(records.tuned),
+                recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
+                environments=_environments(records.runs),
+                critical=_critical(records),
+                bootstrap_pairs=BOOTSTRAP_PAIRS,
+                palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
+            )
         )
 
     def _of_grids(self) -> list[Drawing]:
@@ -368,13 +370,18 @@ def _failed(run: Run, records: Records) -> bool:
     return run.status(records.metric) not in ("complete", "missing") or bool(run.result.get("diagnosis"))
 
 
-def _environments(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the values of every field of the runs' environments, by field. Equal values are listed once."""
+def _environments(runs: Sequence[Run]) -> TextTable:
+    """Return a table with the values of every field of the runs' environments. Of more than four values, the first four
+    are given, and the number of all others.
+    """
     fields: dict[str, dict[str, None]] = {}
     for run in runs:
         for key, value in _leaves(run.environment):
             fields.setdefault(key, {}).setdefault(value)
-    return {key: list(values) for key, values in fields.items()}
+    texts = {
+        key: [*list(found)[:4], *([f"and {len(found) - 4} more"] * (len(found) > 4))] for key, found in fields.items()
+    }
+    return TextTable("", "", [], [[TableCell(key), TableCell("\n".join(lines))] for key, lines in texts.items()])
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:

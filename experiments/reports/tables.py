@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ from eigengraft.errors import RecipeError, counted
 from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, all_panels, compare, leaders
 from .number_format import number_format
-from .records import RESULT_NUMBERS, Records, Run, learning_rate, read_records
+from .records import RESULT_NUMBERS, Records, Run, TunedCell, learning_rate, read_records
 from .seed_statistics import Summary, Target
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ def grid_of(records: Records) -> TextTable | None:
     are not significantly worse. If the columns have different tasks or data, each column has a best mean of its own.
     Returns None if not exactly two axes have several labels, or if runs of one cell were made by different code.
     """
-    axes = dict.fromkeys(axis for run in records.runs for axis in run.labels)
-    known = {axis: {run.labels.get(axis) for run in records.runs} for axis in axes}
-    several = [axis for axis in axes if len(known[axis]) > 1]
+    several = [axis for axis, labels in records.axes.items() if len(labels) > 1]
     panels = compare(records)
     apart = any(run.variant for run in records.runs)
     if len(several) != 2 or records.compare not in several or apart or not any(panel.begun for panel in panels):
@@ -179,25 +177,44 @@ _WORST = {
 """Titles of the columns in the table of worst layers, by the name of the measure."""
 
 
-def worst_layers(panel: ComparisonPanel) -> list[list[tuple[str, str]]]:
-    """Return a table of the worst layer of each measure: a row for each label, (value, layer) in a cell.
+def worst_layers(panel: ComparisonPanel) -> TextTable | None:
+    """Return a table of the worst layer of each measure: a row for each label, and in a cell the value and the layer.
 
-    The first row has the titles. A value is the largest over layers and seeds. [] if no run has recorded its layers.
+    A value is the largest over layers and seeds. Returns None if no run has recorded its layers.
     """
-    rows = [[(row.title, ""), *(_worst(row, measure) for measure in _WORST)] for row in panel.rows]
-    rows = [row for row in rows if any(value != _NONE for value, _ in row[1:])]
-    head = [("", ""), *((title, "") for title in _WORST.values())]
-    return [head, *rows] if rows else []
+    rows = [[TableCell(row.title), *(_worst(row, measure) for measure in _WORST)] for row in panel.rows]
+    rows = [row for row in rows if any(cell.text != _NONE for cell in row[1:])]
+    return TextTable("", "", ["", *_WORST.values()], rows) if rows else None
 
 
-def _worst(row: ComparisonRow, measure: str) -> tuple[str, str]:
+def _worst(row: ComparisonRow, measure: str) -> TableCell:
     found = [(value, layer) for run in row.runs for layer, value in run.layers.get(measure, {}).items()]
     if not found:
-        return _NONE, ""
+        return TableCell(_NONE)
     value, layer = max(found)
     if measure == "zero_gradients":
-        return (f"{100 * value:.0f} %", layer) if value else ("0 %", "")
-    return "not finite" if math.isinf(value) else f"{value:.3g}", layer
+        return TableCell(f"{100 * value:.0f} %", layer if value else "")
+    return TableCell("not finite" if math.isinf(value) else f"{value:.3g}", layer)
+
+
+def tuned_table(tuned: Sequence[TunedCell]) -> TextTable | None:
+    """Return a table of searches: their best values, and each tried value with its mean metric. * is the best of them.
+
+    Returns None if there was no search.
+    """
+    rows = []
+    for one in tuned:
+        tried = []
+        for trial in one.tried:
+            stopped = "" if trial.stopped is None else f" at step {trial.stopped}, where it was stopped"
+            best = " *" if trial.values == one.values else ""
+            tried.append(f"{_joined(trial.values)}: {format_metric(trial.mean)}{stopped}{best}")
+        rows.append([TableCell(one.cell), TableCell(_joined(one.values)), TableCell("; ".join(tried))])
+    return TextTable("", "", [f"{', '.join(tuned[0].values)} of", "best", "tried"], rows) if tuned else None
+
+
+def _joined(values: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, values.values()))
 
 
 def format_length(row: ComparisonRow) -> tuple[str, str]:
@@ -562,7 +579,6 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
 
 def _identity(run: Run, records: Records) -> dict[str, Any]:
     """Return the columns that identify a run: its labels, its seed, its variant if any run has one, and its status."""
-    axes = dict.fromkeys(axis for one in records.runs for axis in one.labels)
     apart = {"variant": run.variant} if any(one.variant for one in records.runs) else {}
-    labels = {f"axis.{axis}": run.labels.get(axis) for axis in axes}
+    labels = {f"axis.{axis}": run.labels.get(axis) for axis in records.axes}
     return {**labels, "seed": run.seed, **apart, "status": run.status(records.metric)}

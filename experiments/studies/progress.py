@@ -30,123 +30,106 @@ hundred lines.
 """
 
 
-class LogLines:
-    """Lines of progress in plain text, for a standard error that is a file or a pipe.
+class Meter:
+    """A context manager that shows progress: bars in a terminal, else lines in plain text with the date.
 
-    now: function that returns the time in seconds.
+    A line has the first bar, and the bar that has progressed. Between two lines at least 10 seconds pass.
+
+    console: console for bars and lines. None: standard error.
     """
 
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
-        self._now, self._began = now, now()
-        self._next = self._began
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        name = TextColumn("{task.description}", markup=False)
+        self._bars = Progress(
+            name, BarColumn(bar_width=16), TextColumn("{task.fields[text]}"), console=self.console, transient=True
+        )
+        self._first: dict[TaskID, tuple[float, float]] = {}
+        self._began = self._next = monotonic()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return self._now() - self._began
+    def __enter__(self) -> Self:
+        return self
 
-    def write(self, text: Callable[[], str]) -> None:
-        """Write a line with the date if enough time has passed since the last line.
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self._bars.stop()
 
-        text: function that returns the text of the line; it is called only if a line is written.
+    def add(self, name: str, total: float, text: str = "") -> TaskID:
+        """Add a bar that ends at `total`, and return its number. `text` is printed after the bar."""
+        if self.console.is_terminal:
+            self._bars.start()
+        return self._bars.add_task(name, total=total, text=text)
+
+    def remove(self, bar: TaskID) -> None:
+        """Remove a bar."""
+        self._bars.remove_task(bar)
+
+    def update(self, bar: TaskID, done: float, text: str) -> None:
+        """Set how far a bar is, and its text. The time left is added to the text.
+
+        The time left assumes the speed since the first update of the bar. The start of processes and compilation, which
+        come before, do not count.
         """
-        if self._now() >= self._next:
-            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text()}", err=True)
+        now, total = monotonic(), next(task.total or 0.0 for task in self._bars.tasks if task.id == bar)
+        began, first = self._first.setdefault(bar, (now, done))
+        if first < done < total and now - began >= 5:
+            minutes, seconds = divmod(round((now - began) * (total - done) / (done - first)), 60)
+            text = f"{text}, about {minutes}:{seconds:02d} left"
+        self._bars.update(bar, completed=done, text=text)
+        if not self.console.is_terminal and now >= self._next:
+            shown = (task for place, task in enumerate(self._bars.tasks) if place == 0 or task.id == bar)
+            line = "; ".join(f"{task.description}: {task.fields['text']}" for task in shown)
+            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", err=True)
             least, most = _LOG_SECONDS
-            self._next = self._now() + min(max(least, self.seconds / 20), most)
+            self._next = now + min(max(least, (now - self._began) / 20), most)
 
-
-def time_left(seconds: float) -> str:
-    """Return the end of a line of progress, with the time left in minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f", about {minutes}:{rest:02d} left"
+    def say(self, text: str) -> None:
+        """Print a line of text, with the markup of rich, that stays above the bars."""
+        self.console.print(text, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def study_progress(
     prepared: PreparedStudy, study: Study, console: Console | None = None
 ) -> Iterator[Callable[[StudyEvent], None]]:
-    """Show the progress of a phase of a study. Yield the function that receives the events of its runs.
+    """Show the progress of a phase of a study: a bar for all runs, a bar for each run in progress, and a line for each
+    finished run. Yield the function that receives the events of the runs.
 
     console: console for the bars and lines. None: standard error.
     """
-    console = console or Console(stderr=True)
-    if prepared.phase == "tuning" and study.tune is not None:
-        console.print(f"tuning {', '.join(study.tune.fields)}: {counted(len(prepared.left), 'run')}", highlight=False)
-    if prepared.phase == "timing":
-        console.print(f"timing every cell: {counted(len(prepared.left), 'run')}", highlight=False)
-    with StudyProgress(console, len(prepared.runs), len(prepared.left), study.metric) as progress:
-        yield progress.on_event
+    runs, left = len(prepared.runs), len(prepared.left)
+    bars: dict[str, TaskID] = {}
+    done = runs - left
+    with Meter(console) as meter:
+        if prepared.phase == "tuning" and study.tune is not None:
+            meter.say(f"tuning {', '.join(study.tune.fields)}: {counted(left, 'run')}")
+        if prepared.phase == "timing":
+            meter.say(f"timing every cell: {counted(left, 'run')}")
+        if done:
+            meter.say(f"{done} of {runs} runs are already complete")
+        whole = meter.add("study", 1.0, f"{done} of {runs} runs")
 
-
-class StudyProgress:
-    """A context manager with a progress bar for a study and for each run in progress, and a line for each finished run.
-
-    Without a terminal there are no bars, but lines with the progress of the study and of one of its runs.
-
-    runs: number of runs of the study.
-    left: number of runs that are not done yet.
-    metric: name of the metric by which the study compares runs, which is printed for each finished run.
-    """
-
-    def __init__(self, console: Console, runs: int, left: int, metric: str = "val_loss") -> None:
-        self.metric = metric
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
-        self.progress = Progress(*columns, console=console, transient=True)
-        self.lines = None if console.is_terminal else LogLines()
-        self.runs, self.done = runs, runs - left
-        self.began: tuple[float, float] | None = None  # time and fraction at the first progress of a run
-        self.study_bar = self.progress.add_task("study", total=1.0, figures="")
-        self.run_bars: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        if self.lines is None:
-            self.progress.start()
-        if self.done:
-            self.progress.console.print(f"{self.done} of {self.runs} runs are already complete")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def on_event(self, event: StudyEvent) -> None:
-        """Display one event of the study."""
-        key = event.run.directory
-        if self.began is None and event.kind in ("progress", "done"):
-            self.began = monotonic(), event.fraction
-        if event.kind == "started":
-            self.run_bars[key] = self.progress.add_task(
-                escape(event.run.title), total=event.run.experiment.steps, figures=""
-            )
-        elif event.kind in ("elsewhere", "died"):
-            self.progress.remove_task(self.run_bars.pop(key))
+        def on_event(event: StudyEvent) -> None:
+            nonlocal done
+            run, title = event.run, escape(event.run.title)
+            if event.kind == "started":
+                bars[run.directory] = meter.add(run.title, run.experiment.steps)
+            elif event.kind == "progress":
+                tick = event.value
+                shown = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss)}  {tick.step_ms:.1f} ms"
+                meter.update(bars[run.directory], tick.step, shown)
+            elif run.directory in bars:  # runs of other workers have no bar
+                meter.remove(bars.pop(run.directory))
             if event.kind == "died":
-                text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
-                self.progress.console.print(text, highlight=False, soft_wrap=True)
-        elif event.kind == "progress":
-            tick = event.value
-            shown = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss)}  {tick.step_ms:.1f} ms"
-            self.progress.update(self.run_bars[key], completed=event.value.step, figures=shown)
-            if self.lines is not None:
-                self.lines.write(lambda: f"{self._figures(event.fraction)}; {event.run.title}: {shown}")
-        else:
-            if key in self.run_bars:  # runs of other workers have no bar
-                self.progress.remove_task(self.run_bars.pop(key))
-            self.done += 1
-            text = _describe_result(event.value, self.metric) if event.kind == "done" else "[red]failed[/red]"
-            self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
-        self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
+                meter.say(f"{title}: {escape(event.value)}; it is begun again")
+            elif event.kind in ("done", "failed"):
+                done += 1
+                ended = _describe_result(event.value, study.metric) if event.kind == "done" else "[red]failed[/red]"
+                meter.say(f"{title}: {ended}")
+            if event.kind in ("progress", "done", "failed"):
+                meter.update(whole, event.fraction, f"{done} of {runs} runs")
 
-    def _figures(self, fraction: float) -> str:
-        """Return a text with the number of finished runs, and the time left at the speed since the first progress of a
-        run. The start of processes and compilation, which come before, do not count.
-        """
-        text, now = f"{self.done} of {self.runs} runs", monotonic()
-        began, first = self.began or (now, fraction)
-        spent, gained = now - began, fraction - first
-        if gained <= 0 or spent < 5 or fraction >= 1:
-            return text
-        return f"{text}{time_left(spent * (1 - fraction) / gained)}"
+        yield on_event
 
 
 def _describe_result(result: Result, metric: str) -> str:

@@ -33,8 +33,7 @@ from eigengraft.experiments.cli.purposes import (
     recipe_numbers,
     timed_card,
 )
-from eigengraft.experiments.studies import progress as study_progress
-from eigengraft.experiments.studies.progress import LogLines
+from eigengraft.experiments.studies import progress
 from eigengraft.preconditioners import RMS
 from eigengraft.signals import known_signals
 
@@ -242,7 +241,7 @@ class TestProgress:
         study = "base: {task: {kind: digits, width: 8}, recipe: adamw, steps: 4}\naxes: {lr: [0.1, 0.01]}\n"
         result = call("ablate", write("study.yaml", study), "--workers", "1")
         assert result.exit_code == 0, result.output
-        assert re.search(r"^\S+ \S+ 0 of 2 runs.*; .+: step 1/4  loss ", result.stderr, flags=re.MULTILINE)
+        assert re.search(r"^\S+ \S+ study: 0 of 2 runs.*; .+: step 1/4  loss ", result.stderr, flags=re.MULTILINE)
         assert result.stderr.count("validation loss") == 2
         assert not set(result.stderr) & set("\x1b\r\x08")
 
@@ -261,36 +260,47 @@ class TestProgress:
         assert result.exit_code == 0, result.output
         assert re.search(r"^\S+ \S+ measuring: 1 of \d+ cells$", result.stderr, flags=re.MULTILINE)
 
-    def test_lines_become_rarer_in_a_long_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_lines_become_rarer_in_a_long_run(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Every 10 seconds at first, then after a twentieth of the elapsed time, and after 10 minutes at the latest."""
         clock = {"now": 0.0}
-        lines, written = LogLines(lambda: clock["now"]), list[float]()
-        for second in range(48 * 3600):
+        monkeypatch.setattr(progress, "monotonic", lambda: clock["now"])
+        meter, seconds = progress.Meter(Console(file=StringIO())), 48 * 3600
+        bar = meter.add("run", seconds)
+        for second in range(0, seconds, 5):
             clock["now"] = float(second)
-            lines.write(lambda: f"at {clock['now']:.0f}")
-        written = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().err.splitlines()]
+            meter.update(bar, second, f"at {second}")
+        lines = capsys.readouterr().err.splitlines()
+        written = [float(re.search(r"run: at (\d+)", line)[1]) for line in lines]
         gaps = [later - earlier for earlier, later in itertools.pairwise(written)]
-        assert written[:3] == [0, 10, 20] and gaps == sorted(gaps) and max(gaps) <= 601
-        assert 300 < len(written) < 400
+        assert written[:3] == [0, 10, 20] and gaps == sorted(gaps) and max(gaps) <= 605
+        assert 300 < len(written) < 400 and lines[-1].endswith(" left")
 
 
 def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkeypatch):
-    clock = {"now": 0.0}
-    monkeypatch.setattr(study_progress, "monotonic", lambda: clock["now"])
-    progress = study_progress.StudyProgress(Console(file=StringIO()), runs=12, left=12)
+    clock, shown = {"now": 0.0}, {}
+    monkeypatch.setattr(progress, "monotonic", lambda: clock["now"])
+    prepared = SimpleNamespace(phase="", runs=range(12), left=range(12))
     run = SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60))
     tick = SimpleNamespace(step=1, steps=60, loss=1.0, step_ms=1.0)
     result = SimpleNamespace(val_loss=1.0, val_accuracy=None, metrics={}, seconds=1.0)
-    shown = {}
-    for now, kind, value, fraction in (
-        (0.0, "started", None, 0.0), (60.0, "progress", tick, 0.02), (62.0, "progress", tick, 0.05),
-        (66.0, "progress", tick, 0.12), (70.0, "done", result, 0.22),
-    ):  # fmt: skip
-        clock["now"] = now
-        progress.on_event(SimpleNamespace(kind=kind, run=run, value=value, fraction=fraction))
-        shown[now] = progress._figures(fraction)
-    none = dict.fromkeys((0.0, 60.0, 62.0), "0 of 12 runs")
-    assert shown == {**none, 66.0: "0 of 12 runs, about 0:53 left", 70.0: "1 of 12 runs, about 0:39 left"}
+    update = progress.Progress.update
+    monkeypatch.setattr(
+        progress.Progress,
+        "update",
+        lambda self, bar, **new: shown.update({(clock["now"], bar): new["text"]}) or update(self, bar, **new),
+    )
+    with progress.study_progress(prepared, SimpleNamespace(metric="val_loss"), Console(file=StringIO())) as on_event:
+        for now, kind, value, fraction in (
+            (0.0, "started", None, 0.0), (60.0, "progress", tick, 0.02), (62.0, "progress", tick, 0.05),
+            (66.0, "progress", tick, 0.12), (70.0, "done", result, 0.22),
+        ):  # fmt: skip
+            clock["now"] = now
+            on_event(SimpleNamespace(kind=kind, run=run, value=value, fraction=fraction))
+    none = dict.fromkeys((60.0, 62.0), "0 of 12 runs")
+    study = {now: text for (now, bar), text in shown.items() if bar == 0}
+    assert study == {**none, 66.0: "0 of 12 runs, about 0:53 left", 70.0: "1 of 12 runs, about 0:39 left"}
 
 
 @pytest.mark.parametrize(

@@ -581,7 +581,7 @@ def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_
     said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert said.exit_code == 1
     assert lacking(said.output, "2 of 3 runs", f"doctor {tmp_path / 'b' / 'seed-0'}") == []
-    table = [line.split() for line in said.output.splitlines()[3:5]]
+    table = [line.split() for line in said.output.splitlines()[4:6]]  # below the heads and a line
     step = next(one.step for one in diagnose(tmp_path / "b" / "seed-1").findings)
     assert table == [["b/seed-0", "stalled"], ["b/seed-1", "data", str(step)]]
     records = json.loads(CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"]).output)

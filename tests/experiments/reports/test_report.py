@@ -452,8 +452,13 @@ def test_the_worst_layer_of_each_measure_is_listed_over_all_seeds(study, no_pict
         file = study / f"method={method}" / f"seed-{seed}" / "diagnostics.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in [old, *lines]))
     (panel,) = compare(read_records(study))
-    _, soap = worst_layers(panel)
-    assert soap[1:] == [("0.9", "first"), ("not finite", "head"), ("\u2013", ""), ("100 %", "head")]
+    (soap,) = worst_layers(panel).rows
+    assert [(text, more) for text, more, _ in soap[1:]] == [
+        ("0.9", "first"),
+        ("not finite", "head"),
+        ("\u2013", ""),
+        ("100 %", "head"),
+    ]
     assert "Worst layers" in Report(study).write().read_text(encoding="utf-8")
 
 
@@ -668,21 +673,26 @@ def test_names_compared_have_no_curve_over_them(study):
     assert sweeps(records) == {}
 
 
+def differences(configs):
+    """The rows of the table of differences as texts."""
+    return [tuple(cell.text for cell in row) for row in diff_recipes(configs).rows]
+
+
 def test_only_fields_that_distinguish_are_told():
     def config(recipe, lr, task="a"):
         return {"name": "n", "seed": 3, "lr": lr, "task": {"kind": task}, "recipe": recipe}
 
     again = {**SOAP, "update": [{**SOAP["update"][0], "refresh": {"steps": 1}}]}
-    rows = diff_recipes({"a": {"x": config(SOAP, 0.1), "y": config(again, 0.1)}})
+    rows = differences({"a": {"x": config(SOAP, 0.1), "y": config(again, 0.1)}})
     assert rows == [("recipe.update.eigenbasis.refresh.steps", "10", "1")]
-    rows = diff_recipes(
+    rows = differences(
         {
             "a": {"x": config(SOAP, 0.1), "y": config(SOAP, 0.2)},
             "b": {"x": config(SOAP, 0.1, "b"), "y": config(SOAP, 0.4, "b")},
         }
     )
     assert rows == [("lr", "0.1", "0.2 (a), 0.4 (b)")]
-    assert diff_recipes({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
+    assert differences({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
 
 
 def test_a_stage_without_fields_is_named_by_its_chain_alone():
@@ -692,7 +702,7 @@ def test_a_stage_without_fields_is_named_by_its_chain_alone():
 
 
 def test_a_part_that_not_all_have_is_one_row():
-    rows = diff_recipes(
+    rows = differences(
         {"a": {"x": {"recipe": ADAM}, "y": {"recipe": SOAP}, "z": {"recipe": {**SOAP, "blocking": None}}}}
     )
     assert {path: tuple(values) for path, *values in rows} == {
@@ -706,7 +716,7 @@ def test_a_part_that_not_all_have_is_one_row():
 
 
 def test_the_learning_rate_is_the_one_in_force():
-    rows = diff_recipes({"a": {"x": {"lr": None, "recipe": {"lr": 0.3}}, "y": {"lr": 0.1, "recipe": {"lr": 0.3}}}})
+    rows = differences({"a": {"x": {"lr": None, "recipe": {"lr": 0.3}}, "y": {"lr": 0.1, "recipe": {"lr": 0.3}}}})
     assert rows == [("lr", "0.3", "0.1")]
 
 
