@@ -144,7 +144,8 @@ def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> Va
     if what not in lists:
         hint = did_you_mean(what, lists)
         return ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {OF_FILES}")
-    titles = [one.title for one in (*_HEADINGS.get(what, ()), *(goals() if what == RECIPES else ()))]
+    titles = [one.title for one in _HEADINGS.get(what, ())]
+    titles += [goal.title for goal in goals() if what == RECIPES]
     headings = f", or with a heading or goal: {'; '.join(titles)}" if titles else ""
     return ValueError(f"{missing}; search with fewer words{headings}. {OF_FILES}")
 

@@ -98,7 +98,8 @@ def _described(source: object) -> str:
         )
     if isinstance(source, torch.nn.Module):
         return f"{kind.__name__}; give the recipe first, then the model, as in compose(recipe, model)"
-    if type(source) in (int, float) or (isinstance(source, torch.Tensor) and source.numel() == 1):
+    rate = isinstance(source, (int, float)) and not isinstance(source, bool)
+    if isinstance(source, (int, float, torch.Tensor)) and (rate or getattr(source, "ndim", 1) == 0):
         return f"{kind.__name__}; give a learning rate by its name, as in lr={float(source):g}"
     return f"the class {kind.__name__}; write {kind.__name__}()" if what else kind.__name__
 
