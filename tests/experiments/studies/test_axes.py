@@ -45,7 +45,7 @@ def test_excluded_combinations_are_not_run():
 def test_a_preview_counts_runs_and_plans_the_state_that_an_optimizer_has(tmp_path):
     one = study(seeds=[0, 1], tune={"seeds": [7], "trials": 5})
     (tmp_path / "method=soap" / "seed-1").mkdir(parents=True)
-    (tmp_path / "method=soap" / "seed-1" / "result.json").write_text("{}")
+    (tmp_path / "method=soap" / "seed-1" / "result.json").write_text('{"diverged": false}')
     with refused(RecipeError, "weight_deacy", "weight_decay"):
         preview_study(study(tune={"seeds": [7], "space": {"weight_deacy": [0.0, 0.1]}}), tmp_path)
     preview = preview_study(one, tmp_path)
