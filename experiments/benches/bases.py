@@ -13,7 +13,6 @@ from torch import Tensor
 
 from eigengraft.preconditioners import BasisSolver
 
-from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, default_members, label
 from .matrices import (
     Geometric,
@@ -26,7 +25,7 @@ from .matrices import (
     with_unit_norm,
     worst_of,
 )
-from .view import Panel, Recommendation, Row, Table
+from .view import Panel, Recommendation, Row, Table, cell, milli, number, number_of, only, scientific
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {"kind": "power_qr", "steps": 2})
 
@@ -144,16 +143,17 @@ class BasisBench(MatrixBench):
                 yield {"refresh": k, **_quality(a, q), "ok": ok, "milliseconds": time / n}
 
     def table(self) -> Table:
+        late = only(self._late)
         return Table(
             f"eigenbases after {max(self.refreshes)} refreshes: the worst over spectra",
             {"solver": "candidate", "size": "size", "dtype": "dtype"},
             {
-                "columns": view.first("columns"),
-                "orthogonality": view.cell(view.largest("orthogonality"), view.scientific),
-                "off-diagonal": view.only(self._late, view.cell(view.largest("offdiagonal"), view.scientific)),
-                "eigenvalues": view.only(self._late, view.cell(view.largest("eigenvalues"), view.scientific)),
-                "ok": view.only(self._late, view.cell(view.least("ok"), "{:.0%}".format)),
-                "ms": view.only(self._late, view.cell(view.typical("milliseconds"), view.milli)),
+                "columns": cell("columns"),
+                "orthogonality": cell("orthogonality", "max", scientific),
+                "off-diagonal": cell("offdiagonal", "max", scientific, late),
+                "eigenvalues": cell("eigenvalues", "max", scientific, late),
+                "ok": cell("ok", "min", "{:.0%}".format, late),
+                "ms": cell("milliseconds", "median", milli, late),
             },
         )
 
@@ -161,7 +161,7 @@ class BasisBench(MatrixBench):
         return bool(row["refresh"] == max(self.refreshes))
 
     def panels(self) -> tuple[Panel, Panel]:
-        band, ratio = (self.threshold, self.threshold), "off-diagonal ratio of $Q^T A Q$"
+        band, ratio = self.threshold, "off-diagonal ratio of $Q^T A Q$"
         return (
             Panel("ms per matrix, a point for each size", f"{ratio} after the last refresh",
                   {"{}": lambda rows: [(row["milliseconds"], _drawn(row)) for row in rows]}, self._late,
@@ -174,8 +174,7 @@ class BasisBench(MatrixBench):
         several = max(self.refreshes) > 1
         return self.recommended(
             lambda row: f"eigenbasis, {row['size']} x {row['size']}, {row['dtype']}, refresh from the last one",
-            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=view.worst("offdiagonal", "ok"),
-            error_name="worst off-diagonal ratio", threshold=self.threshold,
+            error=number("offdiagonal", "worst", "ok"), error_name="worst off-diagonal ratio", threshold=self.threshold,
             keep=lambda row: row["columns"] == row["size"] and (row["refresh"] > 1 or not several),
         )  # fmt: skip
 
@@ -199,4 +198,4 @@ def _quality(a: Tensor, q: Tensor) -> Row:
 
 def _drawn(row: Row) -> float:
     """Return the off-diagonal ratio of a row, at least 1e-17, because a logarithmic axis has no 0."""
-    return max(view.number_of(row, "offdiagonal"), 1e-17)
+    return max(number_of(row, "offdiagonal"), 1e-17)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from eigengraft.preconditioners import RootSolver
@@ -20,7 +20,7 @@ from eigengraft.quantization import Quantizer
 from . import view
 from .bench import Column, PositiveInts, Problem
 from .bench import label as label_of
-from .matrices import OWN_BETA, MatrixBench, inverse_power, ridge_for, trained_factors, with_unit_norm
+from .matrices import OWN_BETA, DampedBench, inverse_power, trained_factors, with_unit_norm
 from .quantizers import INT4, StoredStack, parse_quantizers, quantizer_label, role_of
 from .roots import RootSolvers, default_solvers, ridgeless
 from .view import BenchRows, Panel, Recommendation, Row, Table
@@ -34,7 +34,7 @@ _STORAGES: Any = (
 )
 
 
-class BudgetBench(MatrixBench):
+class BudgetBench(DampedBench):
     """error = sqrt(1 - prod_i cos_i^2) <= bound,  cos_i = tr(X_i A_i Y_i) / sqrt(tr(X_i A_i X_i) tr(Y_i A_i Y_i))
 
     For each layer of a model, every solver, interval and storage is measured, and the cheapest choice is returned whose
@@ -57,7 +57,6 @@ class BudgetBench(MatrixBench):
         _STORAGES, description="storage of the roots: declarations, or kinds"
     )
     exponent: Rational = Field(Fraction(1, 4), description="exponent e of the root A^-e")
-    ridge: float = Field(1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
     bound: float = Field(0.2, gt=0, description="largest error of the direction of a layer, the sine of an angle")
     cost: Literal["milliseconds", "bytes"] = Field("milliseconds", description="what is least")
     candidate_field: ClassVar[str] = "solvers"
@@ -75,8 +74,6 @@ class BudgetBench(MatrixBench):
         "count": 2,
         "seconds": 0.005,
     }
-
-    _inverses_exist = field_validator("ridge")(ridge_for)
 
     def problems(self) -> Sequence[Problem]:
         times: dict[Any, tuple[float, float]] = {}
@@ -128,7 +125,7 @@ class BudgetBench(MatrixBench):
 
         X is None if the solver rejects B, or if the root is not finite.
         """
-        damped = (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), torch.float32)
+        damped = self.damped(a).to(self.target_device(), torch.float32)
         found = solver.root(damped, self.exponent)
         usable = bool(found.ok.all()) and bool(found.value.isfinite().all())
         return found.value if usable else None, damped
@@ -169,7 +166,7 @@ class BudgetBench(MatrixBench):
         x: roots X_i that the optimizer would use, after decoding, `[N, d, d]`.
         a: factors A_i at the present step, `[N, d, d]`.
         """
-        y = inverse_power(a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype), float(self.exponent))
+        y = inverse_power(self.damped(a), float(self.exponent))
 
         def unit(z: Tensor) -> Tensor:
             return z / _squares(z, a).sqrt()[:, None, None]
@@ -178,20 +175,20 @@ class BudgetBench(MatrixBench):
         return float((apart - apart.square() / 4).max())
 
     def table(self) -> Table:
-        def shown(form: Any) -> view.CellText:
-            return lambda rows: "-" if (best := self.choice(rows)) is None else form(best)
+        def chosen(rows: BenchRows) -> BenchRows:
+            return [best] if (best := self.choice(rows)) else []
 
         return Table(
             f"the choice of least {self.cost} with an error of at most {self.bound:g}",
             {"layer": "layer"},
             {
-                "solver": shown(lambda row: row["candidate"]),
-                "interval": shown(lambda row: str(row["interval"])),
-                "storage": shown(lambda row: row["storage"]),
-                "error": shown(lambda row: view.scientific(row["error"])),
-                "ms a step": shown(lambda row: view.milli(row["milliseconds"])),
-                "bytes": shown(lambda row: f"{row['bytes']:,}"),
-                "least error": view.cell(view.least("error"), view.scientific),
+                "solver": view.cell("candidate", of=chosen),
+                "interval": view.cell("interval", of=chosen),
+                "storage": view.cell("storage", of=chosen),
+                "error": view.cell("error", "first", view.scientific, chosen),
+                "ms a step": view.cell("milliseconds", "first", view.milli, chosen),
+                "bytes": view.cell("bytes", "first", "{:,}".format, chosen),
+                "least error": view.cell("error", "min", view.scientific),
             },
         )
 
@@ -201,10 +198,10 @@ class BudgetBench(MatrixBench):
         return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
 
     def panels(self) -> tuple[Panel, Panel]:
-        band = (self.bound, self.bound)
+        error, band = "error of the direction", self.bound
         return (
-            Panel("ms of a step of one layer", "error of the direction", {"{}": _front("milliseconds")}, band=band),
-            Panel("bytes of the roots of one layer", "error of the direction", {"{}": _front("bytes")}, band=band),
+            Panel("ms of a step of one layer", error, {"{}": _front("milliseconds")}, band=band),
+            Panel("bytes of the roots of one layer", error, {"{}": _front("bytes")}, band=band),
         )
 
     def recommendations(self) -> Sequence[Recommendation]:
@@ -267,7 +264,8 @@ def _front(cost: str) -> view.LinePoints:
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
-        worst = max(view.groups(rows, lambda row: row["layer"]), key=lambda group: view.least("error")(group[1]))[1]
+        least = view.number("error", "min")
+        worst = max((own for _, own in view.groups(rows, lambda row: row["layer"])), key=least)
         for row in sorted(worst, key=lambda row: (row[cost], row["error"])):
             if not found or row["error"] < found[-1][1]:
                 found.append((row[cost], row["error"]))

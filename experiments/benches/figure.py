@@ -42,12 +42,10 @@ def write_figure(panels: Sequence[Panel], rows: BenchRows, path: Path) -> None:
 
 def _draw(axes: Axes, panel: Panel, title: str, lines: Sequence[Line]) -> None:
     points = [point for line in lines for point in _line(axes, line)]
-    if panel.band is not None:
-        low, high = panel.band
-        if low == high:
-            axes.axhline(low, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-        else:
-            axes.axhspan(low, high, color=LIGHT[0], alpha=0.1, linewidth=0, zorder=0)
+    if isinstance(panel.band, tuple):
+        axes.axhspan(*panel.band, color=LIGHT[0], alpha=0.1, linewidth=0, zorder=0)
+    elif panel.band is not None:
+        axes.axhline(panel.band, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axes.set_title(title, fontsize=9.5, color=INK)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)

@@ -7,15 +7,15 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor
 
@@ -179,40 +179,26 @@ LONGEST = 1024
 """Largest length d of an axis that has a factor, as in the shipped recipes. A factor costs O(d^3)."""
 
 
-class GradientRun:
-    """A training run of an experiment, one batch at a time."""
+def gradients_of(source: Any, steps: int) -> Iterator[dict[str, Tensor]]:
+    """Train an experiment. Yield the gradients of each batch as matrices by name, for parameters with two or more axes.
 
-    def __init__(self, source: Any) -> None:
-        """Read the experiment of the run. source: a mapping, an experiment file, or the directory of a run."""
-        self.experiment = load_experiment(source)
-        self.batches = 0
+    The optimizer takes a step after each of the first `steps` batches. Random state and number of threads are those of
+    the experiment. The caller's are restored when the generator is closed.
 
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """Make data, model and optimizer for a `with` block.
-
-        In the block, random state and number of threads are those of the experiment. They are restored at its end.
-        """
-        with isolated_run(self.experiment):
-            task, lr = self.experiment.task, self.experiment.lr
-            self.dataset, self.model = task.new_data(), task.new_model(self.experiment.seed)
-            self.optimizer = eigengraft.compose(self.experiment.run_recipe, self.model, lr=lr)
-            yield
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the next batch as matrices by name, for parameters with two or more axes."""
-        batch = self.dataset.batch(self.experiment.seed, self.batches)
-        self.batches += 1
-        self.optimizer.zero_grad()
-        self.experiment.task.loss(self.model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
-        named = ((name, p.grad) for name, p in self.model.named_parameters() if p.ndim > 1)
-        return {name: g.detach().flatten(1) for name, g in named if g is not None}
-
-    def train(self, steps: int) -> None:
-        """Take optimizer steps, each with the next batch."""
-        for _ in range(steps):
-            self.gradients()
-            self.optimizer.step()
+    source: a mapping, an experiment file, or the directory of a run.
+    """
+    experiment = load_experiment(source)
+    with isolated_run(experiment):
+        dataset, model = experiment.task.new_data(), experiment.task.new_model(experiment.seed)
+        optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)
+        for number in count():
+            batch = dataset.batch(experiment.seed, number)
+            optimizer.zero_grad()
+            experiment.task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+            named = ((name, p.grad) for name, p in model.named_parameters() if p.ndim > 1)
+            yield {name: g.detach().flatten(1) for name, g in named if g is not None}
+            if number < steps:
+                optimizer.step()
 
 
 @lru_cache(maxsize=4)
@@ -225,7 +211,7 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
     """
     task = {"kind": "byte_lm", "width": width, "heads": 2, "context": 32, "batch_size": 8, "max_bytes": 2**20}
     source = {"task": task, "recipe": "adamw", "lr": 5e-3, "seed": seed}
-    found = _samples(GradientRun(source), steps, samples, width)
+    found = _samples(source, steps, samples, width)
     return torch.stack([found[name] for name in GRADIENT_LAYERS], dim=1)
 
 
@@ -237,19 +223,17 @@ def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str
     `width` entries. For an embedding these can all be 0, because its first rows belong to bytes that a text may not
     have.
     """
-    found = _samples(GradientRun(source), steps, samples, width)
+    found = _samples(source, steps, samples, width)
     if not found:
         raise RecipeError(f"record: no matrix of '{source}' has two sides of {width} or more; give a smaller width")
     return found
 
 
-def _samples(run: GradientRun, steps: int, samples: int, width: int) -> dict[str, Tensor]:
-    with run.started():
-        run.train(steps)
-        taken = [
-            {name: g[:width, :width].double() for name, g in run.gradients().items() if min(g.shape) >= width}
-            for _ in range(samples)
-        ]
+def _samples(source: Any, steps: int, samples: int, width: int) -> dict[str, Tensor]:
+    taken = [
+        {name: g[:width, :width].double() for name, g in gradients.items() if min(g.shape) >= width}
+        for gradients in islice(gradients_of(source, steps), steps, steps + samples)
+    ]
     layers = {name: torch.stack([gradients[name] for gradients in taken]) for name in taken[0]}
     return {name: g / g.square().sum((1, 2)).mean().sqrt().clamp_min(1e-300) for name, g in layers.items()}
 
@@ -261,20 +245,17 @@ def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, 
     A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. Each item is a list with the matrix
     `[1, d, d]`, in float64, after each number of steps in `at`. An axis longer than LONGEST has no factor.
     """
-    run = GradientRun(source)
     means: dict[str, Tensor] = {}
     found: dict[str, dict[int, Tensor]] = {}
-    with run.started():
-        for step in range(1, max(at) + 1):
-            for name, g in run.gradients().items():
-                for axis, x in enumerate((g.double(), g.double().mT)):
-                    if len(x) <= LONGEST:
-                        key = f"{name} factor.{axis}"
-                        means[key] = beta * means.get(key, torch.zeros(())) + (1 - beta) * (x @ x.mT)
-            run.optimizer.step()
-            if step in at:
-                for key, a in means.items():
-                    found.setdefault(key, {})[step] = a[None] / (1 - beta**step)
+    for step, gradients in enumerate(islice(gradients_of(source, max(at)), max(at)), start=1):
+        for name, g in gradients.items():
+            for axis, x in enumerate((g.double(), g.double().mT)):
+                if len(x) <= LONGEST:
+                    key = f"{name} factor.{axis}"
+                    means[key] = beta * means.get(key, torch.zeros(())) + (1 - beta) * (x @ x.mT)
+        if step in at:
+            for key, a in means.items():
+                found.setdefault(key, {})[step] = a[None] / (1 - beta**step)
     return {key: [own[step] for step in at] for key, own in found.items()}
 
 
@@ -489,7 +470,7 @@ class MatrixBench(OwnMatrices, ABC):
         )
         return [MatrixSource(name, a.shape[-1], partial(with_unit_norm, a)) for name, a in found.items()]
 
-    def sweep(self, error: str, y: str, same: tuple[str, ...], band: tuple[float, float]) -> Panel:
+    def sweep(self, error: str, y: str, same: tuple[str, ...], band: float) -> Panel:
         """Return the panel that draws an error of each candidate against the condition number of the matrices.
 
         If the matrices are the user's own, all of them are drawn. Otherwise only matrices of the largest size with a
@@ -505,10 +486,21 @@ class MatrixBench(OwnMatrices, ABC):
         return Panel("condition number", y, lines, keep, same, () if self.own else ("size",), band)
 
 
-def ridge_for(ridge: float, info: ValidationInfo) -> float:
-    """Return the ridge. Raise ValueError if it is 0 and matrices of a spectrum have no inverse."""
-    own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
-    without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
-    if ridge == 0 and without:
-        raise ValueError(f"0 leaves matrices of '{without[0]}' without an inverse; give a ridge above 0")
-    return ridge
+class DampedBench(MatrixBench, ABC):
+    """A bench of inverse roots (A + r I)^-e,  r = ridge lambda_max."""
+
+    ridge: float = Field(1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
+
+    @field_validator("ridge")
+    @classmethod
+    def _inverses_exist(cls, ridge: float, info: ValidationInfo) -> float:
+        """Raise ValueError if the ridge is 0 and matrices of a spectrum have no inverse."""
+        own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
+        without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
+        if ridge == 0 and without:
+            raise ValueError(f"0 leaves matrices of '{without[0]}' without an inverse; give a ridge above 0")
+        return ridge
+
+    def damped(self, a: Tensor) -> Tensor:
+        """Return A + r I for matrices whose largest eigenvalue is 1."""
+        return a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)

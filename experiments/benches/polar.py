@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -13,10 +14,9 @@ from torch import Tensor
 
 from eigengraft.preconditioners import PolarSolver
 
-from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, MatrixShapes, Problem, default_members, label
-from .matrices import LONGEST, GradientRun, OwnMatrices, orthogonal, relative_error, worst_of
-from .view import Panel, Recommendation, Row, Table
+from .matrices import LONGEST, OwnMatrices, gradients_of, orthogonal, relative_error, worst_of
+from .view import Panel, Recommendation, Row, Table, cell, milli, number, only, per, scientific, xy
 
 _PREFERRED: tuple[Declaration, ...] = (
     {"kind": "newton_schulz"},
@@ -78,11 +78,8 @@ class PolarBench(OwnMatrices):
                 for condition in self.conditions:
                     yield "", shape, condition, partial(self._matrices, shape, condition)
             return
-        run = GradientRun(self.record)
-        with run.started():
-            run.train(self.steps)
-            found = {name: g.double() for name, g in run.gradients().items() if max(g.shape) <= LONGEST}
-        for name, g in found.items():
+        found = next(islice(gradients_of(self.record, self.steps), self.steps, None))
+        for name, g in ((name, g.double()) for name, g in found.items() if max(g.shape) <= LONGEST):
             u, s, vh = torch.linalg.svd(g[None], full_matrices=False)
             condition = float(s[0, 0] / s[0, -1].clamp_min(1e-300))
             yield name, (g.shape[0], g.shape[1]), condition, partial(tuple, (g[None], u @ vh))
@@ -115,15 +112,15 @@ class PolarBench(OwnMatrices):
         }
 
     def table(self) -> Table:
-        near = f"condition <= {self.advised:g}"
+        near, where = only(self._near), f"condition <= {self.advised:g}"
         return Table(
             "polar factors: the worst over condition numbers",
             {"solver": "candidate", "m": "m", "n": "n", "dtype": "dtype"},
             {
-                f"band, {near}": view.only(self._near, _band),
-                f"distance, {near}": view.only(self._near, view.cell(view.largest("distance"), view.scientific)),
+                f"band, {where}": lambda rows: _band(near(rows)),
+                f"distance, {where}": cell("distance", "max", scientific, near),
                 "band, all": _band,
-                "ms": view.cell(view.typical("milliseconds"), view.milli),
+                "ms": cell("milliseconds", "median", milli),
             },
         )
 
@@ -131,12 +128,12 @@ class PolarBench(OwnMatrices):
         return bool(row["condition"] <= self.advised)
 
     def panels(self) -> tuple[Panel, Panel]:
-        band, y = (self.threshold, self.threshold), "distance to the polar factor"
-        cost = view.per(lambda row: (row["m"], row["n"]), view.typical("milliseconds"), view.worst("distance"))
+        band, y = self.threshold, "distance to the polar factor"
+        cost = per(lambda row: (row["m"], row["n"]), number("milliseconds"), number("distance", "worst"))
         return (
             Panel("ms per matrix, a point for each shape", f"{y}, condition ≤ {self.advised:g}", {"{}": cost},
                   self._near, same=("dtype",), band=band),
-            Panel("condition number", y, {"{}": view.xy("condition", "distance")},
+            Panel("condition number", y, {"{}": xy("condition", "distance")},
                   same=("dtype",), largest=() if self.own else ("m", "n"), band=band),
         )  # fmt: skip
 
@@ -144,11 +141,11 @@ class PolarBench(OwnMatrices):
         few = self.own or min(self.conditions) > self.advised
         return self.recommended(
             lambda row: f"polar factor, {row['m']} x {row['n']}, {row['dtype']}",
-            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=view.worst("distance"),
-            error_name="worst distance", threshold=self.threshold, keep=bool if few else self._near,
+            error=number("distance", "worst"), error_name="worst distance", threshold=self.threshold,
+            keep=bool if few else self._near,
         )  # fmt: skip
 
 
 def _band(rows: Sequence[Row]) -> str:
     """Return "least - largest" of the singular values in all rows."""
-    return f"{view.least('low')(rows):.3f} - {view.largest('high')(rows):.3f}"
+    return f"{number('low', 'min')(rows):.3f} - {number('high', 'max')(rows):.3f}"

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from eigengraft import noise
@@ -23,7 +23,7 @@ from eigengraft.slots import Encoded, Role, Slot
 
 from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, defaults, label, listed
-from .matrices import MatrixBench, MatrixSource, Synthetic, angle, orthogonal, relative_error, ridge_for, worst_of
+from .matrices import DampedBench, MatrixSource, Synthetic, angle, orthogonal, relative_error, worst_of
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
 INT4: Declaration = {"kind": "int4"}
@@ -100,7 +100,7 @@ def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | No
     return next((role for role in roles if quantizer.unsupported(Slot((size, size), role=role)) is None), None)
 
 
-class QuantizerBench(MatrixBench):
+class QuantizerBench(DampedBench):
     """Errors of a stored matrix, and of the root (B + r I)^-e with r = ridge lambda_max, for every quantizer, spectrum,
     size and dtype.
 
@@ -156,8 +156,6 @@ class QuantizerBench(MatrixBench):
         "writings": 8,
         "seconds": 0.005,
     }
-
-    _inverses_exist = field_validator("ridge")(ridge_for)
 
     def problems(self) -> Sequence[Problem]:
         times: dict[Any, dict[str, float]] = {}
@@ -220,17 +218,17 @@ class QuantizerBench(MatrixBench):
             "stored factors: the worst over matrices; in brackets bytes per second, in percent of those of a copy",
             {"quantizer": "candidate", "size": "size", "dtype": "dtype"},
             {
-                "stored": view.first("role"),
-                "bytes": view.first("bytes", view.finite("{:.3g}")),
-                "error": view.cell(view.worst("error"), view.scientific),
-                "angle": view.cell(view.worst("angle"), view.degrees),
-                "largest": view.cell(view.worst("largest"), view.scientific),
-                "not orthogonal": view.cell(view.worst("orthogonality"), view.scientific),
-                "off diagonal": view.cell(view.worst("off_diagonal"), view.scientific),
-                "least": view.cell(view.least("smallest"), view.scientific),
-                "root: median": view.cell(view.typical("root_error"), view.scientific),
-                "worst": view.cell(view.worst("root_error"), view.scientific),
-                "at": view.at_worst("root_error", lambda row: row["spectrum"]),
+                "stored": view.cell("role"),
+                "bytes": view.cell("bytes", "first", view.finite("{:.3g}")),
+                "error": view.cell("error", "worst", view.scientific),
+                "angle": view.cell("angle", "worst", view.degrees),
+                "largest": view.cell("largest", "worst", view.scientific),
+                "not orthogonal": view.cell("orthogonality", "worst", view.scientific),
+                "off diagonal": view.cell("off_diagonal", "worst", view.scientific),
+                "least": view.cell("smallest", "min", view.scientific),
+                "root: median": view.cell("root_error", "median", view.scientific),
+                "worst": view.cell("root_error", "worst", view.scientific),
+                "at": view.cell("spectrum", of=view.at_worst("root_error")),
                 "encode ms": lambda rows: _cost(rows, "encode"),
                 "decode ms": lambda rows: _cost(rows, "decode"),
             },
@@ -238,24 +236,18 @@ class QuantizerBench(MatrixBench):
 
     def panels(self) -> tuple[Panel, Panel]:
         root, same = f"error of $A^{{-{self.exponent}}}$", ("dtype",)
-        band = (self.threshold, self.threshold)
-        ends = {
-            "{}": lambda rows: [(rows[0]["bytes"], find("root_error")(rows)) for find in (view.typical, view.worst)]
-        }
-        size = () if self.own else ("size",)
+        errors, band = (view.number("root_error"), view.number("root_error", "worst")), self.threshold
         return (
-            Panel(
-                "bytes per entry", f"{root}, median and worst over matrices", ends, same=same, largest=size, band=band
-            ),
+            Panel("bytes per entry", f"{root}, median and worst over matrices",
+                  {"{}": lambda rows: [(rows[0]["bytes"], error(rows)) for error in errors]},
+                  same=same, largest=() if self.own else ("size",), band=band),
             self.sweep("root_error", root, same, band),
-        )
+        )  # fmt: skip
 
     def recommendations(self) -> Sequence[Recommendation]:
-        fields: dict[str, Any] = {
-            "error": view.worst("root_error", "ok"), "error_name": "worst root error", "threshold": self.threshold
-        }  # fmt: skip
-        fewest = {"cost": view.typical("bytes"), "cost_text": "{:.3g} bytes per entry".format, "costs": "bytes"}
-        fastest = {"cost": _milliseconds, "cost_text": view.in_ms}
+        error = view.number("root_error", "worst", "ok")
+        fields: dict[str, Any] = {"error": error, "error_name": "worst root error", "threshold": self.threshold}
+        fewest = {"cost": view.number("bytes"), "cost_text": "{:.3g} bytes per entry".format, "costs": "bytes"}
         recorded = any(spectrum.declaration()["kind"] == "recorded" for spectrum in self.spectra)
         apart = recorded and len(self.spectra) > 1 and not self.own
         found: list[Recommendation] = []
@@ -263,7 +255,7 @@ class QuantizerBench(MatrixBench):
             chosen = {"recorded"} if name == ", recorded factors" else None
             found += self.recommended(_where(f"{name}, fewest bytes"), keep=_keep(chosen, False), **fewest, **fields)
             where = _where(f"{name}, fastest that saves bytes")
-            found += self.recommended(where, keep=_keep(chosen, True), **fastest, **fields)
+            found += self.recommended(where, keep=_keep(chosen, True), cost=_milliseconds, **fields)
         return found
 
 
@@ -288,11 +280,11 @@ def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
 
 def _milliseconds(rows: BenchRows) -> float:
     """Return the milliseconds to encode and decode one matrix."""
-    return view.typical("encode_ms")(rows) + view.typical("decode_ms")(rows)
+    return view.number("encode_ms")(rows) + view.number("decode_ms")(rows)
 
 
 def _cost(rows: BenchRows, name: str) -> str:
-    return f"{view.milli(view.typical(f'{name}_ms')(rows))} ({100 * view.typical(f'{name}_speed')(rows):.0f} %)"
+    return f"{view.milli(view.number(f'{name}_ms')(rows))} ({100 * view.number(f'{name}_speed')(rows):.0f} %)"
 
 
 @dataclass(frozen=True)

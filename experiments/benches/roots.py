@@ -8,16 +8,15 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
-from . import view
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, Problem, default_members, kinds_as, label
-from .matrices import MatrixBench, MatrixSource, angle, inverse_power, relative_error, ridge_for, worst_of
-from .view import Panel, Recommendation, Row, Table
+from .matrices import DampedBench, MatrixSource, angle, inverse_power, relative_error, worst_of
+from .view import Panel, Recommendation, Row, Table, at_worst, cell, degrees, milli, number, per, scientific
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
 
@@ -41,7 +40,7 @@ RootSolvers = Annotated[tuple[RootSolver, ...], kinds_as(ridgeless)]
 default_solvers = default_members(RootSolver, _PREFERRED, ridgeless)
 
 
-class RootBench(MatrixBench):
+class RootBench(DampedBench):
     """(A + r I)^-e,  r = ridge lambda_max:  solvers x exponents x spectra x sizes x dtypes.
 
     The bench adds the ridge r I to the matrices, so that all solvers have the same one. A solver that is declared by
@@ -53,7 +52,6 @@ class RootBench(MatrixBench):
     solvers: RootSolvers = Field(default_factory=default_solvers, description="declarations, or kinds")
     dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
     exponents: Listed[Rational] = Field((Fraction(1, 4),), description="exponents e of the root A^-e")
-    ridge: float = Field(1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
     threshold: float = Field(0.05, gt=0, description="largest error that the advice accepts")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
@@ -74,8 +72,6 @@ class RootBench(MatrixBench):
         "seconds": 0.005,
     }
 
-    _inverses_exist = field_validator("ridge")(ridge_for)
-
     def problems(self) -> Sequence[Problem]:
         return [
             Problem(
@@ -89,9 +85,7 @@ class RootBench(MatrixBench):
 
     def _matrices(self, source: MatrixSource, dtype: str) -> Tensor | None:
         a = source.stack()
-        if a is None:
-            return None
-        return (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), DTYPES[dtype])
+        return None if a is None else self.damped(a).to(self.target_device(), DTYPES[dtype])
 
     def label(self, candidate: RootSolver) -> str:
         return label(candidate, ridgeless)
@@ -126,21 +120,21 @@ class RootBench(MatrixBench):
             "inverse roots: the worst and the median over matrices",
             {"solver": "candidate", "size": "size", "dtype": "dtype", "e": "exponent"},
             {
-                "error: median": view.cell(view.typical("error"), view.scientific),
-                "worst": view.cell(view.worst("error"), view.scientific),
-                "at": view.at_worst("error", lambda row: row["spectrum"]),
-                "angle": view.cell(view.largest("angle"), view.degrees),
-                "residual": view.cell(view.largest("residual"), view.scientific),
-                "ok": view.cell(view.least("ok"), "{:.0%}".format),
-                "definite": view.cell(view.least("definite"), "{:.0%}".format),
-                "iterations": view.cell(view.largest("iterations"), "{:.0f}".format),
-                "ms": view.cell(view.typical("milliseconds"), view.milli),
+                "error: median": cell("error", "median", scientific),
+                "worst": cell("error", "worst", scientific),
+                "at": cell("spectrum", of=at_worst("error")),
+                "angle": cell("angle", "max", degrees),
+                "residual": cell("residual", "max", scientific),
+                "ok": cell("ok", "min", "{:.0%}".format),
+                "definite": cell("definite", "min", "{:.0%}".format),
+                "iterations": cell("iterations", "max", "{:.0f}".format),
+                "ms": cell("milliseconds", "median", milli),
             },
         )
 
     def panels(self) -> tuple[Panel, Panel]:
-        cost = view.per(lambda row: row["size"], view.typical("milliseconds"), view.typical("error"))
-        band, same = (self.threshold, self.threshold), ("dtype", "exponent")
+        cost = per(lambda row: row["size"], number("milliseconds"), number("error"))
+        band, same = self.threshold, ("dtype", "exponent")
         return (
             Panel("ms per matrix, a point for each size", "median relative error", {"{}": cost}, same=same, band=band),
             self.sweep("error", "worst relative error", same, band),
@@ -149,6 +143,5 @@ class RootBench(MatrixBench):
     def recommendations(self) -> Sequence[Recommendation]:
         return self.recommended(
             lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}",
-            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=view.worst("error", "ok", "definite"),
-            error_name="worst error", threshold=self.threshold,
+            error=number("error", "worst", "ok", "definite"), error_name="worst error", threshold=self.threshold,
         )  # fmt: skip

@@ -11,7 +11,7 @@ All these tensors are in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from statistics import fmean
@@ -26,10 +26,9 @@ from eigengraft.preconditioners import Eigh, Every, Shampoo, Stage, Statistic, c
 from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
-from . import view
 from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
 from .matrices import GRADIENT_LAYERS, OwnMatrices, layer_gradients, run_gradients
-from .view import BenchRows, Panel, Recommendation, Row, Table
+from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, milli, number, only, per
 
 
 class StageRunner:
@@ -261,33 +260,25 @@ class StatisticBench(OwnMatrices):
             yield {"candidate": BEST, "layer": name, "samples": max(self.samples), "problem": reason}
 
     def table(self) -> Table:
+        three, last = finite("{:.3f}"), only(self._last)
         return Table(
             f"statistics after {max(self.samples)} gradients: the mean over layers",
             {"statistic": "candidate"},
             {
-                "cosine": self._at_end("cosine", view.finite("{:.3f}")),
-                "of its root": self._at_end("cosine_root", view.finite("{:.3f}")),
-                "gain error": self._at_end("gain_error", view.finite("{:.3f}")),
-                "gain spread": self._at_end("gain_spread", view.finite("{:.3f}")),
-                "ms": self._at_end("milliseconds", view.milli),
+                "cosine": cell("cosine", "mean", three, last),
+                "of its root": cell("cosine_root", "mean", three, last),
+                "gain error": cell("gain_error", "mean", three, last),
+                "gain spread": cell("gain_spread", "mean", three, last),
+                "ms": cell("milliseconds", "mean", milli, last),
             },
         )
 
-    def _at_end(self, name: str, form: Callable[[float], str]) -> Callable[[BenchRows], str]:
-        """Return a function that maps rows to a text: the mean of a column over layers, for the largest number of
-        gradients.
-        """
-
-        def text(rows: BenchRows) -> str:
-            values = [row[name] for row in rows if row["samples"] == max(self.samples) and name in row]
-            return form(fmean(values)) if values else "-"
-
-        return text
+    def _last(self, row: Row) -> bool:
+        return bool(row["samples"] == max(self.samples))
 
     def panels(self) -> tuple[Panel, Panel]:
         errors, angles = (
-            view.per(lambda row: row["samples"], _mean(lambda row: row["samples"]), _mean(y))
-            for y in (lambda row: row.get("gain_error", 0.0), lambda row: 1 - row["cosine"])
+            per(lambda row: row["samples"], number("samples"), y) for y in (number("gain_error", "mean"), _distance)
         )
         return (
             Panel("gradients seen", "held-out gain error, decades", {"{}": errors}, lambda row: "gain_error" in row),
@@ -296,16 +287,17 @@ class StatisticBench(OwnMatrices):
 
     def recommendations(self) -> Sequence[Recommendation]:
         def last(row: Row) -> bool:
-            return row["samples"] == max(self.samples) and "gain_error" in row
+            return self._last(row) and "gain_error" in row
 
         return [
             *self.recommended(
-                lambda row: "whitening of gradients not seen", cost=_mean(lambda row: 10 ** row["gain_error"]),
-                cost_text="off by {:.2f} times in the median direction".format, costs="error", keep=last,
-                error=_mean(lambda row: row["gain_error"]), error_name="gain error in decades",
+                lambda row: "whitening of gradients not seen", keep=last, costs="error",
+                cost=lambda rows: fmean(10 ** row["gain_error"] for row in rows),
+                cost_text="off by {:.2f} times in the median direction".format,
+                error=number("gain_error", "mean"), error_name="gain error in decades",
             ),
             *self.recommended(
-                lambda row: "nearest to the second moment in angle", cost=_mean(lambda row: 1 - row["cosine"]),
+                lambda row: "nearest to the second moment in angle", cost=_distance,
                 cost_text=lambda cost: f"cosine {1 - cost:.3f}", costs="distance from 1", keep=last,
             ),
         ]  # fmt: skip
@@ -328,5 +320,6 @@ class LayerGradients(NamedTuple):
     silent: Sequence[str]
 
 
-def _mean(value: Callable[[Row], float]) -> Callable[[BenchRows], float]:
-    return lambda rows: fmean(map(value, rows))
+def _distance(rows: BenchRows) -> float:
+    """Return the mean of 1 - cosine."""
+    return 1 - number("cosine", "mean")(rows)

@@ -27,7 +27,6 @@ from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
 
 from ..track.cost import Card
-from . import view
 from .bench import Bench, Column, Listed, PositiveInts, Problem, first_line, listed
 from .step_times import (
     CLOCKS,
@@ -41,7 +40,7 @@ from .step_times import (
     step_times,
     take_turns,
 )
-from .view import BenchRows, Panel, Recommendation, Row, Table
+from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, groups, measured_rows, milli, number, xy
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
@@ -434,23 +433,23 @@ class StepBench(Bench):
             "steps of all candidates in turn, amortized over an interval",
             {"set": "set", "interval": "interval", "candidate": "candidate"},
             {
-                "ms a step": view.first("amortized", view.milli),
-                "host": view.first("host", view.milli),
-                "steady": view.first("steady", view.milli),
-                "refreshes": view.first("refresh", view.milli),
+                "ms a step": cell("amortized", "first", milli),
+                "host": cell("host", "first", milli),
+                "steady": cell("steady", "first", milli),
+                "refreshes": cell("refresh", "first", milli),
                 "largest / median": lambda rows: f"{rows[0]['largest'] / rows[0]['median']:.2f}",
-                "state B/p": view.first("state", view.finite("{:.1f}")),
-                "peak B/p": view.first("peak", view.finite("{:.1f}")),
-                "operators": view.first("operators"),
-                "kernels": view.first("kernels"),
-                "build s": view.first("build", view.finite("{:.2f}")),
-                "times counted": view.first("times_counted", view.finite("{:.2f}")),
-                "/ best other": view.first("over_best_other", view.finite("{:.2f}")),
+                "state B/p": cell("state", "first", finite("{:.1f}")),
+                "peak B/p": cell("peak", "first", finite("{:.1f}")),
+                "operators": cell("operators"),
+                "kernels": cell("kernels"),
+                "build s": cell("build", "first", finite("{:.2f}")),
+                "times counted": cell("times_counted", "first", finite("{:.2f}")),
+                "/ best other": cell("over_best_other", "first", finite("{:.2f}")),
             },
         )
 
     def panels(self) -> tuple[Panel, Panel]:
-        lines = {"{}": view.xy("numbers", "amortized"), "{}, counted": view.xy("numbers", "counted")}
+        lines = {"{}": xy("numbers", "amortized"), "{}, counted": xy("numbers", "counted")}
         return (
             Panel("numbers in parameters", "milliseconds a step", lines),
             Panel("bytes of state a parameter", "largest step over the median",
@@ -461,10 +460,9 @@ class StepBench(Bench):
     def recommendations(self) -> Sequence[Recommendation]:
         return [
             Recommendation(
-                lambda row: f"{row['set']}, {row['maths']}, interval {row['interval']}",
-                cost=lambda rows: float(rows[0]["amortized"]), cost_text=view.in_ms,
+                lambda row: f"{row['set']}, {row['maths']}, interval {row['interval']}", cost=number("amortized")
             )
-        ]  # fmt: skip
+        ]
 
     def notes(self, rows: BenchRows) -> list[str]:
         return [f"{name}: milliseconds ~ numbers^{value:.2f} over {varied}" for name, varied, value in slopes(rows)]
@@ -487,8 +485,8 @@ def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
     Each item is (candidate, varied dimension such as gpt:layers, slope of log time over log number of parameters).
     """
     found = []
-    varied = [row for row in view.measured_rows(rows) if ":" in row["set"]]
-    for (name, dimension, _), own in view.groups(
+    varied = [row for row in measured_rows(rows) if ":" in row["set"]]
+    for (name, dimension, _), own in groups(
         varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
     ):
         if len({row["numbers"] for row in own}) > 1:

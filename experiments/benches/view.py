@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, TypeVar
+from statistics import fmean, median
+from typing import Any, Literal, TypeVar
 
 Row = dict[str, Any]
 """One measurement. `Bench.row` describes the keys that every row has."""
@@ -17,7 +17,59 @@ LinePoints = Callable[[BenchRows], Iterable[tuple[float, float]]]
 """Function from the rows of one candidate to the points (x, y) of one line of a figure."""
 Reduced = Callable[[BenchRows], float]
 """Function from rows to a number, such as the median of a column."""
+Selection = Callable[[BenchRows], BenchRows]
+"""Function from the rows of one line of a table to the rows of which a cell has the text."""
+How = Literal["median", "worst", "max", "min", "mean"]
+"""Reduction of a column to one number. `number` describes them."""
 K = TypeVar("K", bound=Hashable)
+
+
+def number_of(row: Row, name: str) -> float:
+    """Return a number of a row; NaN if the row does not have it."""
+    value = row.get(name)
+    return math.nan if value is None else float(value)
+
+
+def number(column: str, how: How = "median", *shares: str) -> Reduced:
+    """Return a function that reduces a column of rows to one number.
+
+    - median, worst: the median and the largest value, where a value that is not finite counts as infinite.
+    - max, min: the largest and the least finite value; NaN if there is none.
+    - mean: the mean over the rows that have the column; NaN if there is none.
+
+    shares: columns with shares, such as that of solved matrices. If one is below 1, the value of the row is infinite.
+    """
+
+    def reduced(rows: BenchRows) -> float:
+        if how == "mean":
+            present = [row[column] for row in rows if column in row]
+            return fmean(present) if present else math.nan
+        values = [number_of(row, column) if all(row[share] == 1 for share in shares) else math.inf for row in rows]
+        finite = [value for value in values if math.isfinite(value)]
+        if how in ("max", "min"):
+            return (max if how == "max" else min)(finite, default=math.nan)
+        values = finite + [math.inf] * (len(values) - len(finite))
+        return median(values) if how == "median" else max(values)
+
+    return reduced
+
+
+def milli(value: float) -> str:
+    """Format milliseconds with three digits; a dash for a number that is not finite."""
+    return finite("{:.3g}" if value >= 0.01 else "{:.4f}")(value)
+
+
+def in_ms(value: float) -> str:
+    """Format milliseconds with three digits and the unit."""
+    return f"{milli(value)} ms"
+
+
+def finite(form: str) -> Callable[[float], str]:
+    """Return a function that formats a number, and returns a dash for a number that is not finite."""
+    return lambda value: form.format(value) if math.isfinite(value) else "-"
+
+
+scientific, degrees = finite("{:.1e}"), finite("{:.2g}°")
 
 
 @dataclass(frozen=True)
@@ -44,7 +96,7 @@ class Panel:
     keep: function that returns True for rows that are drawn.
     same: fields whose value in the first row selects the rows that are drawn. The panel's title shows this value.
     largest: fields whose largest value selects the rows that are drawn. The panel's title shows this value.
-    band: interval to compare with, drawn as a band, or as a line if both ends are equal; None: not drawn.
+    band: number or interval to compare with, drawn as a line or a band; None: not drawn.
     """
 
     x: str
@@ -53,7 +105,7 @@ class Panel:
     keep: Callable[[Row], bool] = bool
     same: tuple[str, ...] = ()
     largest: tuple[str, ...] = ()
-    band: tuple[float, float] | None = None
+    band: float | tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +116,9 @@ class Line:
     style: int
     x: Sequence[float]
     y: Sequence[float]
+
+
+_MILLISECONDS = number("milliseconds")
 
 
 @dataclass(frozen=True)
@@ -82,8 +137,8 @@ class Recommendation:
     """
 
     where: Callable[[Row], str]
-    cost: Reduced
-    cost_text: Callable[[float], str]
+    cost: Reduced = _MILLISECONDS
+    cost_text: Callable[[float], str] = in_ms
     costs: str = "time"
     error: Reduced | None = None
     error_name: str = "error"
@@ -160,58 +215,33 @@ def _choice(one: Recommendation, costs: Mapping[str, float], errors: Mapping[str
     return line + (f" ({left_out} of {len(costs)} above the {limit})" if left_out else "")
 
 
-def number_of(row: Row, name: str) -> float:
-    """Return a number of a row; NaN if the row does not have it."""
-    value = row.get(name)
-    return math.nan if value is None else float(value)
+def cell(
+    column: str, how: Literal["first"] | How = "first", form: Callable[[Any], str] = str, of: Selection = list
+) -> CellText:
+    """Return a function from rows to the text of one number of a column.
 
-
-def worst(name: str, *shares: str) -> Reduced:
-    """Return a function that computes the largest value of a column.
-
-    The result is infinite if a value of the column is not finite, or if a share in one of the columns `shares`, such as
-    that of solved matrices, is below 1.
+    how: "first" for the value of the first row, else as in `number`.
+    form: function that formats the number. None becomes "" instead.
+    of: function that selects rows first. If it selects none, the text is a dash.
     """
 
-    def value(row: Row) -> float:
-        return _or_infinite(number_of(row, name)) if all(row[share] == 1 for share in shares) else math.inf
+    def text(rows: BenchRows) -> str:
+        if not (some := of(rows)):
+            return "-"
+        found = some[0].get(column) if how == "first" else number(column, how)(some)
+        return "" if found is None else form(found)
 
-    return lambda rows: max(map(value, rows))
-
-
-def typical(name: str) -> Reduced:
-    """Return a function that computes the median of a column. Values that are not finite count as infinite."""
-    return lambda rows: median(_or_infinite(number_of(row, name)) for row in rows)
+    return text
 
 
-def largest(name: str) -> Reduced:
-    """Return a function that computes the largest finite value of a column; NaN if there is none."""
-    return lambda rows: max((x for row in rows if math.isfinite(x := number_of(row, name))), default=math.nan)
+def only(keep: Callable[[Row], bool]) -> Selection:
+    """Return a function that selects the rows for which `keep` is true, or all rows if there are none."""
+    return lambda rows: [row for row in rows if keep(row)] or rows
 
 
-def least(name: str) -> Reduced:
-    """Return a function that computes the least finite value of a column; NaN if there is none."""
-    return lambda rows: min((x for row in rows if math.isfinite(x := number_of(row, name))), default=math.nan)
-
-
-def cell(value: Callable[[BenchRows], Any], form: Callable[[Any], str]) -> CellText:
-    """Return a function from rows to the text `form(value(rows))`."""
-    return lambda rows: form(value(rows))
-
-
-def first(name: str, form: Callable[[Any], str] = str) -> CellText:
-    """Return a function from rows to the text of a column's first value; "" if the value is None."""
-    return lambda rows: "" if rows[0].get(name) is None else form(rows[0][name])
-
-
-def at_worst(name: str, where: Callable[[Row], Any]) -> CellText:
-    """Return a function from rows to `where(row)` as text, for the row with the largest value of a column."""
-    return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number_of(row, name)))))
-
-
-def only(keep: Callable[[Row], bool], text: CellText) -> CellText:
-    """Return a function that applies `text` to the rows that `keep` selects, or to all rows if it selects none."""
-    return lambda rows: text([row for row in rows if keep(row)] or list(rows))
+def at_worst(column: str) -> Selection:
+    """Return a function that selects the row with the largest value of a column."""
+    return lambda rows: [max(rows, key=lambda row: number(column, "worst")([row]))]
 
 
 def xy(x: str, y: str) -> LinePoints:
@@ -222,25 +252,3 @@ def xy(x: str, y: str) -> LinePoints:
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
     """Return a function that groups rows by the value of a field, and computes one point (x, y) from each group."""
     return lambda rows: [(x(some), y(some)) for _, some in groups(rows, field)]
-
-
-def milli(value: float) -> str:
-    """Format milliseconds with three digits."""
-    return f"{value:.3g}" if value >= 0.01 else f"{value:.4f}"
-
-
-def in_ms(value: float) -> str:
-    """Format milliseconds with three digits and the unit."""
-    return f"{milli(value)} ms"
-
-
-def finite(form: str) -> Callable[[float], str]:
-    """Return a function that formats a number, and returns a dash for a number that is not finite."""
-    return lambda value: form.format(value) if math.isfinite(value) else "-"
-
-
-scientific, degrees = finite("{:.1e}"), finite("{:.2g}°")
-
-
-def _or_infinite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

@@ -18,7 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.experiments.benches.matrices import FILE, GradientRun
+from eigengraft import compose
+from eigengraft.experiments import load_experiment
+from eigengraft.experiments.benches.matrices import FILE
+from eigengraft.experiments.training.train import isolated_run
 from eigengraft.slots import StateKey
 
 RECORDED_LAYERS = ("blocks.0.attention.query", "blocks.0.attention.mix", "blocks.1.attention.value", "blocks.1.down")
@@ -35,16 +38,21 @@ def record(
     The entry `made` names torch and the text.
     """
     steps, layers = sorted(steps), tuple(layers)
-    run = GradientRun(RECORDED_EXPERIMENT)
-    run.batches = 1  # the recorded file begins with the second batch
+    experiment = load_experiment(RECORDED_EXPERIMENT)
+    task, seed = experiment.task, experiment.seed
     found: dict[str, NDArray[np.float32]] = {}
-    with run.started():
+    with isolated_run(experiment):
+        dataset, model = task.new_data(), task.new_model(seed)
+        optimizer = compose(experiment.run_recipe, model, lr=experiment.lr)
         for step in range(1, steps[-1] + 1):
-            run.train(1)
+            batch = dataset.batch(seed, step)  # the recorded file begins with the second batch
+            optimizer.zero_grad()
+            task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
             for layer in layers if step in steps else ():
-                state = run.optimizer.state[run.model.get_parameter(f"{layer}.weight")]
+                state = optimizer.state[model.get_parameter(f"{layer}.weight")]
                 found.update({f"{step:04}/{layer}/{name}": t for name, t in _triangles(state, step).items()})
-    text = f"torch {torch.__version__}, text sha256 {run.dataset.fingerprint.sha256}"
+    text = f"torch {torch.__version__}, text sha256 {dataset.fingerprint.sha256}"
     return {"made": np.array(text), **found}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import eigengraft
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import BudgetBench, load_bench, run_bench
 from eigengraft.experiments.benches.matrices import (
-    GradientRun,
+    gradients_of,
     inverse_power,
     saved_factors,
     trained_factors,
@@ -112,15 +113,26 @@ def test_factors_in_codes_are_refused_by_name() -> None:
 
 
 def test_factors_of_a_run_are_the_running_means_of_its_gradients() -> None:
-    run, mean = GradientRun("run.yaml"), torch.zeros(())
-    with run.started():
-        for _ in range(4):
-            g = run.gradients()["blocks.0.down.weight"].double()
-            mean = 0.9 * mean + 0.1 * (g @ g.mT)
-            run.optimizer.step()
+    mean = torch.zeros(())
+    for gradients in islice(gradients_of("run.yaml", 4), 4):
+        g = gradients["blocks.0.down.weight"].double()
+        mean = 0.9 * mean + 0.1 * (g @ g.mT)
     first, last = trained_factors("run.yaml", (2, 4), 0.9)["blocks.0.down.weight factor.0"]
     torch.testing.assert_close(last[0], mean / (1 - 0.9**4), rtol=1e-12, atol=0)
     assert not torch.equal(first, last)
+
+
+def test_gradients_leave_random_state_and_threads_of_the_caller_alone() -> None:
+    """Also where the caller takes some of them only, or fails between two."""
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    first, second = (next(iter(gradients_of("run.yaml", steps))) for steps in (0, 9))
+    assert all(torch.equal(first[name], g) for name, g in second.items())
+    with pytest.raises(ZeroDivisionError):
+        [1 / 0 for _ in gradients_of("run.yaml", 9)]
+    assert torch.equal(before, torch.get_rng_state()) and threads == torch.get_num_threads()
+    _, same = islice(gradients_of("run.yaml", 0), 2)
+    _, trained = islice(gradients_of("run.yaml", 1), 2)
+    assert not torch.equal(same["blocks.0.down.weight"], trained["blocks.0.down.weight"])
 
 
 def test_the_budget_is_the_cheapest_choice_within_the_bound() -> None:
