@@ -66,7 +66,7 @@ def curves(name: str) -> dict[str, Curve]:
     """Return the mean curve of a recipe for each task in the pictures; {} if one of them was not run."""
     found = {}
     for task in TASKS:
-        seeds = [dict(zip(run.steps, run.losses, strict=True)) for run in runs(name).get(task, ())]
+        seeds = [dict(zip(*run.numbers["curve"], strict=True)) for run in runs(name).get(task, ())]
         steps = [
             step for step in (seeds[0] if seeds else {}) if all(seed.get(step, math.inf) < math.inf for seed in seeds)
         ]

@@ -13,7 +13,7 @@ import eigengraft
 from eigengraft.experiments.cli.purposes import NUMBERS_FILE, RecipeNumbers, goals
 from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
-from eigengraft.experiments.track.track import TaskRun, TaskScore, entry_name, load_track, read_table
+from eigengraft.experiments.track.track import EntryRuns, TaskScore, entry_name, load_track, read_table
 from eigengraft.optimizers.plan.plan import plan
 from markup import table
 
@@ -39,9 +39,9 @@ def task_scores(name: str) -> Mapping[str, TaskScore]:
 
 
 @cache
-def runs(name: str) -> Mapping[str, Sequence[TaskRun]]:
+def runs(name: str) -> EntryRuns:
     """Return task -> runs of a recipe; {} if it was not run."""
-    return next((entry.runs for entry in track().entries if entry.name == entry_name(name)), {})
+    return track().entries.get(entry_name(name), {})
 
 
 @cache

@@ -230,7 +230,8 @@ def _row(run: Run, edge: str) -> dict[str, Any]:
     steps, _, losses = run.curve(METRICS["val_loss"])
     rate = {"lr": learning_rate(run.config), **({"edge": edge} if edge else {})}
     numbers = {key: _short(run.result.get(key)) for key in RESULT_NUMBERS}
-    return {"labels": run.labels, "seed": run.seed, **rate, **numbers, "curve": [steps, list(map(_short, losses))]}
+    data, curve = run.data[1][:16], [steps, list(map(_short, losses))]
+    return {"labels": run.labels, "seed": run.seed, **rate, **numbers, "data": data, "curve": curve}
 
 
 def _read(row: Mapping[str, Any], study: Study) -> ResultRow:

@@ -82,7 +82,7 @@ class Standing:
     """
 
     track: Track
-    entries: Sequence[EntryRuns]
+    entries: Mapping[str, EntryRuns]
     recipes: Mapping[str, Mapping[str, Any]]
     scores: Scores
     costs: Mapping[str, Mapping[str, float]]
@@ -97,9 +97,7 @@ class Standing:
 def standing(track: Track, folder: Path) -> Standing:
     """Return the entries of a folder with their scores and costs. Raises ValueError if results are missing."""
     entries, known = read_entries(track, folder), read_table(folder)
-    recipes = {
-        entry.name: {key: value for key, value in known[entry.name].recipe.items() if key != "lr"} for entry in entries
-    }
+    recipes = {name: {key: value for key, value in known[name].recipe.items() if key != "lr"} for name in entries}
     found = scores(track, entries)
     costs = {model: step_costs(recipes, model) for model in COUNTED_MODELS}
     apart = {"": ratios(found), **{model: ratios(found, own) for model, own in costs.items()}}
@@ -157,7 +155,7 @@ def cost_table(now: Standing) -> str:
 
 def rates_table(now: Standing) -> str:
     """Return a table with the learning rates that the searches chose, and where and when the runs were made."""
-    made = {entry.name: entry.made for entry in now.entries}
+    made = {name: next(iter(runs.values()))[0].numbers for name, runs in now.entries.items()}
     rows = [
         (
             f"`{name}`",

@@ -17,9 +17,9 @@ from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_recipes
 
 from ..files import make_directory, write_text
-from ..reports.records import RESULT_NUMBERS, read_records
+from ..reports.records import RESULT_NUMBERS
 from ..reports.seed_statistics import Target
-from ..reproduction.claims import collect_results
+from ..reproduction.claims import ResultRow, collect_results
 from ..studies.study import Study, load_study
 
 LAPTOP = Path(__file__).with_name("laptop.yaml")
@@ -115,37 +115,8 @@ def entry_study(track: Track, entry: TrackEntry, imports: Iterable[str] = ()) ->
     )
 
 
-@dataclass(frozen=True)
-class TaskRun:
-    """One run of an entry.
-
-    steps: evaluated steps.
-    losses: validation losses at these steps; infinity for a loss that is not finite.
-    seconds: training seconds.
-    edge: "least" or "largest" if the learning rate is at that end of the tried values, else empty.
-    data: start of the sha256 of the task's data.
-    """
-
-    seed: int
-    steps: Sequence[int]
-    losses: Sequence[float]
-    seconds: float
-    lr: float
-    edge: str
-    data: str
-
-
-@dataclass(frozen=True)
-class EntryRuns:
-    """The runs of one entry.
-
-    runs: task -> runs by ascending seed.
-    made: date, machine and versions.
-    """
-
-    name: str
-    runs: Mapping[str, Sequence[TaskRun]]
-    made: Mapping[str, str]
+EntryRuns = Mapping[str, Sequence[ResultRow]]
+"""Task -> runs of an entry by ascending seed. The numbers of a run are the columns of its row in the table of runs."""
 
 
 def keep_entry(track: Track, entry: TrackEntry, directory: Path, folder: Path) -> list[str]:
@@ -156,12 +127,12 @@ def keep_entry(track: Track, entry: TrackEntry, directory: Path, folder: Path) -
     content = collect_results(directory)
     made = {"track": str(track.version), **content["made"]}
     rows, others = [], []
-    for row, run in zip(content["rows"], read_records(directory).runs, strict=True):
-        task, data = row["labels"]["task"], run.data[1][:16]
+    for row in content["rows"]:
+        task = row["labels"]["task"]
         losses = [math.nan if loss is None else loss for loss in row["curve"][1]]
         curve = " ".join(f"{step}:{loss}" for step, loss in zip(row["curve"][0], losses, strict=True))
-        rows.append({**row, "entry": entry.name, "task": task, "data": data, "curve": curve, **made})
-        if data != track.tasks[task].sha256[:16] and task not in others:
+        rows.append({**row, "entry": entry.name, "task": task, "curve": curve, **made})
+        if row["data"] != track.tasks[task].sha256[:16] and task not in others:
             others.append(task)
     make_directory(folder)
     kept = [row for row in _rows(folder) if row["entry"] != entry.name]
@@ -203,28 +174,37 @@ def read_table(folder: Path) -> dict[str, TrackEntry]:
     return {name: TrackEntry(name, row, row.pop("accumulate", None)) for name, row in rows.items()}
 
 
-def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
-    """Return the runs of all entries in a folder.
+def read_entries(track: Track, folder: Path) -> Mapping[str, EntryRuns]:
+    """Return entry -> task -> runs by ascending seed, for all entries in a folder.
 
     Raises ValueError if runs are missing, or if entries had different data.
     """
-    found: dict[str, list[Mapping[str, str]]] = {}
+    path, found = folder / RESULTS_FILE, dict[str, dict[str, list[ResultRow]]]()
     for row in _rows(folder):
-        found.setdefault(row["entry"], []).append(row)
+        name, version = row["entry"], row["track"]
+        if version != str(track.version):
+            raise ValueError(
+                f"{path}: results of {name} must be from version {track.version} of the track, got {version}"
+            )
+        found.setdefault(name, {task: [] for task in track.tasks})[row["task"]].append(_run(row))
     if not found:
         raise ValueError(f"track: '{folder}' has no results of entries; run an entry with `eigengraft track run`")
-    entries = [_entry(track, name, rows, folder / RESULTS_FILE) for name, rows in found.items()]
-    for task in track.tasks:
-        data = {entry.name: {run.data for run in entry.runs[task]} for entry in entries}
-        first = entries[0].name
-        for name, other in data.items():
-            if other != data[first]:
-                one, two = (", ".join(sorted(hashes)) for hashes in (data[first], other))
+    first = next(iter(found))
+    for name, runs in found.items():
+        for task, some in runs.items():
+            some.sort(key=lambda run: run.seed)
+            if (seeds := [run.seed for run in some]) != sorted(track.seeds):
+                raise ValueError(
+                    f"{path}: runs of {name} on {task} must have the seeds {sorted(track.seeds)}, got {seeds}"
+                )
+            one, two = ({run.numbers["data"] for run in own[task]} for own in (found[first], runs))
+            if one != two:
                 raise ValueError(
                     f"track: the data of task '{task}' must be the same for all entries, got data with the sha256 "
-                    f"{one} for entry '{first}' and {two} for entry '{name}'; run one of the two entries again"
+                    f"{', '.join(sorted(one))} for entry '{first}' and {', '.join(sorted(two))} for entry '{name}'; "
+                    "run one of the two entries again"
                 )
-    return entries
+    return found
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
@@ -235,26 +215,11 @@ def _rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _entry(track: Track, name: str, rows: Sequence[Mapping[str, str]], path: Path) -> EntryRuns:
-    runs: dict[str, list[TaskRun]] = {task: [] for task in track.tasks}
-    for row in rows:
-        if row["track"] != str(track.version):
-            raise ValueError(
-                f"{path}: results of {name} must be from version {track.version} of the track, got {row['track']}"
-            )
-        runs[row["task"]].append(_run(row))
-    for task, some in runs.items():
-        some.sort(key=lambda run: run.seed)
-        if (seeds := [run.seed for run in some]) != sorted(track.seeds):
-            raise ValueError(f"{path}: runs of {name} on {task} must have the seeds {sorted(track.seeds)}, got {seeds}")
-    return EntryRuns(name, runs, {key: rows[0][key] for key in MADE})
-
-
-def _run(row: Mapping[str, str]) -> TaskRun:
+def _run(row: Mapping[str, str]) -> ResultRow:
     points = [point.split(":") for point in row["curve"].split()]
     losses = [loss if math.isfinite(loss := float(text)) else math.inf for _, text in points]
-    numbers = float(row["seconds"]), float(row["lr"])
-    return TaskRun(int(row["seed"]), [int(step) for step, _ in points], losses, *numbers, row["edge"], row["data"])
+    numbers = {"seconds": float(row["seconds"]), "lr": float(row["lr"]), "curve": [[int(n) for n, _ in points], losses]}
+    return ResultRow({"task": row["task"]}, int(row["seed"]), {**row, **numbers})
 
 
 WORST_RATIO = 4.0
@@ -283,26 +248,27 @@ Scores = Mapping[str, Mapping[str, TaskScore]]
 """Name of an entry -> name of a task -> score."""
 
 
-def score(task: TrackTask, z: float, runs: Sequence[TaskRun]) -> TaskScore:
+def score(task: TrackTask, z: float, runs: Sequence[ResultRow]) -> TaskScore:
     """Return the step and the seconds at which the runs of an entry reach the target of one task, their final loss, and
     their learning rate.
 
     z: number of standard errors by which the mean must be below the target.
     runs: one run for each seed.
     """
-    losses = [dict(zip(run.steps, run.losses, strict=True)) for run in runs]
+    losses = [dict(zip(*run.numbers["curve"], strict=True)) for run in runs]
     first, end = Target(value=task.target, sigma=task.sigma, z=z).first(losses), int(task.experiment["steps"])
     reached = math.inf if first is None else float(first)
-    rate = sum(run.seconds / max(run.steps, default=end) for run in runs) / len(runs)
+    paces = [run.numbers["seconds"] / max(own, default=end) for run, own in zip(runs, losses, strict=True)]
+    rate = sum(paces) / len(runs)
     last = sum(own.get(end, math.inf) for own in losses) / len(runs)
-    return TaskScore(reached, reached * rate, last, runs[0].lr, runs[0].edge)
+    return TaskScore(reached, reached * rate, last, runs[0].numbers["lr"], runs[0].numbers["edge"])
 
 
-def scores(track: Track, entries: Sequence[EntryRuns]) -> dict[str, dict[str, TaskScore]]:
+def scores(track: Track, entries: Mapping[str, EntryRuns]) -> dict[str, dict[str, TaskScore]]:
     """Return entry -> task -> score."""
     return {
-        entry.name: {name: score(task, track.z, entry.runs[name]) for name, task in track.tasks.items()}
-        for entry in entries
+        name: {task: score(rules, track.z, runs[task]) for task, rules in track.tasks.items()}
+        for name, runs in entries.items()
     }
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError, Stage
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.seed_statistics import Target
+from eigengraft.experiments.reproduction.claims import ResultRow
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.tasks.model_shapes import MODELS
 from eigengraft.experiments.track.cost import H100, TOKENS, optimizer_ms, step_costs, step_ms
@@ -23,7 +24,6 @@ from eigengraft.experiments.track.report import rank_correlation, read_rankings,
 from eigengraft.experiments.track.track import (
     ENTRIES_FILE,
     RESULTS_FILE,
-    TaskRun,
     TrackEntry,
     TrackTask,
     entry_study,
@@ -48,8 +48,9 @@ FIRST = ("adafactor", "adamw", "lion", "muon", "shampoo", "soap_fitted")
 TASK = TrackTask(experiment={"steps": 40}, target=1.0, sigma=0.3)
 
 
-def run(seed: int, losses: list[float], seconds: float = 8.0) -> TaskRun:
-    return TaskRun(seed, [10, 20, 30, 40][: len(losses)], losses, seconds, 0.1, "", "0")
+def run(seed: int, losses: list[float], seconds: float = 8.0) -> ResultRow:
+    curve = [[10, 20, 30, 40][: len(losses)], losses]
+    return ResultRow({"task": "t"}, seed, {"curve": curve, "seconds": seconds, "lr": 0.1, "edge": "", "data": "0"})
 
 
 def test_a_mean_is_below_a_target_by_standard_errors_of_known_size() -> None:
@@ -144,7 +145,7 @@ def test_the_committed_page_is_that_of_the_committed_runs() -> None:
     assert set(now.scores) <= set(read_table(LAPTOP))
     for name, task in track.tasks.items():  # the targets are such that AdamW reaches them, and not with its last step
         assert now.scores["adamw"][name].steps < task.experiment["steps"]
-        assert {run.data for entry in now.entries for run in entry.runs[name]} == {task.sha256[:16]}
+        assert {run.numbers["data"] for runs in now.entries.values() for run in runs[name]} == {task.sha256[:16]}
     for ranking in read_rankings(LAPTOP).values():
         assert set(ranking.entries) <= set(now.scores)
 
@@ -207,12 +208,13 @@ def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
     track, first = load_track(), json.loads((LAPTOP / "spreads.json").read_text())
     for name, task in track.tasks.items():
         assert task.sigma == float(f"{np.median(list(first[name].values())):.1g}")
-        for entry in (one for one in read_entries(track, LAPTOP) if one.name in FIRST and one.name != "soap_fitted"):
-            losses = np.array([run.losses for run in entry.runs[name]])
+        entries = read_entries(track, LAPTOP)
+        for entry in set(FIRST) - {"soap_fitted"}:
+            losses = np.array([run.numbers["curve"][1] for run in entries[entry][name]])
             below = np.flatnonzero(losses.mean(axis=0) <= task.target)
             spread = losses[:, below[0]].std(ddof=1) if len(below) else None
             # written to four digits
-            assert first[name].get(entry.name) == (None if spread is None else pytest.approx(spread, rel=1e-3))
+            assert first[name].get(entry) == (None if spread is None else pytest.approx(spread, rel=1e-3))
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
